@@ -272,6 +272,149 @@ def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
     assert all(run_ranks(train_unevenly, 3, stage, timeout=DEADLINE))
 
 
+def keep_gradients_in_join():
+    """Train with 3 and 1 batches, without clearing the gradients before the last batch."""
+    rank = dist.get_rank()
+    lengths = [1, 3]
+    model, twin = make_model(), make_model()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with Join([ours]):
+        for step in range(lengths[rank]):
+            loss_of(model, step, rank).backward()
+            ours.step()
+            if step == 1:
+                with pytest.raises(RuntimeError, match="reductions and changes of single"):
+                    model[0].weight.grad.mul_(0.5)
+                with pytest.raises(RuntimeError, match="reductions and changes of single"):
+                    ours.zero_grad(set_to_none=False)
+                ours.zero_grad()
+    for step in range(3):
+        for number in range(2):
+            if step < lengths[number]:
+                (loss_of(twin, step, number) / 2).backward()
+        theirs.step()
+        if step == 1:
+            theirs.zero_grad()
+    loss_of(model, 9, rank).backward()
+    for number in range(2):
+        (loss_of(twin, 9, number) / 2).backward()
+    ours.step()
+    theirs.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    return True
+
+
+def test_gradients_that_are_not_cleared_in_join_accumulate():
+    assert all(run_ranks(keep_gradients_in_join, 2, timeout=DEADLINE))
+
+
+def call_state_dict_hooks():
+    """Register the hooks that torch's optimizers call for state dicts."""
+    optimizer = ShardedOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after loading"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert state["extra"] == 1
+    return calls
+
+
+def test_hooks_of_state_dicts_are_called():
+    [calls] = run_ranks(call_state_dict_hooks, 1, timeout=DEADLINE)
+    assert calls == ["before saving", 1, "after loading"]
+
+
+class Numbers(nn.Module):
+    """A parameter without dimensions and another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0).double())
+        self.vector = nn.Parameter(torch.ones(3).double())
+
+    def forward(self):
+        return self.scale * self.vector.square().sum()
+
+
+def load_state_of_a_number(path):
+    """Load the state of optimizers that store numbers beside a parameter without dimensions."""
+    for name in ("NAdam", "ASGD"):
+        for stage in (1, 3):
+            model, ours, twin, theirs = pair(stage, name, build=Numbers)
+            for step in range(3):
+                for module, optimizer in ((model, ours), (twin, theirs)):
+                    module().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if step == 0:
+                    ours.load_state_dict(ours.state_dict())
+                else:
+                    save_checkpoint(path, model, ours)
+                    load_checkpoint(path, model, ours)
+            assert_alike(model, twin)
+    return True
+
+
+def test_the_state_of_a_parameter_without_dimensions_is_loaded(tmp_path):
+    assert all(run_ranks(load_state_of_a_number, 2, str(tmp_path / "step"), timeout=DEADLINE))
+
+
+class StackedState(torch.optim.SGD):
+    """SGD that stores a stack of two momentum buffers per parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                stack = self.state[parameter].setdefault("stack", torch.zeros(2, *parameter.shape))
+                stack.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(stack[0])
+
+
+class ListedState(StackedState):
+    """SGD that stores a list of momentum buffers per parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                entry = self.state[parameter].setdefault("list", [torch.zeros_like(parameter)])
+                entry[0].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(entry[0])
+
+
+@pytest.mark.parametrize("cls", [StackedState, ListedState])
+def test_elementwise_state_that_cannot_be_joined_is_refused(cls):
+    with pytest.raises(ValueError, match="neither a tensor of its parameter's shape"):
+        how_to_split(cls, {}, elementwise=True, shapes=[(4, 3)])
+
+
+class NormalizedByKeyword(torch.optim.SGD):
+    """SGD that divides by the norm of all gradients if an argument without a name says so."""
+
+    def __init__(self, params, lr=0.1, **options):
+        super().__init__(params, lr)
+        self.is_normalized = options.get("is_normalized", False)
+
+
+def step_with_unnamed_arguments():
+    model = FSDP(make_model())
+    model(torch.ones(2, 5)).sum().backward()
+    NormalizedByKeyword(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="its attribute is_normalized is True, and False"):
+        NormalizedByKeyword(model.parameters(), is_normalized=True).step()
+    return True
+
+
+def test_arguments_that_a_trial_at_stage_3_does_not_know_are_refused():
+    assert all(run_ranks(step_with_unnamed_arguments, 1, timeout=DEADLINE))
+
+
 def use_groups_and_closures(stage):
     """Use groups from generators, a scheduler, a closure, clipping and an added group."""
     model, twin = make_model(), make_model()

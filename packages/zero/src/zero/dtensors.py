@@ -16,6 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zero.process_groups import Communicator
 
+#: The state of torch's optimizers that is one number per parameter. It has the shape of a parameter
+#: without dimensions, and is not one of its elements.
+NUMBERS = {"step", "mu_product", "mu", "eta"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -33,7 +37,7 @@ class Run:
         if not isinstance(value, Tensor):
             return value
         # A tensor that two runs of a parameter shared would be updated twice per step.
-        if value.shape != whole_shape or value.shape == self.shape or key == "step":
+        if value.shape != whole_shape or value.shape == self.shape or key in NUMBERS:
             return value.clone()
         return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
 
@@ -92,7 +96,7 @@ def state_rows(
     """
     state = _whole_state(local_state, parameter.shape, communicator)
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key not in NUMBERS:
             state[key] = shard_rows(value.to(parameter.device), communicator)
     return state
 

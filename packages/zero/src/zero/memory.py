@@ -110,9 +110,12 @@ def memory_report(
         for the prediction and `device` for the measurement.
     world: predict only, for this number of ranks, which need not exist.
     """
-    ranks = DryRun(world or (dist.get_world_size(group) if dist.is_initialized() else 1))
-    if world is None and dist.is_initialized():
-        ranks = DryRun(ranks.world, dist.get_rank(group))
+    if world is not None:
+        ranks = DryRun(world)
+    elif dist.is_initialized():
+        ranks = DryRun(dist.get_world_size(group), dist.get_rank(group))
+    else:
+        ranks = DryRun(1)
     with torch.device("meta"):
         predicted, replicated = _run(build, loss, ranks, _OperatorCounter)
     if world is not None:

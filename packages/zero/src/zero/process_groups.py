@@ -37,6 +37,10 @@ class DryRun:
     world: int
     rank: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"expected 0 <= rank < world, got rank {self.rank} of {self.world}")
+
 
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
 
@@ -136,8 +140,9 @@ class Communicator:
         """Raise if a rank without inputs may not make the next collective."""
         if self.is_joining:
             raise RuntimeError(
-                "within Join, ranks without inputs do not take part in reductions of single "
-                "gradients: use ShardedOptimizer.clip_grad_norm_, and no norms, sums or scalers"
+                "within Join, ranks without inputs do not take part in reductions and changes of "
+                "single gradients: use ShardedOptimizer.clip_grad_norm_, and no norms, sums, "
+                "scalers or edits"
             )
 
     @property

@@ -340,6 +340,11 @@ def _collect_slot(
     has_first = run.stop > 0 or _writes_empty_parameter(slot, rank)
     is_first = not slot.is_copy and run.start == 0 and has_first
     for key, value in state.items():
+        if not isinstance(key, str) or "." in key:
+            raise ValueError(
+                f"expected names without dots for the optimizer's state of {slot.name}, got "
+                f"{key!r}, which a load could not separate from the parameter's name: rename it"
+            )
         name = f"optimizer.state.{slot.name}.{key}"
         if not isinstance(value, torch.Tensor):
             if is_first and (not slot.is_replicated or rank == 0):

@@ -20,6 +20,7 @@ from zero.checkpoint.ownership import (
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
+from zero.dtensors import NUMBERS
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
@@ -120,9 +121,12 @@ class Loading:
         """Raise if a stored tensor does not fit the model's."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
         # Floating-point values are cast to the model's dtype, as a program may continue in another.
+        # Other programs store integers and booleans in dtypes of their own too.
         current_dtype = part.values.dtype
         is_cast = saved_dtype.is_floating_point and current_dtype.is_floating_point
-        has_dtype = saved_dtype == current_dtype or is_cast or not self.contents.is_native
+        if not self.contents.is_native:
+            is_cast = torch.can_cast(saved_dtype, current_dtype)
+        has_dtype = saved_dtype == current_dtype or is_cast
         if saved_shape != part.shape or not has_dtype:
             raise ValueError(
                 f"{part.name} is {tuple(saved_shape), saved_dtype} in the checkpoint, "
@@ -160,8 +164,12 @@ class Loading:
         names = [name for group in names_of_groups for name in group]
         self._check_one_optimizer()
         saved = self.contents.groups
-        if saved is None and self.strict:
+        if not saved and self.strict:
             raise ValueError("the checkpoint has no optimizer: load the model alone")
+        if not saved and not self.contents.states:
+            self.left_out.append("the checkpoint has no optimizer, so its state is unchanged")
+            self.optimizer = None
+            return
         states: dict[str, list[tuple[str, str]]] = {}
         for stored, entries in self.contents.states.items():
             name = names[stored] if isinstance(stored, int) else stored
@@ -276,7 +284,7 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str, device: str | 
     """Return the part of a state tensor that this rank reads, with memory for it."""
     shape, dtype = stored
     run = slot.run
-    if run is not None and shape == slot.shape and key != "step":
+    if run is not None and shape == slot.shape and key not in NUMBERS:
         values = torch.empty(
             run.stop - run.start, dtype=dtype, device=device or slot.parameter.device
         )

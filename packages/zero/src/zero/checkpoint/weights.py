@@ -179,6 +179,13 @@ def save_safetensors(
     drafts: list[Draft] = []
     parts, _ = model_parts(model)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"expected a floating-point dtype for floating-point tensors, got {dtype}: quantize "
+            "the model before it is saved"
+        )
+    if not parts:
+        raise ValueError("expected a model with parameters or buffers, got one without tensors")
     layout = _lay_out(parts, dtype, int(file_gb * 1e9))
 
     def prepare() -> str:
@@ -363,16 +370,25 @@ def _read_header(path: Path, verifier: checksums.Verifier | None) -> Iterator[tu
         raise ValueError(f"{path} is damaged: its header cannot be read ({error!r})") from None
     if metadata.get("checksums") and verifier is None:
         raise ValueError(f"{path.parent} has lost its checksums: use another copy")
-    for name, dtype_name, shape, start, stop in entries:
+    end = 0
+    for name, dtype_name, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
         if dtype_name not in DTYPES:
             raise ValueError(
                 f"expected a dtype of whole bytes per element, got {dtype_name} for {name} in "
                 f"{path}: convert the file, or load it with the program that wrote it"
             )
         dtype = DTYPES[dtype_name]
-        if stop - start != shape.numel() * dtype.itemsize or 8 + length + stop > size:
+        if 8 + length + stop > size:
             raise ValueError(f"{name} in {path} is truncated: use another copy")
+        if start != end or stop - start != shape.numel() * dtype.itemsize:
+            raise ValueError(
+                f"{path} is damaged: {name} has bytes {start} to {stop}, and the tensor before it "
+                f"ends at byte {end}: use another copy"
+            )
+        end = stop
         yield name, InFile(path, 8 + length + start, shape, dtype)
+    if 8 + length + end != size:
+        raise ValueError(f"{path} is damaged: it is longer than its tensors: use another copy")
 
 
 def _map_torch_files(files: Sequence[Path]) -> dict[str, Stored]:
@@ -392,7 +408,10 @@ def _map_torch_files(files: Sequence[Path]) -> dict[str, Stored]:
                 f"{file} is damaged, or has more than tensors and plain values "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        tensors.update((name, Mapped(tensor)) for name, tensor in _flatten(content, ""))
+        for name, tensor in _flatten(content, ""):
+            if name in tensors:
+                raise ValueError(f"{name} is in two files of {file.parent}: keep one")
+            tensors[name] = Mapped(tensor)
     return tensors
 
 

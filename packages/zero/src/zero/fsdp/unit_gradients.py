@@ -56,6 +56,8 @@ class UnitGradients:
         self._unclaimed_averages: dict[int, Tensor] = {}
         #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
         self._placeholders: dict[int, AveragedGradient] = {}
+        #: True if an interrupted backward has discarded gradients that placeholders stand for.
+        self._has_lost_gradients = False
         #: Gradients accumulated under `no_sync()`, already cast to `dtype`, if it differs from the
         #: dtype of the computed gradients.
         self._accumulated: dict[int, Tensor] = {}
@@ -171,12 +173,22 @@ class UnitGradients:
                 shard.grad = placeholder
 
     def discard_cleared(self) -> None:
-        """Discard unreduced gradients whose `.grad` the caller has cleared."""
+        """Discard unreduced gradients whose `.grad` the caller has cleared.
+
+        Raise RuntimeError if any other unreduced gradient was lost.
+        """
         for index, placeholder in list(self._placeholders.items()):
             if self.unit.parameters[index].shard.grad is not placeholder:
                 self.unit.parameters[index].full.grad = None
                 self._accumulated.pop(index, None)
                 del self._placeholders[index]
+        if self._has_lost_gradients and self._placeholders:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: a backward raised an error, so the gradients of "
+                f"{self.unit.label} from earlier backwards under no_sync() are lost: clear all "
+                "gradients with zero_grad(), and repeat the backwards of this step"
+            )
+        self._has_lost_gradients = False
 
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
         """Raise, because the gradient of a placeholder has not been averaged."""
@@ -206,6 +218,7 @@ class UnitGradients:
 
     def discard(self) -> None:
         """Discard the gradients of a backward that was interrupted."""
+        self._has_lost_gradients = bool(self._placeholders)
         self._reduction = None
         self._unclaimed_averages.clear()
         self._accumulated.clear()

@@ -113,6 +113,12 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     named = [(original_name(name), module) for name, module in root.named_modules()]
     if callable(policy):
         return {module for name, module in named if policy(name, module)}
+    others = [entry for entry in policy if not isinstance(entry, type | str)]
+    if others:
+        raise TypeError(
+            f"expected classes and names of modules in shard=, got a {type(others[0]).__name__}: "
+            "pass its name in dict(model.named_modules())"
+        )
     classes = tuple(entry for entry in policy if isinstance(entry, type))
     wanted = {entry for entry in policy if isinstance(entry, str)}
     unknown = wanted.difference(name for name, _ in named)

@@ -128,7 +128,7 @@ class AveragedGradient(PartialGradient):
         if name == "detach":
             return _alias(args[0])
         if name in ("add_", "add") and torch._C._current_graph_task_id() != -1:
-            return _accumulate(name, *args)
+            return _accumulate(name, *args, **kwargs)
         if name == UNSCALE:
             gradients, found_inf, inv_scale = args
             return unscale(gradients, found_inf, inv_scale)
@@ -156,23 +156,31 @@ def _alias(gradient: AveragedGradient) -> AveragedGradient:
     return alias
 
 
-def _accumulate(name: str, gradient: Any, added: Any) -> Any:
-    """Add the local gradient of another backward, which will be averaged later."""
+def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> Any:
+    """Add the local gradient of another backward, which will be averaged later.
+
+    A hook of a parameter may add another tensor or a number.
+    """
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
         raise RuntimeError("an averaged gradient cannot take part in a backward")
     gradient = gradient if name == "add_" else _alias(gradient)
-    if gradient.unreduced is None:
+    is_gradient = isinstance(added, Tensor) and added.shape == gradient.shape and alpha == 1
+    if gradient.unreduced is not None:
+        gradient.unreduced.add_(added, alpha=alpha)
+    elif is_gradient:
         gradient.unreduced = added.clone()
     else:
-        gradient.unreduced.add_(added)
+        zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        gradient.unreduced = zeros.add_(added, alpha=alpha)
     return gradient
 
 
 def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
-    """Return the runs of gradients; raise if they are of different elements."""
+    """Return the runs of gradients; raise if they are of different elements or shapes."""
     runs_of = [gradient.local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
-    if any(other != ranges[0] for other in ranges):
+    has_one_shape = all(gradient.shape == gradients[0].shape for gradient in gradients)
+    if not has_one_shape or any(other != ranges[0] for other in ranges):
         raise _combination_error(func)
     return runs_of
 
@@ -202,6 +210,8 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     is_in_place = func._schema.is_mutable
     if is_in_place and not isinstance(args[0], AveragedGradient):
         raise _combination_error(func)
+    if is_in_place:
+        gradients[0].communicator.check_not_joining()
     shape = gradients[0].shape
     results = []
     for index, (start, stop) in enumerate(ranges):
@@ -235,7 +245,8 @@ def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any
     if not isinstance(value, Tensor):
         return value
     if value.numel() == 1:
-        return value.reshape(())
+        # A number without dimensions would not take part in the promotion of dtypes.
+        return value.reshape(1) if value.dim() else value
     return value.expand(shape).reshape(-1)[start:stop]
 
 

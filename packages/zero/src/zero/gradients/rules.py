@@ -62,17 +62,19 @@ REMEDY = (
 
 
 def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if an operation reduces the whole tensor to one number."""
+    """Return True if an operation reduces the whole tensor to one number without dimensions."""
     names: tuple[str, ...]
     if name in NORMS:
-        names = ("self", "ord", "dim")
+        names = ("self", "ord", "dim", "keepdim")
     elif name in REDUCTIONS:
-        names = ("self", "dim")
+        names = ("self", "dim", "keepdim")
     else:
         return False
     arguments = dict(zip(names, args, strict=False)) | kwargs
     if name == "linalg_norm" and arguments.get("ord") is not None and args[0].dim() > 1:
         # This is a norm of the matrix, such as its largest singular value.
+        return False
+    if arguments.get("keepdim"):
         return False
     dim = arguments.get("dim")
     return dim is None or (isinstance(dim, list | tuple) and not dim)

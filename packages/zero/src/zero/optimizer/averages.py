@@ -36,6 +36,16 @@ class Averages:
         """Return True if the average has not been cleared."""
         return self._keys.get(key.parameter) is key
 
+    def is_assigned(self, parameter: nn.Parameter) -> bool:
+        """Return True if `.grad` is an average that the caller has computed or taken elsewhere.
+
+        Examples are `p.grad = p.grad * 2` and `p.grad = q.grad`.
+        """
+        gradient = parameter.grad
+        if not isinstance(gradient, AveragedGradient):
+            return False
+        return gradient.runs is not None or self._keys.get(parameter) is not gradient.key
+
     def clear(self) -> None:
         """Forget all averages."""
         self._keys.clear()
@@ -76,11 +86,11 @@ class Averages:
     def adopt(
         self, parameter: nn.Parameter, pieces: Sequence[tuple[Bucket, Piece]], source: Source
     ) -> None:
-        """Copy an average that the caller has computed and assigned to `.grad` into the buckets."""
+        """Copy an average that the caller has assigned to `.grad` into the buckets."""
         assigned = parameter.grad
         assert isinstance(assigned, AveragedGradient)
-        assert assigned.runs is not None
-        runs = [run for run in assigned.runs if run[0] < run[1]]
+        assigned.communicator.check_not_joining()
+        runs = [run for run in assigned.local_runs() if run[0] < run[1]]
         if [run[:2] for run in runs] != [(piece.start, piece.stop) for _, piece in pieces]:
             raise RuntimeError(
                 f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} was "
@@ -103,11 +113,6 @@ class Averages:
         gradient = AveragedGradient(parameter, source, key, is_used=is_used)
         parameter.grad = gradient
         return gradient
-
-
-def is_computed(gradient: Tensor | None) -> bool:
-    """Return True if the caller has computed an average from averages: `p.grad = p.grad * 2`."""
-    return isinstance(gradient, AveragedGradient) and gradient.runs is not None
 
 
 def is_used(gradient: Tensor) -> bool:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.gradients.averaged import AveragedGradient
-from zero.optimizer.averages import Averages, has_unreduced_gradient, is_computed, is_used
+from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
 from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.reduction_queue import ReductionQueue
 from zero.partition import Partition, Piece
@@ -201,6 +201,21 @@ class GradientReducer:
         """True if another reducer of the same group exists on any rank."""
         return len(self._group_numbers) > 1
 
+    def averaged_indices(self) -> list[int]:
+        """Return the numbers of the parameters whose `.grad` is an average or includes one."""
+        cleared = set(self._averages.cleared())
+        return [
+            index
+            for index, parameter in enumerate(self._pieces)
+            if parameter in self._averages and parameter not in cleared
+        ]
+
+    def clear_other_gradients(self, indices: Sequence[int]) -> None:
+        """Clear `.grad` of all parameters but those with these numbers."""
+        for index, parameter in enumerate(self._pieces):
+            if index not in indices:
+                parameter.grad = None
+
     def join_backward(self) -> None:
         """Take part in a backward of the other ranks with zero gradients."""
         self._begin_backward()
@@ -286,10 +301,10 @@ class GradientReducer:
             self._num_launched += 1
 
     def _begin_backward(self) -> None:
-        self._in_backward = True
         self._adopt_edits()
         self._discard_cleared()
         self._queue.drain()
+        self._in_backward = True
 
     def _end_backward(self) -> None:
         """Finish the backward of every reducer of the group that any rank has reached."""
@@ -352,9 +367,9 @@ class GradientReducer:
         self._postponed = []
 
     def _adopt_edits(self) -> None:
-        """Move averages that the caller has computed and assigned to `.grad` into the buckets."""
+        """Copy averages that the caller has assigned to `.grad` into the buckets."""
         for parameter in self._pieces:
-            if is_computed(parameter.grad):
+            if self._averages.is_assigned(parameter):
                 self._queue.drain()
                 self._averages.adopt(parameter, self._shard_pieces.get(parameter, []), self)
 

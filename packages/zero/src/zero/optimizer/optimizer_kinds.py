@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Split = Literal["elements", "parameters"]
 Optimizer = torch.optim.Optimizer
@@ -109,8 +110,10 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
     """
     options: dict[str, Any] = {}
     cls = type(optimizer)
+    has_further_arguments = False
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[2:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            has_further_arguments = True
             continue
         if name in group:
             options[name] = group[name]
@@ -124,7 +127,28 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
                 f"{name} is neither an option of its groups nor an attribute; store it as one, or "
                 "use ShardedOptimizer (stages 1 and 2), which constructs the optimizer itself"
             )
+    if has_further_arguments:
+        _check_further_arguments(optimizer, group, options)
     return options
+
+
+def _check_further_arguments(
+    optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if arguments without a name in the signature have set an attribute."""
+    cls = type(optimizer)
+    example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+    rebuilt = vars(cls([{**group, "params": [example]}], **options))
+    for name, value in vars(optimizer).items():
+        is_plain = isinstance(value, str | int | float)
+        # Schedulers of torch add private attributes.
+        is_argument = name in rebuilt or not name.startswith("_")
+        if is_plain and is_argument and rebuilt.get(name) != value:
+            raise ValueError(
+                f"{cls.__name__} cannot be verified on FSDP's shards: its attribute {name} is "
+                f"{value!r}, and {rebuilt.get(name)!r} without the arguments that its signature "
+                "does not name; name them there, or use ShardedOptimizer (stages 1 and 2)"
+            )
 
 
 def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +209,7 @@ class _Trial:
             cut_gradients = [_cut_all(step) for step in gradients]
             for index, part in enumerate(_cut_all(wholes)):
                 # A rank has one of the pieces only.
-                [alone], others = self._run(cut_values, cut_gradients, index)
+                [alone], others = self._run(cut_values, cut_gradients, index, is_cut=True)
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(
                         f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
@@ -216,10 +240,12 @@ class _Trial:
         only: int | None = None,
         *,
         as_columns: bool = False,
+        is_cut: bool = False,
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Return the values after all steps, and the numbers that the optimizer stores.
 
-        `only` is the index of the one parameter to step.
+        only: the index of the one parameter to step.
+        is_cut: True if the parameters are pieces of tensors, whose state must be in pieces too.
         """
         generators = _random_states()
         try:
@@ -233,6 +259,8 @@ class _Trial:
                 "ShardedOptimizer(..., elementwise=False)"
             ) from error
         check_state(optimizer)
+        if is_cut:
+            _check_state_is_cut(optimizer)
         if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
@@ -278,6 +306,20 @@ def check_state(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} belongs to no "
             "parameter, so a checkpoint of shards would not have it; use the optimizer unsharded"
         )
+
+
+def _check_state_is_cut(optimizer: Optimizer) -> None:
+    """Raise ValueError if state of a piece of a tensor could not be joined with other pieces'."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            has_dims = any(leaf.dim() for leaf in stored)
+            if has_dims and not (stored[0] is value and value.shape == parameter.shape):
+                raise ValueError(
+                    f"{type(optimizer).__name__} cannot be cut into elements: its state {key!r} is "
+                    "neither a tensor of its parameter's shape nor a number without dimensions, so "
+                    "a checkpoint could not join the pieces; leave out elementwise=True"
+                )
 
 
 def _random_states() -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
             is_cpu_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
             entries = [value.item()] if is_cpu_number else value
             entries = entries if isinstance(entries, list | tuple) else [entries]
-            if all(isinstance(entry, int | float) for entry in entries):
+            if all(isinstance(entry, Real) for entry in entries):
                 described[key] = tuple(entries)
         numbers.append(described)
     return numbers

@@ -239,11 +239,24 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
-        return dtensor_state_dict(self)
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = dtensor_state_dict(self)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`, or that of an unsharded optimizer."""
+        # A hook may change its copy.
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         load_state_dict(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

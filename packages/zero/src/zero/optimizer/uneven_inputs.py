@@ -2,7 +2,8 @@
 
 An active rank announces each backward, clipping and step. A rank that has joined contributes zeros
 to the sum of gradients, and steps its shard with the options of an active rank. As with torch's
-DDP by default, gradients are divided by the number of all ranks.
+DDP by default, gradients are divided by the number of all ranks. Each announcement lists the
+parameters whose gradients have not been cleared, because clearing them is not a collective.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ class UnevenInputs(JoinHook):
             raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
         work.wait()
         self.optimizer.communicator.is_joining = True
-        self.optimizer.communicator.gather_objects((name, argument))
+        averaged = self.optimizer.reducer.averaged_indices()
+        self.optimizer.communicator.gather_objects((name, argument, averaged))
 
     def main_hook(self) -> None:
         """Take part in the next call of the active ranks."""
         self.has_joined = True
         optimizer = self.optimizer
         announced = optimizer.communicator.gather_objects(None)
-        name, argument = next(call for call in announced if call is not None)
+        name, argument, averaged = next(call for call in announced if call is not None)
+        optimizer.reducer.clear_other_gradients(averaged)
         if name == "backward":
             optimizer.reducer.join_backward()
         elif name == "clip":
@@ -58,10 +61,14 @@ class UnevenInputs(JoinHook):
             for group, options in zip(optimizer.param_groups, argument, strict=True):
                 group.update(options)
             optimizer.step()
-            optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End the context."""
+        """Clear the gradients that the last active ranks have cleared, and end the context."""
+        reducer = self.optimizer.reducer
+        averaged = None if self.has_joined else reducer.averaged_indices()
+        everyone = self.optimizer.communicator.gather_objects(averaged)
+        if self.has_joined:
+            reducer.clear_other_gradients(next(entry for entry in everyone if entry is not None))
         self.has_joined = True
         self.optimizer.communicator.is_joining = False
 
