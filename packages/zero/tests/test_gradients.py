@@ -713,6 +713,86 @@ def test_weights_read_without_calling_their_module_are_gathered():
     assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
 
 
+def take_averages_of_others():
+    """Assign averages of other parameters and of an earlier step to `.grad`."""
+    parameters = nn.ParameterList(torch.zeros(4, dtype=torch.float64) for _ in range(3))
+    factors = torch.arange(12.0).double().view(3, 4)
+    ours = ShardedOptimizer(parameters, torch.optim.SGD, elementwise=False, lr=1.0)
+
+    def run_backward():
+        (torch.stack([*parameters]) * factors).sum().backward()
+
+    # Rank 0 has the first and the last parameter.
+    run_backward()
+    parameters[0].grad = parameters[2].grad
+    ours.step()
+    for parameter, expected in zip(parameters, (2, 1, 2), strict=True):
+        assert torch.equal(parameter, -factors[expected])
+    parameters[0].grad = parameters[1].grad
+    with pytest.raises(RuntimeError, match="computed from another parameter's gradient"):
+        ours.step()
+    saved = parameters[1].grad
+    ours.zero_grad()
+    parameters[1].grad = saved
+    with pytest.raises(RuntimeError, match="belongs to an earlier step"):
+        ours.step()
+    return True
+
+
+def test_averages_of_other_parameters_are_copied_or_refused():
+    assert all(run_ranks(take_averages_of_others, 2, timeout=DEADLINE))
+
+
+def change_gradients_in_hooks():
+    """Change `.grad` in hooks of a second backward, which adds to averages."""
+    for value, options in ((None, {"alpha": 0.5}), (1.0, {}), (torch.tensor(2.0), {"alpha": 3})):
+        model, twin = make_model(), make_model()
+        for module in (model, twin):
+            for parameter in module.parameters():
+
+                def add(parameter, value=value, options=options):
+                    parameter.grad.add_(parameter.detach() if value is None else value, **options)
+
+                parameter.register_post_accumulate_grad_hook(add)
+        ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for step in range(2):
+            loss_of(model, step, 0).backward()
+            loss_of(twin, step, 0).backward()
+        ours.step()
+        theirs.step()
+        assert_alike(model, twin)
+    return True
+
+
+def test_additions_in_hooks_of_a_second_backward_are_exact():
+    assert all(run_ranks(change_gradients_in_hooks, 2, timeout=DEADLINE))
+
+
+def combine_shapes_and_dtypes():
+    """Combine averages with tensors of other shapes and dtypes."""
+    shapes = [(2, 3), (3, 2), (4,)]
+    parameters = nn.ParameterList(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
+    ours = ShardedOptimizer(parameters, torch.optim.SGD, elementwise=False, lr=1.0)
+    sum(parameter.sum() for parameter in parameters).backward()
+    first, second, _ = (parameter.grad for parameter in parameters)
+    for combine in (torch.add, torch.equal):
+        # On one rank both have the same range of elements.
+        with pytest.raises(RuntimeError, match="tensor of other elements"):
+            combine(first, second)
+    assert (first * torch.ones(1)).dtype == torch.float32
+    assert (first * torch.tensor(1.0)).dtype == torch.bfloat16
+    for reduce in (torch.sum, torch.amax, torch.linalg.vector_norm):
+        with pytest.raises(RuntimeError, match="full_tensor"):
+            reduce(first, dim=None if reduce is torch.sum else (), keepdim=True)
+    ours.step()
+    return True
+
+
+def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
+    assert all(run_ranks(combine_shapes_and_dtypes, 1, timeout=DEADLINE))
+
+
 def misuse(name):
     """Misuse the sharded parameters after a backward."""
     model, ours, twin, _ = pair(3)

@@ -162,6 +162,8 @@ def test_the_formula_gives_the_numbers_of_the_papers_figure():
     adam = {"parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
     gigabytes = [zero_stage_bytes(7_500_000_000, 64, s, **adam) / 1e9 for s in range(4)]
     assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
+    with pytest.raises(ValueError, match="expected 0 <= rank < world, got rank 0 of 0"):
+        memory_report(None, None, world=0)
     with pytest.raises(ValueError, match="expected a stage from 0 to 3, got 4"):
         zero_stage_bytes(1, 1, 4)
 

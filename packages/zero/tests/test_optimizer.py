@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -467,12 +468,12 @@ def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(s
 
 
 #: Each change of the options on rank 1, with the step that is refused.
-DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("constructor", 0)]
+DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("numpy", 1), ("constructor", 0)]
 
 
 def refusals_of_options(stage):
     """Check that steps are refused if options differ on rank 1, and only then."""
-    for edit in ("equal", "lr", "betas", "tensor", "constructor"):
+    for edit in ("equal", "lr", "betas", "tensor", "numpy", "constructor"):
         model = make_model()
         rank = dist.get_rank()
         is_odd = rank == 1 and edit != "equal"
@@ -497,6 +498,8 @@ def refusals_of_options(stage):
                 group["betas"] = (0.8, 0.9)
             if step == 1 and edit == "tensor" and is_odd:
                 group["lr"].mul_(0.5)
+            if step == 1 and edit == "numpy" and is_odd:
+                group["lr"] = np.float32(0.05)
             if (edit, step) in DIFFERENT_OPTIONS:
                 with pytest.raises(RuntimeError, match="options differ between ranks"):
                     optimizer.step()

@@ -237,6 +237,26 @@ def test_a_backward_that_raised_can_be_repeated_without_a_forward(stage):
     assert all(run_ranks(repeat_backward, 2, stage, timeout=60))
 
 
+def lose_accumulated_gradients():
+    """Accumulate gradients, raise in the next backward, and go on without clearing them."""
+    model, optimizer = build(3, Failing(in_wait=False))
+    with model.no_sync():
+        mean_square(model, batch(0, dist.get_rank())).backward()
+    output = model(batch(1, dist.get_rank()))
+    output.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\) are lost: clear all gradients"):
+        mean_square(model, batch(1, dist.get_rank())).backward()
+    optimizer.zero_grad()
+    train_step(model, optimizer, 0)
+    return True
+
+
+def test_gradients_that_an_interrupted_backward_has_lost_are_refused():
+    assert all(run_ranks(lose_accumulated_gradients, 2, timeout=60))
+
+
 def write_through_data_on_one_rank():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)

@@ -255,6 +255,16 @@ def two_models(folder):
     assert same(longer.state_dict(), make(1).state_dict())
     with pytest.raises(RuntimeError, match="has no optimizer"):
         load_checkpoint(f"{folder}/usual", *wrap(make(), 1, lr=0.1))
+    save_checkpoint(f"{folder}/model", make(1))
+    save_safetensors(f"{folder}/weights", make(1))
+    for name in ("usual", "model", "weights"):
+        model, optimizer = wrap(make(2), 1, lr=0.1)
+        step(model, optimizer)
+        steps = [state["step"].clone() for state in optimizer.inner.state.values()]
+        with pytest.warns(UserWarning, match="has no optimizer, so its state is unchanged"):
+            load_checkpoint(f"{folder}/{name}", model, optimizer, strict=False)
+        assert same(whole(model), make(1).state_dict())
+        assert [state["step"] for state in optimizer.inner.state.values()] == steps
     return True
 
 
@@ -274,6 +284,11 @@ def torch_files(folder):
         assert same(whole(model), make().state_dict())
     with pytest.raises(RuntimeError, match=r"evil\.pth is damaged, or has more than tensors"):
         load_checkpoint(f"{folder}/evil.pth", make(1))
+    Path(folder, "two").mkdir(exist_ok=True)
+    for name in ("first.pt", "second.pt"):
+        torch.save(make().state_dict(), f"{folder}/two/{name}")
+    with pytest.raises(RuntimeError, match=r"0\.weight is in two files of"):
+        load_checkpoint(f"{folder}/two", make(1))
     return True
 
 
@@ -365,6 +380,18 @@ def damage(path):
         with pytest.raises(RuntimeError) as error:
             load_checkpoint(path, make(1))
         messages.append(str(error.value))
+    size = int.from_bytes(good[:8], "little")
+    offsets = json.loads(good[8 : 8 + size])["0.weight"]["data_offsets"]
+    moved = [str([offset - 4 for offset in offsets]), str([offset + 4 for offset in offsets])]
+    for change in moved:
+        old = str(offsets).replace(" ", "").encode()
+        text = good[8 : 8 + size].replace(old, change.replace(" ", "").encode())
+        file.write_bytes(len(text).to_bytes(8, "little") + text + good[8 + size :] + b"\0" * 8)
+        with pytest.raises(RuntimeError, match=r"is damaged: .* has bytes"):
+            load_checkpoint(path, make(1))
+    file.write_bytes(good + b"\0")
+    with pytest.raises(RuntimeError, match="is longer than its tensors"):
+        load_checkpoint(path, make(1))
     file.write_bytes(good)
     load_checkpoint(path, make(1))
     index = {"weight_map": {"0.weight": "other.safetensors"}}
@@ -459,6 +486,16 @@ def every_dtype(folder):
             assert torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name
     with pytest.raises(RuntimeError, match="whole bytes per element, got F4 for weight"):
         load_checkpoint(f"{folder}/packed.safetensors", nn.Linear(4, 1))
+    rotated = {name: value * 1j for name, value in nn.Linear(3, 3).state_dict().items()}
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(rotated, f"{folder}/complex.safetensors")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"torch.complex64\) in the checkpoint"):
+        load_checkpoint(f"{folder}/complex.safetensors", nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"expected a floating-point dtype .* got torch.int8"):
+        save_safetensors(f"{folder}/ours", ours, dtype=torch.int8)
+    with pytest.raises(ValueError, match="expected a model with parameters or buffers"):
+        save_safetensors(f"{folder}/ours", nn.ReLU())
     return True
 
 

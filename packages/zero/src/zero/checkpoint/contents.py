@@ -271,8 +271,8 @@ def _find_prefix(stored: Iterable[str], names: Sequence[str]) -> str:
     most = max(count.values(), default=0)
     best = [prefix for prefix, number in count.items() if number == most]
     usual = [prefix for prefix in USUAL_PREFIXES if prefix in best]
-    if len(count) > 1 and not usual:
-        candidates = ", ".join(repr(prefix) for prefix in sorted(count))
+    if len(best) > 1 and not usual:
+        candidates = ", ".join(repr(prefix) for prefix in sorted(best))
         raise ValueError(
             f"expected one prefix of the model's names, got {candidates}: pass prefix=..."
         )
