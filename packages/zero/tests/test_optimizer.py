@@ -403,6 +403,28 @@ class NormalizedByKeyword(torch.optim.SGD):
         self.is_normalized = options.get("is_normalized", False)
 
 
+class StoredGradients(torch.optim.SGD):
+    """SGD that adds the previous gradient, which it stores without a copy."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                previous = self.state[parameter].get("previous", torch.zeros_like(parameter))
+                parameter.sub_(parameter.grad + previous, alpha=0.1)
+                self.state[parameter]["previous"] = parameter.grad
+
+
+def store_gradients():
+    for stage in (1, 2, 3):
+        stepped(stage, StoredGradients, 3)
+    return True
+
+
+def test_gradients_that_an_optimizer_stores_are_copied():
+    assert all(run_ranks(store_gradients, 2, timeout=DEADLINE))
+
+
 def step_with_unnamed_arguments():
     model = FSDP(make_model())
     model(torch.ones(2, 5)).sum().backward()

@@ -125,6 +125,15 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     return any(not module.startswith("zero.optimizer.") for module in modules)
 
 
+def check_dense(gradient: Tensor | None) -> None:
+    """Raise TypeError for a sparse gradient, whose elements differ between ranks."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise TypeError(
+            f"expected dense gradients, got one with layout {gradient.layout} for a parameter of "
+            f"shape {tuple(gradient.shape)}: use nn.Embedding(..., sparse=False)"
+        )
+
+
 def refuse_ddp(module: nn.Module) -> None:
     """Let torch's DDP find no parameters in a sharded module, so that it refuses to wrap it.
 

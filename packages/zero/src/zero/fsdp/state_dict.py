@@ -132,15 +132,30 @@ def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]
                     module._parameters[name] = full
         yield
         if writeback:
+            changed = [_find_full_parameter(parameter) for _, parameter in located]
             with torch.no_grad():
-                for unit, parameter in located:
+                for (unit, parameter), full in zip(located, changed, strict=True):
                     unit.mark_changed(parameter)
-                    module, name = parameter.owners[0]
-                    changed = module._parameters[name]
-                    assert changed is not None
-                    elements = changed.reshape(-1)[parameter.start : parameter.stop]
+                    elements = full.reshape(-1)[parameter.start : parameter.stop]
                     plain_shard(parameter.shard).copy_(elements.view(parameter.shard.shape))
     finally:
         for _, parameter in located:
             for module, name in parameter.owners:
                 module._parameters[name] = parameter.shard
+
+
+def _find_full_parameter(parameter: ShardedParameter) -> nn.Parameter:
+    """Return the full parameter that all of its modules have; raise if it cannot be sharded."""
+    first, *others = (module._parameters.get(name) for module, name in parameter.owners)
+    if first is None or first.shape != parameter.shape:
+        received = "none" if first is None else f"shape {tuple(first.shape)}"
+        raise RuntimeError(
+            f"expected {parameter.name} to keep its shape {tuple(parameter.shape)} within "
+            f"summon_full_params, got {received}: resize or prune it before FSDP(module)"
+        )
+    if any(other is not first for other in others):
+        raise RuntimeError(
+            f"expected one tensor in all modules that are tied by {parameter.name}, got several "
+            "within summon_full_params: change the tensor in place"
+        )
+    return first

@@ -34,6 +34,7 @@ from zero.fsdp.shard import Shard, ShardedParameter
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
+from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
 
 
@@ -288,11 +289,13 @@ class UnitSchedule(nn.Module):
         for unit in self._units_of[module]:
             unit.reshard()
 
-    def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
+    def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
+        check_dense(parameter.grad)
         self._begin_backward()
         self._gradient_sync.gradient_ready(unit)
 
-    def _replicated_gradient_ready(self, _: Tensor) -> None:
+    def _replicated_gradient_ready(self, parameter: Tensor) -> None:
+        check_dense(parameter.grad)
         self._begin_backward()
         self._gradient_sync.accumulates_gradients = True
 

@@ -41,6 +41,7 @@ from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
 from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.reduction_queue import ReductionQueue
+from zero.parameter_checks import check_dense
 from zero.partition import Partition, Piece
 from zero.process_groups import Communicator
 
@@ -396,11 +397,7 @@ class GradientReducer:
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):
             gradient = gradient.unreduced
-        if gradient is not None and gradient.is_sparse:
-            raise TypeError(
-                f"expected dense gradients, got a sparse one for a parameter of shape "
-                f"{tuple(parameter.shape)}: use nn.Embedding(..., sparse=False)"
-            )
+        check_dense(gradient)
         for bucket, piece in pieces:
             bucket.move_average_out_of_buffer()
             bucket.copy_gradient(piece, gradient)

@@ -29,7 +29,7 @@ from zero.diagnostics import describe_difference
 from zero.fsdp.shard import Shard, find_unit, replaced_parameters
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
-from zero.optimizer.optimizer_kinds import Split, how_to_split
+from zero.optimizer.optimizer_kinds import ELEMENTWISE, WHOLE_PARAMETERS, Split, how_to_split
 from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
@@ -205,6 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
         self._option_checks.record(self)
+        self._copy_stored_gradients()
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
@@ -395,6 +396,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 average = bucket.average_of(piece).view(shard.shape)
                 shard.grad = to_host(average) if self.cpu_offload else average
         return used
+
+    def _copy_stored_gradients(self) -> None:
+        """Copy gradients that the optimizer has stored as state, because their memory is reused."""
+        if self._inner_cls in ELEMENTWISE or self._inner_cls in WHOLE_PARAMETERS:
+            return
+        for _, _, shard, _ in self._shards:
+            if shard.grad is None or shard not in self.inner.state:
+                continue
+            memory = shard.grad.untyped_storage().data_ptr()
+            state = self.inner.state[shard]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+                    state[key] = value.clone()
 
     def _gather_shards(self) -> None:
         works = []
