@@ -104,8 +104,9 @@ def load_at(path, stage, name):
 @pytest.mark.parametrize(
     ("before", "after", "name"),
     [
-        ((1, 4), (1, 3), "AdamW"),
-        ((2, 3), (3, 4), "NAdam"),
+        pytest.param((1, 4), (1, 3), "AdamW", marks=pytest.mark.exhaustive),
+        ((2, 3), (3, 2), "NAdam"),
+        pytest.param((2, 3), (3, 4), "NAdam", marks=pytest.mark.exhaustive),
         ((3, 4), (2, 2), "AdamW"),
         ((3, 2), (0, 1), "SGD"),
         ((0, 1), (3, 3), "Adam"),
@@ -255,7 +256,7 @@ def flipped(folder, every):
 
 
 def test_a_flipped_bit_anywhere_is_refused(tmp_path):
-    flipped(tmp_path, 199)
+    flipped(tmp_path, 499)
 
 
 @pytest.mark.exhaustive

@@ -228,17 +228,19 @@ def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
     assert all(run_ranks(options, 2, timeout=DEADLINE))
 
 
-def compiled_blocks():
+def compiled_blocks(has_inner_units):
     torch._dynamo.reset()
-    model = FSDP(build(Stack, True), shard=(Block, nn.Embedding, nn.Linear))
+    shard = (Block, nn.Embedding, nn.Linear) if has_inner_units else (Block,)
+    model = FSDP(build(Stack, True), shard=shard)
     assert not any("_orig_mod" in name for name in model.gather_full_params())
-    assert steps_equal(model, build(Stack, False), 1e-5)
-    blocks = FSDP(build(Stack, True), shard=(Block,))
-    return steps_equal(blocks, build(Stack, False), 1e-5)
+    return steps_equal(model, build(Stack, False), 1e-5)
 
 
-def test_compiled_blocks_train_equally_under_the_original_names():
-    assert all(run_ranks(compiled_blocks, 2, timeout=DEADLINE))
+@pytest.mark.parametrize(
+    "has_inner_units", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
+def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units):
+    assert all(run_ranks(compiled_blocks, 2, has_inner_units, timeout=DEADLINE))
 
 
 def on_the_meta_device():

@@ -381,8 +381,8 @@ def sizes_over(steps, stage):
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_no_python_object_grows_over_steps(stage):
-    # A list reserves room for an eighth of its entries, so 40 steps show growth by one per step.
-    for sizes in run_ranks(sizes_over, 2, 60, stage, timeout=DEADLINE):
+    # A list reserves room for an eighth of its entries, so 20 steps show growth by one per step.
+    for sizes in run_ranks(sizes_over, 2, 40, stage, timeout=DEADLINE):
         assert sizes[-1] == sizes[3], sizes
 
 

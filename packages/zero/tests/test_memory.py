@@ -18,7 +18,7 @@ from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
 from zero.bench import rivals
 
 WIDTH = 128
-LAYERS = 6
+LAYERS = 4
 VOCABULARY = 512
 TOKENS = 96
 DEADLINE = 300.0

@@ -1,7 +1,7 @@
 """ZeRO: optimizer state, gradients and parameters sharded over data-parallel ranks."""
 
 from zero.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
-from zero.checkpoint.weights import save_safetensors
+from zero.checkpoint.save_safetensors import save_safetensors
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.fully_shard import FSDPModule, fully_shard
 from zero.gloo_collectives import direct_all_gather, direct_reduce_scatter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -123,6 +124,24 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
     modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
     return any(not module.startswith("zero.optimizer.") for module in modules)
+
+
+def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Communicator) -> None:
+    """Raise RuntimeError if parameters that were written to differ between ranks."""
+    everyone = communicator.gather_objects([_checksum(p) for p in written])
+    for index, parameter in enumerate(written):
+        if len({checksums[index] for checksums in everyone}) > 1:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
+                "step and differs between ranks: make the same changes on every rank (a "
+                "forward that writes to its weight, as nn.Embedding(max_norm=...) does, writes "
+                "values that depend on the batch of its rank)"
+            )
+
+
+def _checksum(parameter: Tensor) -> int:
+    values = parameter.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
 def check_dense(gradient: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero.diagnostics import explain
 from zero.gloo_collectives import Work, direct_all_gather, direct_reduce_scatter
+from zero.work_handles import FINISHED, DryReduceScatter, ExplainedWork, WorkThen
 
 Collective = Callable[..., Any]
 
@@ -208,10 +209,10 @@ class Communicator:
         """
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
-            return _DryReduceScatter(input, self.world)
+            return DryReduceScatter(input, self.world)
         call = _tag_by_label(self._reduce_scatter, label)
         work = self._start("reduce_scatter", input, call, output, input, label=label)
-        return _SumOverReplicas(work, self.replicas, output) if self.replicas else work
+        return self._sum_over_replicas(work, output)
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = concatenation of every rank's input`, in rank order."""
@@ -223,8 +224,7 @@ class Communicator:
 
     def all_reduce_gradient(self, tensor: Tensor) -> Work:
         """Start the sum of `tensor` over shards and replicas, in place."""
-        work = self.all_reduce(tensor)
-        return _SumOverReplicas(work, self.replicas, tensor) if self.replicas else work
+        return self._sum_over_replicas(self.all_reduce(tensor), tensor)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start the reduction of `tensor` over the ranks of the group, in place."""
@@ -241,7 +241,7 @@ class Communicator:
             wide = torch.complex64
         elif tensor.is_floating_point():
             wide = torch.float32
-        return _WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
+        return WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Send `blocks[r]` to rank r; return the block from each rank, of the given lengths."""
@@ -270,9 +270,14 @@ class Communicator:
         if tensor.dtype not in NATIVE_DTYPES:
             return self.all_reduce_gradient(tensor)
         work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
-        if self.replicas and owner == self.rank:
-            return _SumOverReplicas(work, self.replicas, tensor)
-        return work
+        return self._sum_over_replicas(work, tensor) if owner == self.rank else work
+
+    def _sum_over_replicas(self, work: Work, tensor: Tensor) -> Work:
+        """Return work that sums the result of `work` over the replicas, if there are any."""
+        replicas = self.replicas
+        if replicas is None:
+            return work
+        return WorkThen(work, lambda: replicas.all_reduce(tensor).wait())
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
         """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
@@ -281,7 +286,7 @@ class Communicator:
         work = self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
         if contiguous is tensor:
             return work
-        return _WorkThen(work, lambda: tensor.copy_(contiguous))
+        return WorkThen(work, lambda: tensor.copy_(contiguous))
 
     def broadcast_first(self, tensor: Tensor) -> None:
         """Copy the first rank's `tensor` to all other ranks, replicas included."""
@@ -363,13 +368,13 @@ class Communicator:
     ) -> Work:
         self.bytes[name] += payload.nbytes
         if isinstance(self.group, DryRun):
-            return _FINISHED
+            return FINISHED
         description = f"{name} of {payload.nbytes} bytes" + (f" of {label}" if label else "")
         try:
             work = call(*args, group=self.group, async_op=True, **options)
         except RuntimeError as error:
             raise explain(error, self.group, description) from error
-        return _FINISHED if work is None else _ExplainedWork(work, self.group, description)
+        return FINISHED if work is None else ExplainedWork(work, self.group, description)
 
 
 def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
@@ -400,61 +405,3 @@ def _tag_by_label(call: Collective, label: str) -> Collective:
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call
     return partial(call, tag=zlib.crc32(f"{call.__name__} {label}".encode()) >> 1)
-
-
-class _ExplainedWork:
-    """Work whose failure names the ranks that caused it."""
-
-    def __init__(self, work: Work, group: dist.ProcessGroup | None, description: str) -> None:
-        self.work = work
-        self.group = group
-        self.description = description
-
-    def wait(self) -> None:
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise explain(error, self.group, self.description) from error
-
-
-class _SumOverReplicas:
-    """A sum over shards, followed by a sum of the result over replicas."""
-
-    def __init__(self, work: Work, replicas: Communicator, tensor: Tensor) -> None:
-        self.work = work
-        self.replicas = replicas
-        self.tensor = tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.replicas.all_reduce(self.tensor).wait()
-
-
-class _WorkThen:
-    """Work, followed by a local function when it is waited for."""
-
-    def __init__(self, work: Work, then: Callable[[], Any]) -> None:
-        self.work = work
-        self.then = then
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
-
-
-class _DryReduceScatter:
-    """The memory that a `direct_reduce_scatter` in progress allocates."""
-
-    def __init__(self, input: Tensor, world: int) -> None:
-        self.received = input.new_empty(input.numel() // world * (world - 1))
-
-    def wait(self) -> None:
-        del self.received
-
-
-class _FinishedWork:
-    def wait(self) -> None:
-        """Return at once: the collective has finished."""
-
-
-_FINISHED = _FinishedWork()

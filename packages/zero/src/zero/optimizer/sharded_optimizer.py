@@ -9,45 +9,41 @@
 
 from __future__ import annotations
 
-import gc
-import zlib
-from collections.abc import Callable, Iterator, Reversible, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.cpu_offload import to_host
-from zero.diagnostics import describe_difference
-from zero.fsdp.shard import Shard, find_unit, replaced_parameters
+from zero.fsdp.shard import Shard
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import ELEMENTWISE, WHOLE_PARAMETERS, Split, how_to_split
 from zero.optimizer.option_checks import OptionChecks
+from zero.optimizer.parameter_groups import (
+    check_alike_on_all_ranks,
+    check_in_one_group,
+    check_ordered,
+    check_without_owner,
+    named_members,
+    read_group,
+    set_owner,
+)
 from zero.optimizer.state_dict import (
     dtensor_state_dict,
     load_state_dict,
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.parameter_checks import check_shardable, is_trainable_dtype
+from zero.parameter_checks import check_equal_on_all_ranks, check_shardable, is_trainable_dtype
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Collective, Communicator, Group
-
-#: The ShardedOptimizer of each parameter that has one.
-_owners = WeakTensorKeyDictionary()
-
-
-def _owner(parameter: Tensor) -> ShardedOptimizer | None:
-    owner: ShardedOptimizer | None = _owners.get(parameter, lambda: None)()
-    return owner
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
@@ -89,14 +85,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        _check_ordered(params)
-        params = [_read_members(entry) if isinstance(entry, dict) else entry for entry in params]
+        check_ordered(params)
+        params = [read_group(entry) if isinstance(entry, dict) else entry for entry in params]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
         members: list[Any] = []
         for entry in params:
             members += entry["params"] if isinstance(entry, dict) else [entry]
-        check_shardable(entry for entry in _named(members) if not isinstance(entry[1], Shard))
+        named = named_members(members)
+        check_shardable(entry for entry in named if not isinstance(entry[1], Shard))
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -146,15 +143,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
-        param_group = _read_members(param_group)
-        named = _named(param_group["params"])
-        self._check_in_one_group(named)
-        self._check_without_owner(named)
+        param_group = read_group(param_group)
+        named = named_members(param_group["params"])
+        check_in_one_group(named, self.param_groups)
+        check_without_owner(named, self)
         check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_ranks_agree(group["params"])
+            check_alike_on_all_ranks(group["params"], self.communicator)
             split = self._how_to_split(group)
         except BaseException:
             # A group without shards would break the next step.
@@ -169,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             shards += self._shard(parameters, split)
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
-            _owners[parameter] = ref(self)
+            set_owner(parameter, self)
         if hasattr(self, "inner"):
             self.inner.add_param_group({**options_of(group), "params": shards})
 
@@ -429,87 +426,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         compares_all = num_steps & (num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
         if written and not written[0].is_meta and self.communicator.num_gradients > 1:
-            self._compare_checksums(written)
+            check_equal_on_all_ranks(written, self.communicator)
         # A step that raised does not count, so that another one compares the same parameters.
         self._num_steps = num_steps
-
-    def _compare_checksums(self, written: list[nn.Parameter]) -> None:
-        everyone = self.communicator.gather_objects([_checksum(p) for p in written])
-        for index, parameter in enumerate(written):
-            if len({checksums[index] for checksums in everyone}) > 1:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
-                    "step and differs between ranks: make the same changes on every rank (a "
-                    "forward that writes to its weight, as nn.Embedding(max_norm=...) does, writes "
-                    "values that depend on the batch of its rank)"
-                )
-
-    def _check_in_one_group(self, named: list[tuple[str, Any]]) -> None:
-        group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for name, parameter in named:
-            if parameter in group_of:
-                raise ValueError(
-                    f"parameter {name}, of shape {tuple(parameter.shape)}, is in groups "
-                    f"{group_of[parameter]} and {len(self.param_groups)}: put each parameter in "
-                    "one group, once"
-                )
-            group_of[parameter] = len(self.param_groups)
-
-    def _check_without_owner(self, named: list[tuple[str, Any]]) -> None:
-        for name, parameter in named:
-            location = find_unit(parameter)
-            if location is not None:
-                raise ValueError(
-                    f"parameter {location[1].name} is a shard of FSDP: pass fsdp.parameters() to "
-                    f"{self._inner_cls.__name__} itself, not to ShardedOptimizer"
-                )
-            if parameter in replaced_parameters:
-                raise ValueError(
-                    f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard "
-                    "of FSDP, so no module uses it: pass the parameters of a model that is not "
-                    "sharded"
-                )
-            if _owner(parameter) is not None:
-                # An unreferenced optimizer in a reference cycle is not an owner.
-                gc.collect()
-            if _owner(parameter) not in (None, self):
-                raise ValueError(
-                    f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
-                    "ShardedOptimizer, which averages its gradient too: put each parameter in one "
-                    "optimizer, or delete the other one first"
-                )
-
-    def _check_ranks_agree(self, parameters: list[nn.Parameter]) -> None:
-        described = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-        problem = describe_difference(self.communicator.gather_objects(described))
-        if problem:
-            raise ValueError(problem)
-
-
-def _read_members(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with a list of its parameters, which may be an iterator."""
-    members = group["params"]
-    _check_ordered(members)
-    return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
-
-
-def _check_ordered(members: Any) -> None:
-    """Raise TypeError for a set, which each rank would shard in another order."""
-    if isinstance(members, Set) and not isinstance(members, Reversible):
-        raise TypeError(
-            f"expected parameters in an ordered collection, got a {type(members).__name__}, whose "
-            "order differs between ranks: pass a list"
-        )
-
-
-def _named(members: list[Any]) -> list[tuple[str, Tensor]]:
-    """Return the members of a group with their names, or their numbers if they have no names."""
-    return [
-        entry if isinstance(entry, tuple) else (f"number {index}", entry)
-        for index, entry in enumerate(members)
-    ]
-
-
-def _checksum(parameter: Tensor) -> int:
-    values = parameter.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())

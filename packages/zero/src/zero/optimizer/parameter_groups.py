@@ -1,0 +1,102 @@
+"""Parameter groups as the caller passes them to a ShardedOptimizer, and checks of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Reversible, Sequence, Set
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero.diagnostics import describe_difference
+from zero.fsdp.shard import find_unit, replaced_parameters
+from zero.process_groups import Communicator
+
+#: The ShardedOptimizer of each parameter that has one.
+_owners = WeakTensorKeyDictionary()
+
+
+def _owner(parameter: Tensor) -> object:
+    """Return the ShardedOptimizer of a parameter, or None."""
+    owner: object = _owners.get(parameter, lambda: None)()
+    return owner
+
+
+def set_owner(parameter: Tensor, optimizer: object) -> None:
+    """Record the ShardedOptimizer that has a parameter."""
+    _owners[parameter] = ref(optimizer)
+
+
+def read_group(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group with a list of its parameters, which may be an iterator."""
+    members = group["params"]
+    check_ordered(members)
+    return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def check_ordered(members: Any) -> None:
+    """Raise TypeError for a set, which each rank would shard in another order."""
+    if isinstance(members, Set) and not isinstance(members, Reversible):
+        raise TypeError(
+            f"expected parameters in an ordered collection, got a {type(members).__name__}, whose "
+            "order differs between ranks: pass a list"
+        )
+
+
+def named_members(members: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return the members of a group with their names, or their numbers if they have no names."""
+    return [
+        entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        for index, entry in enumerate(members)
+    ]
+
+
+def check_in_one_group(named: Sequence[tuple[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError if a parameter of another group is in these groups, or occurs twice."""
+    group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+    for name, parameter in named:
+        if parameter in group_of:
+            raise ValueError(
+                f"parameter {name}, of shape {tuple(parameter.shape)}, is in groups "
+                f"{group_of[parameter]} and {len(groups)}: put each parameter in "
+                "one group, once"
+            )
+        group_of[parameter] = len(groups)
+
+
+def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> None:
+    """Raise ValueError for shards of FSDP, and for parameters of another ShardedOptimizer."""
+    for name, parameter in named:
+        location = find_unit(parameter)
+        if location is not None:
+            raise ValueError(
+                f"parameter {location[1].name} is a shard of FSDP: pass fsdp.parameters() to "
+                "the optimizer itself, not to ShardedOptimizer"
+            )
+        if parameter in replaced_parameters:
+            raise ValueError(
+                f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard "
+                "of FSDP, so no module uses it: pass the parameters of a model that is not "
+                "sharded"
+            )
+        if _owner(parameter) is not None:
+            # An unreferenced optimizer in a reference cycle is not an owner.
+            gc.collect()
+        if _owner(parameter) not in (None, optimizer):
+            raise ValueError(
+                f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
+                "ShardedOptimizer, which averages its gradient too: put each parameter in one "
+                "optimizer, or delete the other one first"
+            )
+
+
+def check_alike_on_all_ranks(
+    parameters: Sequence[nn.Parameter], communicator: Communicator
+) -> None:
+    """Raise ValueError if the ranks passed parameters of other shapes or dtypes."""
+    described = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+    problem = describe_difference(communicator.gather_objects(described))
+    if problem:
+        raise ValueError(problem)

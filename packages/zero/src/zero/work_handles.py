@@ -1,0 +1,60 @@
+"""Handles of collectives in progress, besides those that torch returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.diagnostics import explain
+from zero.gloo_collectives import Work
+
+
+class ExplainedWork:
+    """Work whose failure names the ranks that caused it."""
+
+    def __init__(self, work: Work, group: dist.ProcessGroup | None, description: str) -> None:
+        self.work = work
+        self.group = group
+        self.description = description
+
+    def wait(self) -> None:
+        """Wait; raise an error that names the ranks if the work fails."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise explain(error, self.group, self.description) from error
+
+
+class WorkThen:
+    """Work that calls a function when it has been waited for."""
+
+    def __init__(self, work: Work, then: Callable[[], Any]) -> None:
+        self.work = work
+        self.then = then
+
+    def wait(self) -> None:
+        """Wait for the work, then call the function."""
+        self.work.wait()
+        self.then()
+
+
+class DryReduceScatter:
+    """The memory that a `direct_reduce_scatter` in progress allocates."""
+
+    def __init__(self, input: Tensor, world: int) -> None:
+        self.received = input.new_empty(input.numel() // world * (world - 1))
+
+    def wait(self) -> None:
+        """Free the memory."""
+        del self.received
+
+
+class _FinishedWork:
+    def wait(self) -> None:
+        """Return at once: the collective has finished."""
+
+
+FINISHED = _FinishedWork()
