@@ -121,7 +121,7 @@ class Loading:
         """Raise if a stored tensor does not fit the model's."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
         # Floating-point values are cast to the model's dtype, as a program may continue in another.
-        # Other programs store integers and booleans in dtypes of their own too.
+        # Other programs may store integers and booleans in narrower or wider dtypes.
         current_dtype = part.values.dtype
         is_cast = saved_dtype.is_floating_point and current_dtype.is_floating_point
         if not self.contents.is_native:
