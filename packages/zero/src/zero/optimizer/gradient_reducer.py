@@ -213,9 +213,9 @@ class GradientReducer:
 
     def clear_other_gradients(self, indices: Sequence[int]) -> None:
         """Clear `.grad` of all parameters but those with these numbers."""
-        kept = set(indices)
+        averaged = set(indices)
         for index, parameter in enumerate(self._pieces):
-            if index not in kept:
+            if index not in averaged:
                 parameter.grad = None
 
     def join_backward(self) -> None:
