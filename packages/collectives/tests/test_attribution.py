@@ -33,6 +33,21 @@ CASES = {
         None,
         (Cause.REPORTED_MISMATCH, [2]),
     ),
+    "a rank knows that calls differ and another one which rank is lost": (
+        [
+            report(0, Status.RANK_LOST, blamed=[3]),
+            report(1, Status.MISMATCH, blamed=[2], difference="x"),
+        ],
+        [],
+        None,
+        (Cause.REPORTED_MISMATCH, [2]),
+    ),
+    "two ranks differ from two ranks": (
+        [report(0), report(1, calls=[MAX]), report(2), report(3, calls=[MAX])],
+        [],
+        None,
+        (Cause.MISMATCH, [1, 3]),
+    ),
     "a rank knows which rank is lost": (
         [report(0), report(1, Status.RANK_LOST, blamed=[3])],
         [],
@@ -157,16 +172,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "_") for name in CASES])
 def test_cause_and_blamed_ranks_follow_from_reports(case):
     failed, waits, peer, (cause, ranks) = CASES[case]
-    attribution = attribute(
-        {r.rank: r for r in failed},
-        {r.rank: r for r in waits},
-        call_number=CALL_NUMBER,
-        awaited=range(WORLD),
-        world=WORLD,
-        peer=peer,
-    )
-    assert (attribution.cause, list(attribution.ranks)) == (cause, ranks)
-    assert bool(attribution.difference) == (cause in (Cause.MISMATCH, Cause.REPORTED_MISMATCH))
+    # Ranks read the same reports in different orders.
+    for order in (1, -1):
+        attribution = attribute(
+            {r.rank: r for r in failed[::order]},
+            {r.rank: r for r in waits[::order]},
+            call_number=CALL_NUMBER,
+            awaited=range(WORLD),
+            world=WORLD,
+            peer=peer,
+        )
+        assert (attribution.cause, list(attribution.ranks)) == (cause, ranks)
+        assert bool(attribution.difference) == (cause in (Cause.MISMATCH, Cause.REPORTED_MISMATCH))
 
 
 def test_every_cause_has_a_case():

@@ -462,6 +462,9 @@ def new_timeout():
         set_timeout(timedelta(seconds=30 + len(values)))
         dist.all_reduce(torch.ones(3))
         values.append(collectives.describe(group).timeout_seconds)
+    assert group.split_group([0, 1]).communicator.group_timeout == values[-1]
+    with pytest.raises(TypeError, match=r"some of op, timeout; got also \['opp'\]"):
+        group.allreduce([torch.ones(3)], opp=dist.ReduceOp.MAX)
     group.set_timeout(timedelta(seconds=1))
     dist.barrier()
     if dist.get_rank() == 0:

@@ -273,6 +273,15 @@ def first_error():
     assert work.is_completed()
     assert not work.is_success()
     assert [tensor.sum().item() for tensor in batch] == [2, 3]
+    # A handle of several calls has the first error, too.
+    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
+        for size in (2, 3 + rank):
+            everyone().all_gather_single(torch.empty(world * size), torch.empty(size))
+    with pytest.raises(collectives.Mismatch) as caught:
+        manager.wait()
+    (work,) = manager.works
+    assert work.exception() is caught.value
+    assert not work.is_success()
     # The ranks are still synchronized.
     dist.all_reduce(batch[0])
     assert batch[0].tolist() == [world, world]
@@ -299,6 +308,8 @@ def counts():
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
     with pytest.raises(ValueError, match=r"outputs of 8 elements .* got 7"):
         everyone().allgather_into_tensor_coalesced([torch.ones(7)], [torch.ones(4)])
+    with pytest.raises(ValueError, match=r"outputs of 4 elements .* got 3"):
+        everyone().allgather_coalesced([[torch.ones(3)], [torch.ones(5)]], [torch.ones(4)])
     with pytest.raises(ValueError, match=r"of torch\.float64 .*got 8 elements of torch\.float32"):
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4).double()])
 

@@ -136,3 +136,13 @@ def test_unknown_algorithm_and_empty_samples_are_refused():
         PRICES.predict("all_to_all", "tree", 8, (1, 1))
     with pytest.raises(ValueError, match="no samples"):
         CostModel.fit([])
+    with pytest.raises(ValueError, match="no samples"):
+        CostModel.fit([Sample("all_reduce", "gloo", 8, (1, 1), 1.0)])
+    with pytest.raises(ValueError, match="positive, finite seconds"):
+        CostModel.fit([Sample("all_reduce", "ring", 8, (1, 1), 0.0)])
+    with pytest.raises(ValueError, match="no all_reduce by 'hierarchical'"):
+        PRICES.predict("all_reduce", "hierarchical", 8, (4,))
+    with pytest.raises(ValueError, match="got 'allreduce'"):
+        PRICES.predict("allreduce", "shared_memory", 8, (4,))
+    with pytest.raises(ValueError, match="positive number of ranks"):
+        PRICES.choose("all_reduce", 8, ())

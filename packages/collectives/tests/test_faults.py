@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 
 import collectives
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -618,6 +619,13 @@ def bad_arguments():
         match=r"input_split_sizes \[1, 2\] must be 2 numbers, none negative, that sum to 4",
     ):
         collectives.all_to_all_single(t, t, None, [1, 2])
+    with raises(RuntimeError, match="negative dimension -1"):
+        collectives.shared_empty(-1)
+    assert collectives.shared_empty(np.int64(3)).shape == (3,)
+    # The shape is longer than the part of a packed call for dimensions.
+    shape = [1] * 7 + [[2, 3], [3, 2]][dist.get_rank()]
+    with raises(collectives.Mismatch, match="digest"):
+        collectives.all_reduce(torch.ones(shape))
     # The group is still usable.
     collectives.all_reduce(t)
     return communicator().topology.hosts, t.tolist()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
+from collectives.communicator import _end_threads, communicator
 from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
@@ -226,6 +227,9 @@ def many_splits():
     assert dist.split_group(split_ranks=[[0]]) != dist.GroupMember.NON_GROUP_MEMBER or rank
     with pytest.raises(ValueError, match="expected the cpu among the devices"):
         dist.group.WORLD.split_group([0], device_types=[torch.device("meta")])
+    for ranks in ([0, 0], [0, 4]):
+        with pytest.raises(ValueError, match="expected distinct ranks of a group of 4 ranks"):
+            dist.group.WORLD.split_group(ranks)
     assert set(results) == {results[0]}
     return results[0]
 
@@ -261,6 +265,29 @@ def many_subsets():
 @pytest.mark.filterwarnings("ignore")
 def test_groups_of_subsets_can_be_created_repeatedly():
     run_ranks(many_subsets, 4, backend="")
+
+
+def fork():
+    """Use and leave the group in a process that was forked from the rank."""
+    collectives.barrier()
+    comm = communicator()
+    child = os.fork()
+    if child == 0:
+        with pytest.raises(RuntimeError, match="forked"):
+            collectives.all_reduce(torch.ones(3))
+        # The handlers at exit must not leave the group for the parent.
+        _end_threads()
+        comm.close()
+        comm.abort()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    total = torch.ones(3)
+    collectives.all_reduce(total)
+    return total.tolist()
+
+
+def test_forked_process_cannot_use_the_group_of_its_parent():
+    assert run_ranks(fork, 2) == [[2.0] * 3] * 2
 
 
 def options_of_gloo():

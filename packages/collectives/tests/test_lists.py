@@ -1,6 +1,7 @@
 """Collectives with lists and with a root, and tensors with lazy conjugates and negatives."""
 
 import os
+import warnings
 from datetime import timedelta
 
 import collectives
@@ -8,7 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
+from collectives.algorithms.reduction import COMBINE
 from collectives.shared_memory import segment
+from collectives.shared_memory.fingerprint import DTYPES as DTYPES_OF_TORCH
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from worker_pool import run_ranks
 
 SHAPES = ((), (0,), (5,), (3, 4), (200_001,))
@@ -317,7 +322,17 @@ def test_autograd_notices_every_tensor_that_is_overwritten():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
+def reduce_or_refuse(dtype, op):
+    """Reduce a tensor; return True if it is refused because torch does not support the dtype."""
+    try:
+        collectives.all_reduce(torch.zeros(3, dtype=dtype), op)
+    except TypeError as error:
+        return "torch has no" in str(error)
+    return False
+
+
 def refused():
+    warnings.simplefilter("ignore")
     ones = torch.ones(4)
     world = dist.get_world_size()
     raises = pytest.raises
@@ -338,8 +353,30 @@ def refused():
         collectives.all_reduce(torch.ones(1).expand(5))
     with raises(ValueError, match="none negative"):
         collectives.all_to_all_single(ones, ones, [5, -1], [5, -1])
-    with raises(TypeError, match="to_dense"):
-        collectives.all_reduce(torch.eye(3).to_sparse())
+    wrapped = AsyncCollectiveTensor(ones)
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    for bad, message in (
+        (torch.eye(2).to_sparse(), "to_dense"),
+        (torch.nested.nested_tensor([ones, ones[:3]]), "unbind"),
+        (torch.quantize_per_tensor(ones, 0.5, 0, torch.quint8), "int_repr"),
+        (wrapped, "AsyncCollectiveTensor"),
+        (fake, "FakeTensor"),
+    ):
+        for call in (
+            lambda bad=bad: collectives.broadcast(bad, 0),
+            lambda bad=bad: collectives.all_to_all([ones, bad], [ones, ones]),
+            lambda bad=bad: collectives.all_to_all([ones.clone(), ones.clone()], [ones, bad]),
+            lambda bad=bad: collectives.reduce_scatter(ones, [ones, bad]),
+        ):
+            with raises(TypeError, match=message):
+                call()
+    with raises(TypeError, match=r"torch\.func"):
+        torch.func.vmap(collectives.all_reduce)(torch.ones(3, 2))
+    # torch cannot create a quantized tensor without its scale.
+    for dtype in (dtype for dtype in DTYPES_OF_TORCH if "torch.q" not in str(dtype)):
+        for op in COMBINE:
+            assert not (reduce_or_refuse(dtype, op) and dtype in DTYPES)
     # No method may read from the address of a tensor without memory.
     meta = torch.empty(4, device="meta")
     for call in (
@@ -362,3 +399,47 @@ def refused():
 
 def test_unsupported_tensors_are_refused_before_data_move():
     assert run_ranks(refused, 2) == [[2.0] * 4] * 2
+
+
+def overlapping_in_order():
+    """Gather a tensor that overlaps the output while an earlier call still writes to it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = []
+    for async_op in (True, False):
+        output = torch.full((4 * world,), rank + 1.0)
+        local = output[:4]
+        # The long call delays the others.
+        collectives.all_reduce(torch.ones(1 << 20), async_op=True)
+        collectives.all_reduce(local, async_op=True)
+        work = collectives.all_gather_into_tensor(output, local, async_op=async_op)
+        if async_op:
+            work.wait()
+        results.append(output.unique().tolist())
+    return results
+
+
+def test_overlapping_input_is_read_after_earlier_calls():
+    assert run_ranks(overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
+
+
+def with_default_device():
+    """Run every collective while new tensors have no memory and another dtype by default."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    apart()
+    world = dist.get_world_size()
+    local = torch.ones(4, device="cpu", dtype=torch.float16)
+    output = local.repeat(world)
+    collectives.barrier()
+    collectives.all_gather_into_tensor(output, local)
+    collectives.all_to_all_single(output, output.clone(), [4] * world, [4] * world)
+    collectives.reduce_scatter_tensor(local, output)
+    shared = collectives.shared_empty(3, dtype=torch.float32)
+    with collectives.checked(nan=True):
+        collectives.all_reduce(local)
+        collectives.all_reduce(shared.fill_(1.0), algorithm="ring")
+    return local.tolist() + shared.tolist()
+
+
+def test_default_device_and_dtype_do_not_matter():
+    assert run_ranks(with_default_device, 2) == [[4.0] * 4 + [2.0] * 3] * 2

@@ -10,11 +10,12 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import increment_version
 
 from collectives.algorithms import dispatch
 from collectives.communicator import Communicator
-from collectives.shared_memory.fingerprint import Call, digest_shapes
+from collectives.shared_memory.fingerprint import MAX_DIMS, Call, digest_shapes
 
 P = ParamSpec("P")
 Collective = Callable[P, dist.Work | None]
@@ -89,22 +90,24 @@ def _cached_call(
     shapes: tuple[tuple[object, ...], ...],
     coalesced: int,
 ) -> Call:
+    if len(shape) > MAX_DIMS and not shapes:
+        # A packed call has no room for all dimensions.
+        shapes = (shape,)
     digest = digest_shapes(shapes) if shapes else 0
     call = Call(kind, tuple(shape), dtype, op, root, algorithm)
     return replace(call, coalesced=coalesced, digest=digest)
 
 
 def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Raise an error unless the tensors are dense, on one device, and can be written to."""
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{kind} expected a dense tensor, got {tensor.layout}; use to_dense()")
+    """Raise an error unless the tensors are dense, on the CPU, and can be written to."""
     if not tensor.is_cpu:
         raise TypeError(
             f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "
             "torch.distributed"
         )
+    check_memory(kind, tensor, tensor)
     for output in outputs:
-        check_device(kind, output, tensor)
+        check_memory(kind, output, tensor)
         # Contiguous tensors do not overlap, and the check costs time.
         if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
             raise ValueError(
@@ -113,12 +116,27 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
             )
 
 
-def check_device(kind: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise TypeError unless both tensors are on the same device."""
+def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise TypeError unless the tensor's elements are in its memory, on the device of `like`."""
     if tensor.device != like.device:
         raise TypeError(
             f"{kind} expected tensors on one device, got {tensor.device} and {like.device}; move "
             "them to the same device"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{kind} expected a dense tensor, got {layout}; use to_dense() or unbind()")
+    if tensor.is_quantized:
+        # Only the integers would be copied, without their scale.
+        raise TypeError(f"{kind} expected a tensor that is not quantized; use int_repr()")
+    # A tensor inside torch.func, or of a subclass such as DTensor, AsyncCollectiveTensor and
+    # FakeTensor, refers to another tensor or to none.
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not is_plain or is_functorch_wrapped_tensor(tensor):
+        raise TypeError(
+            f"{kind} expected a tensor with its own memory, got a wrapper of type "
+            f"{type(tensor).__name__}; pass the tensor that it contains, such as to_local() of a "
+            "DTensor, and make the call outside of torch.func"
         )
 
 
@@ -140,13 +158,18 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
     Otherwise a step of an algorithm would overwrite elements that a later step reads.
     """
+    return tensor.clone() if may_overlap(tensor, outputs) else tensor
+
+
+def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Return True if the tensor's storage overlaps that of an output."""
     start, stop = _storage_range(tensor)
     for output in outputs:
         output_start, output_stop = _storage_range(output)
         # Storages of NumPy arrays and other buffers may overlap without being the same.
         if start < output_stop and output_start < stop:
-            return tensor.clone()
-    return tensor
+            return True
+    return False
 
 
 def _storage_range(tensor: Tensor) -> tuple[int, int]:

@@ -137,10 +137,12 @@ def attribute(
         world: the number of ranks in the group.
         peer: the rank whose connection failed, if known.
     """
+    # Ranks read the reports in different orders, and ties are decided by the order.
+    reports = dict(sorted(reports.items()))
     reported = _reported_cause(reports, call_number)
     if reported is not None:
         return reported
-    alive = {**reports, **waiting}
+    alive = dict(sorted({**reports, **waiting}.items()))
     expected = {report.waits_for for report in alive.values() if report.waits_for is not None}
     missing = expected.union(awaited) - alive.keys()
     disconnected = disconnected_ranks(reports)
@@ -179,13 +181,14 @@ def ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int
 
 def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribution | None:
     """Return the cause that a rank already knows (rules 1 to 3), or None."""
-    for rank, report in reports.items():
-        if report.status is Status.MISMATCH:
-            return Attribution(
-                Cause.REPORTED_MISMATCH, report.blamed, reporter=rank, difference=report.difference
-            )
-        if report.status is Status.RANK_LOST:
-            return Attribution(Cause.REPORTED_LOSS, report.blamed, reporter=rank)
+    causes = {
+        Status.MISMATCH: Cause.REPORTED_MISMATCH,
+        Status.RANK_LOST: Cause.REPORTED_LOSS,
+    }
+    for status, cause in causes.items():
+        for rank, report in reports.items():
+            if report.status is status:
+                return Attribution(cause, report.blamed, rank, report.difference)
     left = ranks_that_left(reports, call_number)
     return Attribution(Cause.LEFT, left) if left else None
 

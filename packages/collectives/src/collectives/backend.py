@@ -283,7 +283,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             backend.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following calls."""
+        """Set the timeout of the following calls, and of backends and groups created later."""
         self._gloo._set_default_timeout(timeout)
         for backend in self._others.values():
             backend.set_timeout(timeout)
@@ -312,8 +312,10 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo
         with self._creating:
             if device.type not in self._others:
+                # torch may have changed the timeout of the gloo group alone.
+                options = copy_options(self._options, timeout=self._gloo.options._timeout)
                 self._others[device.type] = create_backend(
-                    self, device, self._options, self._backend_options
+                    self, device, options, self._backend_options
                 )
         return self._others[device.type]
 
@@ -337,6 +339,10 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"expected the cpu among the devices of a split of a {NAME} group, got "
                 f"{device_types}; split a group of the other device's backend instead"
             )
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
+            raise ValueError(
+                f"expected distinct ranks of a group of {self.size()} ranks, got {ranks}"
+            )
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{'.'.join(map(str, ranks))}"
@@ -346,7 +352,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             store=PrefixStore(f"split/{name}", self._options.store),
             group_rank=ranks.index(self.rank()),
             group_size=len(ranks),
-            timeout=timeout or self._options.timeout,
+            timeout=timeout or self._gloo.options._timeout,
             group_id=name,
             global_ranks_in_group=[global_ranks[rank] for rank in ranks],
         )

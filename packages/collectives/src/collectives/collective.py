@@ -21,11 +21,13 @@ from collectives.arguments import (
     describe_call,
     flatten,
     for_members,
+    may_overlap,
     root_rank,
     separate,
     split_lengths,
 )
 from collectives.communicator import Communicator, communicator, limit_calls
+from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call
 
 ReduceOp = dist.ReduceOp
@@ -168,40 +170,50 @@ def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
 
 
 def run(
-    comm: Communicator, call: Call, async_op: bool, output: Tensor, *inputs: Tensor
+    comm: Communicator, call: Call, async_op: bool, output: Tensor, input: Tensor | None = None
 ) -> dist.Work | None:
-    """Run a call that writes to `output`, which is also its input if `inputs` is empty."""
-    inputs = tuple(_separate_unless_in_place(comm, output, tensor) for tensor in inputs)
+    """Run a call that writes to `output`, which is also its input if `input` is None."""
+    source = output if input is None else input
+    must_copy = input is not None and _overwrites_input(comm, output, input)
+
+    def flat_tensors() -> list[Tensor]:
+        if input is None:
+            return [flatten(output)]
+        return [flatten(output), flatten(input.clone() if must_copy else input)]
+
     if not async_op and call.packed in comm.gloo.groups:
-        flat_output = flatten(output)
-        if comm.run_connected(call, flat_output, *(flatten(tensor) for tensor in inputs)):
-            copy_back(output, flat_output)
+        tensors = flat_tensors()
+        if comm.run_connected(call, *tensors):
+            copy_back(output, tensors[0])
             return None
 
     def body(packed: bytes) -> None:
-        flat_output = flatten(output)
-        dispatch.run(comm, call, packed, flat_output, *(flatten(tensor) for tensor in inputs))
-        copy_back(output, flat_output)
+        # An earlier call may write to the input, so it is not copied before.
+        tensors = flat_tensors()
+        dispatch.run(comm, call, packed, *tensors)
+        copy_back(output, tensors[0])
 
-    source = inputs[0] if inputs else output
-    make_job = partial(dispatch.make_job, comm, call, output, source)
+    def make_job() -> Job | None:
+        # The engine cannot copy an input when the call runs.
+        return None if must_copy else dispatch.make_job(comm, call, output, source)
+
     # A broadcast overwrites the tensors of the other ranks, which may contain anything.
     is_passed = call.kind != "broadcast" or comm.rank == call.root
     passed = [source] if is_passed else []
     return comm.run(call, passed, body, async_op=async_op, result=output, make_job=make_job)
 
 
-def _separate_unless_in_place(comm: Communicator, output: Tensor, tensor: Tensor) -> Tensor:
-    """Return the input, or a copy if it overlaps the output and is not its slice of this rank.
+def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
+    """Return True if the output overlaps the input and neither is this rank's slice of the other.
 
     The output of a reduce-scatter may be a slice of its input, and the reverse for an all-gather.
     """
-    longer, shorter = (output, tensor) if output.numel() > tensor.numel() else (tensor, output)
+    longer, shorter = (output, input) if output.numel() > input.numel() else (input, output)
     slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
     is_in_place = longer.is_contiguous() and shorter.is_contiguous()
     if is_in_place and longer.numel() > shorter.numel() and shorter.data_ptr() == slice_address:
-        return tensor
-    return separate(tensor, [output])
+        return False
+    return may_overlap(input, [output])
 
 
 @for_members
@@ -213,11 +225,10 @@ def barrier(
     `timeout` is that of this call; by default the group's.
     """
     comm = communicator(group)
-    empty = torch.empty(0)
-    call = Call("barrier", (), empty.dtype)
+    call = Call("barrier", (), torch.uint8)
     body = partial(dispatch.barrier, comm)
     with limit_calls(timeout):
-        return comm.run(call, empty, body, async_op=async_op)
+        return comm.run(call, [], body, async_op=async_op)
 
 
 def shared_empty(
@@ -228,15 +239,15 @@ def shared_empty(
     Every rank of the group must call this function with the same size. If ranks cannot share
     memory, the result is an ordinary tensor: every collective accepts it and is slower.
     """
-    shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     comm = communicator(group)
-    dtype = dtype or torch.get_default_dtype()
-    call = Call("shared_empty", tuple(shape), dtype)
+    # torch validates the size and the dtype, and chooses the default dtype.
+    like: Tensor = torch.empty(*size, dtype=dtype, device="meta")  # type: ignore[arg-type]
+    call = Call("shared_empty", tuple(like.shape), like.dtype)
     allocated: list[Tensor] = []
 
     def body(packed: bytes) -> None:
         dispatch.compare_calls(comm, packed)
-        allocated.append(comm.topology.allocate(shape.numel(), dtype, comm.timeout))
+        allocated.append(comm.topology.allocate(like.numel(), like.dtype, comm.timeout))
 
-    comm.run(call, torch.empty(0), body, async_op=False)
-    return allocated[0].view(shape)
+    comm.run(call, [], body, async_op=False)
+    return allocated[0].view(like.shape)

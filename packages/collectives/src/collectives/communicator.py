@@ -9,6 +9,7 @@ is found before data moves leaves the group usable.
 """
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -70,16 +71,19 @@ def communicator(group: Any = None) -> "Communicator":
     if pg is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
     registered = getattr(pg, "communicator", None)
-    if isinstance(registered, Communicator):
-        return registered
+    known = registered if isinstance(registered, Communicator) else _communicators.get(pg)
+    if known is not None:
+        if known.is_inherited:
+            raise RuntimeError(
+                "expected the process that has set up the group, got a process that was forked "
+                "from it; create a process group in the forked process"
+            )
+        return known
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(
             f"expected a group that this rank is a member of, got {pg!r}; "
             "call collectives on the group's members only"
         )
-    known = _communicators.get(pg)
-    if known is not None:
-        return known
     with _creating.setdefault(pg, threading.Lock()):
         if pg not in _communicators:
             _close_destroyed_groups()
@@ -118,7 +122,7 @@ def _watch_groups() -> None:
 def _end_threads() -> None:
     """End all threads before the interpreter ends: see Note [Threads at exit]."""
     _is_exiting.set()
-    running = list(_all)
+    running = [comm for comm in _all if not comm.is_inherited]
     for comm in running:
         comm.stop()
     deadline = time.monotonic() + CLOSE_SECONDS
@@ -141,6 +145,7 @@ class Communicator:
     ) -> None:
         self.rank = group.rank()
         self.world = group.size()
+        self._process_id = os.getpid()
         #: Timeout of the group in seconds.
         self.group_timeout = timeout.total_seconds()
         #: Timeout of the current call in seconds.
@@ -297,7 +302,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
-        self.fail_group(f"rank {self.rank} called abort")
+        if not self.is_inherited:
+            self.fail_group(f"rank {self.rank} called abort")
 
     def fail_group(self, reason: str) -> None:
         """Leave the group for this reason, which names this rank; end all waits."""
@@ -314,11 +320,19 @@ class Communicator:
 
     def close(self) -> None:
         """Announce to the other ranks that this rank leaves, after the queued calls."""
-        if self._is_closed:
+        if self._is_closed or self.is_inherited:
             return
         self._is_closed = True
         self._stop_watching.set()
         self.progress.close()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return True in a process that was forked from the one that created this object.
+
+        The forked process maps the same clock, so it must neither make calls nor leave the group.
+        """
+        return self._process_id != os.getpid()
 
     @property
     def is_waiting(self) -> bool:

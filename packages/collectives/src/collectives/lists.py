@@ -19,7 +19,7 @@ from torch import Tensor
 from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
 from collectives.arguments import (
-    check_device,
+    check_memory,
     check_tensors,
     compared_shape,
     copy_back,
@@ -167,14 +167,14 @@ def _exchange(
     result: Tensors | None = None,
 ) -> dist.Work | None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
+    for tensor in (*outputs, *inputs):
+        check_memory(call.kind, tensor, inputs[0])
     dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
     if len(dtypes) > 1:
         raise TypeError(
             f"{call.kind} expected tensors of one dtype, got {sorted(map(str, dtypes))}; convert "
             f"them to {call.dtype}"
         )
-    for tensor in (*outputs, *inputs):
-        check_device(call.kind, tensor, inputs[0])
 
     def body(packed: bytes) -> None:
         flat_outputs = [flatten(output) for output in outputs]
@@ -208,18 +208,7 @@ def coalesced(
         check_tensors(kind, tensor, targets)
         if name:
             check_dtype(name, tensor.dtype)
-        if tensor.numel() % in_rows:
-            raise ValueError(
-                f"coalesced {kind} expected the number of elements of input {i} to be a multiple "
-                f"of {in_rows} ranks, got {tensor.numel()}"
-            )
-        expected = (tensor.dtype, tensor.numel() * out_rows // in_rows)
-        got = (targets[0].dtype, sum(target.numel() for target in targets))
-        if got != expected or len({target.dtype for target in targets}) > 1:
-            raise ValueError(
-                f"coalesced {kind} expected outputs of {expected[1]} elements of {expected[0]} for "
-                f"input {i}, got {got[1]} elements of {got[0]}"
-            )
+        _check_sizes(f"coalesced {kind}", i, tensor, targets, in_rows, out_rows)
         by_dtype.setdefault(tensor.dtype, []).append(i)
     shapes = tuple((tensor.dtype, *compared_shape(comm, tensor)) for tensor in inputs)
     calls = [
@@ -260,6 +249,27 @@ def coalesced(
     return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
 
 
+def _check_sizes(
+    kind: str, position: int, tensor: Tensor, targets: Tensors, in_rows: int, out_rows: int
+) -> None:
+    """Raise ValueError unless each target has an equal part of the result's rows.
+
+    The input is the tensor at `position`. It has `in_rows` equal rows, and its result `out_rows`.
+    """
+    if tensor.numel() % in_rows:
+        raise ValueError(
+            f"{kind} expected the number of elements of input {position} to be a multiple of "
+            f"{in_rows} ranks, got {tensor.numel()}"
+        )
+    numel = tensor.numel() // in_rows * out_rows // len(targets)
+    for target in targets:
+        if (target.dtype, target.numel()) != (tensor.dtype, numel):
+            raise ValueError(
+                f"{kind} expected outputs of {numel} elements of {tensor.dtype} for input "
+                f"{position}, got {target.numel()} elements of {target.dtype}"
+            )
+
+
 def _describe_list(
     comm: Communicator, kind: str, tensor: Tensor, sizes: list[int], **fields: Any
 ) -> Call:
@@ -295,7 +305,7 @@ def _check_list(
         raise ValueError(f"{name} needs a tensor for each of {comm.world} ranks, but has {count}")
     for i, tensor in enumerate(tensors if like is not None else ()):
         assert like is not None
-        check_device(name, tensor, like)
+        check_memory(name, tensor, like)
         is_same_size = tensor.numel() == like.numel() or position not in (None, i)
         if not is_same_size or tensor.dtype != like.dtype:
             raise ValueError(

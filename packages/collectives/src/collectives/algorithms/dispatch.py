@@ -50,14 +50,10 @@ IN_SHARED_MEMORY: dict[str, Function] = {
     "broadcast": protocol.broadcast,
 }
 
-# The size that an all-to-all is timed by: sizes may differ between ranks, so a choice must not
-# depend on them.
-ALL_TO_ALL_BYTES = 1 << 20
-
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
     """Run a reduction, gather or broadcast on flat tensors: one tensor, or (output, input)."""
-    algorithm = prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
+    algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
     # The argument that follows the tensors.
@@ -90,9 +86,10 @@ def all_to_all(
     inputs: Sequence[Tensor],
 ) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
-    if prepare(comm, call, packed, ALL_TO_ALL_BYTES) == "shared_memory":
+    if _uses_shared_memory(comm, call):
         protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
         return
+    compare_calls(comm, packed)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
     if comm.operation.compares_calls or comm.topology.one_host:
@@ -103,7 +100,7 @@ def all_to_all(
 def _compare_lengths(comm: Communicator, local: Lengths) -> None:
     """Raise Mismatch unless every rank of an all-to-all expects the lengths that it is sent."""
     world = comm.world
-    numbers = torch.tensor(local.sends + local.receives)
+    numbers = torch.tensor(local.sends + local.receives, device="cpu")
     lengths = {}
     for rank, raw in enumerate(gather_by_messages(comm.point_to_point, numbers.numpy().tobytes())):
         values = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
@@ -113,7 +110,7 @@ def _compare_lengths(comm: Communicator, local: Lengths) -> None:
 
 def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
     """Return the engine's job for a call on contiguous tensors, or None if it cannot run it."""
-    if not (comm.topology.one_host and call.algorithm in ("auto", "shared_memory")):
+    if not _uses_shared_memory(comm, call):
         return None
     for tensor in (out, source):
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -127,24 +124,29 @@ def barrier(comm: Communicator, packed: bytes) -> None:
     """Return when every rank has made this call."""
     compare_calls(comm, packed)
     if not comm.topology.one_host:
-        tree.all_reduce(comm.point_to_point, torch.zeros(1), "SUM")
+        synchronize = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        tree.all_reduce(comm.point_to_point, synchronize, "SUM")
 
 
-def prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     """Return the algorithm of a call, after comparing the call with the other ranks' calls."""
-    algorithm = call.algorithm
-    if algorithm == "auto" and comm.topology.one_host:
-        # Shared memory costs less than messages at every size, so there is nothing to measure.
-        algorithm = "shared_memory"
-    if algorithm != "shared_memory":
+    if _uses_shared_memory(comm, call):
         # Shared memory compares calls itself, at a tick that it needs anyway.
-        compare_calls(comm, packed)
-    if algorithm != "auto":
-        return algorithm
-    if call.steps == "all_to_all":
-        # The call has a shape if all parts are equal.
-        return NATIVE if call.shape else "ring"
+        return "shared_memory"
+    compare_calls(comm, packed)
+    if call.algorithm != "auto":
+        return call.algorithm
+    if call.kind == "all_to_all":
+        # An all-to-all of equal parts, which runs here only if gloo can run it.
+        return NATIVE
     return _choose(comm, call, packed, size)
+
+
+def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
+    """Return True if the call runs in shared memory, which costs less at every size."""
+    if call.algorithm == "auto":
+        return comm.topology.one_host
+    return call.algorithm == "shared_memory"
 
 
 def compare_calls(comm: Communicator, packed: bytes) -> None:
@@ -214,9 +216,9 @@ def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None
     """Run a collective of that kind on `size` bytes of zeros."""
     op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
-    count = size // 4 // comm.world
-    whole = torch.zeros(count * comm.world)
-    part = torch.zeros(count)
+    count = size // call.dtype.itemsize // comm.world
+    whole = torch.zeros(count * comm.world, dtype=call.dtype, device="cpu")
+    part = torch.zeros(count, dtype=call.dtype, device="cpu")
     pairs = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}
     run(comm, call, call.packed, *pairs.get(kind, (whole,)))
 

@@ -89,7 +89,7 @@ class PointToPoint:
         peers = []
         for peer in set(self._ranks) - {self._ranks[self.rank]}:
             try:
-                receive([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG)
+                receive([_unused_buffer()], peer, UNUSED_TAG)
             except RuntimeError as error:
                 # gloo closes this rank's connections when one of its waits times out.
                 if "timeout" not in first_line(error):
@@ -203,8 +203,12 @@ def close_peers(group: Any, peers: Iterable[int]) -> None:
     """Close a group's connections: gloo closes all of them when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
-            buffer = torch.empty(1, dtype=torch.uint8)
-            group.recv([buffer], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([_unused_buffer()], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def _unused_buffer() -> Tensor:
+    """Return the buffer of a receive that only tests or closes a connection."""
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:

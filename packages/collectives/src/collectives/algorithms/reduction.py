@@ -6,7 +6,7 @@ size of a chunk.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ COMBINE: dict[str, Combine] = {
     "BXOR": torch.bitwise_xor,
 }
 
-# torch copies these dtypes, but has no arithmetic for them.
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-
 
 def op_name(op: object) -> str:
     """Return the name of a reduce op, such as "SUM" for `ReduceOp.SUM`."""
@@ -41,13 +38,10 @@ def _op_name(kind: object) -> str:
     return name
 
 
+@cache
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError if the op is not defined for `dtype`."""
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    if dtype in UNSIGNED:
-        raise TypeError(
-            f"torch has no arithmetic for {dtype}; convert the tensor to a wider signed dtype"
-        )
     if name == "AVG" and is_integer:
         raise TypeError(f"AVG of {dtype} has no exact result; use SUM and divide")
     if name in ("MIN", "MAX") and dtype.is_complex:
@@ -57,6 +51,15 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
     if name in ("BAND", "BOR", "BXOR") and not is_integer:
         raise TypeError(f"{name} of {dtype} is not defined; pass integers or bool")
+    try:
+        value = torch.zeros(1, dtype=dtype, device="cpu")
+        total = torch.zeros(1, dtype=accumulation_dtype(dtype), device="cpu")
+        reduce_into(name, [value, value], value, total)
+    except RuntimeError as error:
+        # torch copies some dtypes, such as uint16, but has no arithmetic for them.
+        raise TypeError(
+            f"torch has no {name} of {dtype}; convert the tensor to a wider signed dtype"
+        ) from error
 
 
 def in_pieces(flat: Tensor, length: int) -> list[Tensor]:

@@ -93,7 +93,7 @@ def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, 
             [(r, pieces[r]) for r in range(world) if r != rank],
             [(r, parts[r]) for r in range(world) if r != rank],
         )
-        scratch = torch.empty(local.numel(), dtype=wide, device=local.device)
+        scratch = torch.empty(local.numel(), dtype=wide, device="cpu")
         reduce_into(name, parts, out[start : start + length], scratch)
 
 

@@ -28,6 +28,7 @@ from collectives.algorithms.point_to_point import PIECE_BYTES
 
 # gloo's own collective has no terms, only measured times.
 NATIVE = "gloo"
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 # An algorithm replaces gloo's own if it was faster in at least this fraction of the measured
 # rounds. A comparison of two medians alone is too noisy.
 MIN_WINS = 0.75
@@ -81,9 +82,12 @@ class CostModel:
         # Imported here, because it is slow and most programs never fit a model.
         from scipy.optimize import nnls
 
+        samples = [sample for sample in samples if sample.algorithm != NATIVE]
         if not samples:
             raise ValueError("no samples to fit; measure at least one size for each algorithm")
-        samples = [sample for sample in samples if sample.algorithm != NATIVE]
+        for sample in samples:
+            if not 0 < sample.seconds < math.inf:
+                raise ValueError(f"expected samples of positive, finite seconds, got {sample}")
         counts = [terms(s.collective, s.algorithm, s.size_bytes, s.hosts) for s in samples]
         rows = np.array([astuple(count) for count in counts])
         rows /= np.array([sample.seconds for sample in samples])[:, None]
@@ -171,6 +175,12 @@ def candidates(
 
     `shared` is True if all ranks share memory; by default, if there is one host.
     """
+    if collective not in COLLECTIVES:
+        raise ValueError(
+            f"expected a collective among {', '.join(COLLECTIVES)}, got {collective!r}"
+        )
+    if not hosts or min(hosts) < 1:
+        raise ValueError(f"expected a positive number of ranks for each host, got {hosts}")
     if shared is None:
         shared = len(hosts) == 1
     names = ["shared_memory"] if shared else []
@@ -186,6 +196,12 @@ def candidates(
 
 def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
     """Return the quantities that a rank spends on `size` bytes."""
+    supported = candidates(collective, hosts, shared=True)
+    if algorithm not in supported:
+        raise ValueError(
+            f"there is no {collective} by {algorithm!r} with {hosts} ranks per host; use one of "
+            f"{', '.join(supported)}"
+        )
     world = sum(hosts)
     if world == 1:
         return Terms()
@@ -219,6 +235,4 @@ def _message_terms(
         ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size, 2 * steps),
         ("broadcast", "tree"): Terms(steps, steps * size, 0, steps),
     }
-    if (collective, algorithm) not in table:
-        raise ValueError(f"there is no {collective} by {algorithm!r}")
     return table[collective, algorithm]

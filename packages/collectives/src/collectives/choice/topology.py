@@ -101,7 +101,7 @@ class Topology:
         all_mapped = json.dumps(all(mapping is not None for mapping in mappings))
         answers = self._gather_texts(f"{key}/mapped", all_mapped, self.local_ranks)
         if not all(json.loads(answer) for answer in answers):
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         tensors = [
             torch.frombuffer(mapping, dtype=dtype, offset=HEADER_BYTES, count=max(1, numel))
             for mapping in mappings

@@ -56,7 +56,7 @@ def tune(
     for size, calls in CALLS_PER_ROUND.items():
         functions = [partial(call, name, size) for name in algorithms]
         seconds = _time_rounds(functions, calls, point_to_point, native=native)
-        slowest = torch.tensor(seconds, dtype=torch.float64)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         tree.all_reduce(point_to_point, slowest.view(-1), "MAX")
         # The first round includes the time to connect.
         rounds = slowest[min(1, len(slowest) - 1) :]
@@ -85,7 +85,7 @@ def _time_rounds(
         seconds.append([_time_calls(function, calls, point_to_point) for function in functions])
         factor = CLOSE_FACTOR if native and _any_rank(point_to_point, _is_close(seconds)) else 1
         is_late = time.perf_counter() > start_time + factor * max_seconds
-        is_finished = _any_rank(point_to_point, is_late or len(seconds) == factor * MAX_ROUNDS)
+        is_finished = _any_rank(point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS)
         # The timeout detects ranks that do not respond; it does not limit the measurement.
         point_to_point.restart_deadline()
     return seconds
@@ -101,7 +101,8 @@ def _wins(rounds: torch.Tensor) -> list[float]:
 
 def _is_close(seconds: Sequence[Sequence[float]]) -> bool:
     """Return True if an algorithm's wins are close to the required fraction."""
-    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _wins(torch.tensor(seconds)))
+    rounds = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _wins(rounds))
 
 
 def _time_calls(function: Callable[[], object], calls: int, point_to_point: PointToPoint) -> float:
@@ -117,6 +118,6 @@ def _time_calls(function: Callable[[], object], calls: int, point_to_point: Poin
 
 def _any_rank(point_to_point: PointToPoint, flag: bool) -> bool:
     """Return True if any rank passes True. This synchronizes all ranks."""
-    flags = torch.tensor([flag], dtype=torch.uint8)
+    flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
     tree.all_reduce(point_to_point, flags, "MAX")
     return bool(flags)

@@ -168,3 +168,12 @@ class CoalescedWork(dist.Work):
     def is_completed(self) -> bool:
         """Return True if every operation has ended."""
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return True if every operation has ended without an error."""
+        return all(work.is_completed() and work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the first error of an operation, or None."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)

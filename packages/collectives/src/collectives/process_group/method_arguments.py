@@ -30,6 +30,10 @@ class Options:
         torch passes an options object. Users may pass the op, the root and the timeout instead, by
         keyword or in the order of `names`, with the timeout last. All of them may be omitted.
         """
+        unknown = [*args[len(names) + 1 :], *(kwargs.keys() - {*names, "opts", "timeout"})]
+        if unknown:
+            known = ", ".join((*names, "timeout"))
+            raise TypeError(f"expected an options object, or some of {known}; got also {unknown}")
         options = args[0] if args else kwargs.get("opts")
         values: dict[str, Any] = {name: default for name, (_, default) in _ARGUMENTS.items()}
         for i, name in enumerate(names):

@@ -181,7 +181,7 @@ def gather_by_messages(point_to_point: PointToPoint, local: bytes) -> list[bytes
     """
     rank, world = point_to_point.rank, point_to_point.world
     # Row i belongs to rank + i.
-    rows = torch.zeros(world, len(local), dtype=torch.uint8)
+    rows = torch.zeros(world, len(local), dtype=torch.uint8, device="cpu")
     rows[0] = torch.frombuffer(bytearray(local), dtype=torch.uint8)
     count = 1
     while count < world:

@@ -156,7 +156,7 @@ def _all_to_all_in_python(
     head = arena.lengths_room
     width = (SLOT_BYTES - head) // max(1, world - 1) // dtype.itemsize
     raw = arena.slots(torch.uint8, ahead=1)
-    raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths)
+    raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths, device="cpu")
     start = 0
     longest = max(lengths[:world])
     while start == 0 or start < longest:
@@ -262,4 +262,4 @@ def _scratch(like: Tensor) -> Tensor | None:
     """Return the scratch tensor of `reduce_into`, or None if it needs none."""
     wide = accumulation_dtype(like.dtype)
     size = max(1, min(like.numel(), WIDE_ELEMENTS))
-    return None if wide == like.dtype else torch.empty(size, dtype=wide)
+    return None if wide == like.dtype else torch.empty(size, dtype=wide, device="cpu")
