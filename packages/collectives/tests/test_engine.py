@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.shared_memory import engine
-from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES
 from figures import assert_at_least
 from worker_pool import run_ranks, try_ranks
 
@@ -21,8 +21,8 @@ DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
 
 
 def sizes(dtype):
-    """Return numbers of elements: few, more than one shot, and more than one slot or piece."""
-    large = [n // dtype.itemsize + 1 for n in (ONE_SHOT_BYTES, SLOT_BYTES, PIECE_BYTES)]
+    """Return numbers of elements: few, more than one shot, and more than two slots or one piece."""
+    large = [n // dtype.itemsize + 1 for n in (ONE_SHOT_BYTES, PIECE_BYTES)]
     return (0, 1, 1000, *large)
 
 
@@ -55,6 +55,7 @@ def everything(python_ranks):
     result = {}
     for dtype, numel in CASES:
         tensor = values(rank, numel, dtype)
+        shared = collectives.shared_empty(numel, dtype=dtype)
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
             real = dtype.is_floating_point
             if (op == "AVG" and not real) or (op in ("MIN", "MAX") and dtype.is_complex):
@@ -62,7 +63,7 @@ def everything(python_ranks):
             what, reduce_op = (str(dtype), numel, op), getattr(dist.ReduceOp, op)
             plain = tensor.clone()
             collectives.all_reduce(plain, reduce_op)
-            shared = collectives.shared_empty(numel, dtype=dtype).copy_(tensor)
+            shared.copy_(tensor)
             collectives.all_reduce(shared, reduce_op)
             scattered = torch.empty(numel, dtype=dtype)
             collectives.reduce_scatter_tensor(scattered, tensor.repeat(world), reduce_op)

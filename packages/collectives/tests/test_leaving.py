@@ -22,6 +22,21 @@ from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
 TIMEOUT = 40.0
+# Scenarios of `ends_of_processes.py`, in which a thread of the package is inside torch.
+USUAL_SCENARIOS = (
+    "calls are queued",
+    "other rank makes no call",
+    "callback runs",
+    "exception is raised",
+    "daemon thread makes calls",
+)
+SCENARIOS = (
+    *USUAL_SCENARIOS,
+    "group is kept",
+    "group is destroyed",
+    "other rank has ended",
+    "daemon thread waits",
+)
 THIS_FILE = Path(__file__)
 
 
@@ -166,10 +181,11 @@ def in_opposite_orders(backend, where, compiled, calls):
 @pytest.mark.parametrize(
     ("backend", "where", "compiled", "calls"),
     [
-        ("collectives", "together", True, 3000),
+        # More calls than the queue of the engine has room for.
+        ("collectives", "together", True, engine.ROOM + 100),
         pytest.param("collectives", "together", False, 700, marks=pytest.mark.exhaustive),
         pytest.param("gloo", "together", True, 700, marks=pytest.mark.exhaustive),
-        ("gloo", "apart", True, 700),
+        ("gloo", "apart", True, 100),
     ],
 )
 def test_any_number_of_calls_is_queued_without_blocking_the_caller(backend, where, compiled, calls):
@@ -433,13 +449,19 @@ def test_rebuild_without_the_store_is_refused():
     assert [outcome.value for outcome in outcomes[1:]] == [True, True], outcomes
 
 
-def hang_the_store(port, pid):
-    """Stop the process that serves the store, which is not a rank; then lose rank 2."""
+def hang_the_store():
+    """Stop the process that serves the store; then lose rank 2 of the other three processes."""
     import collectives.backend
 
     emulate_hosts("apart")
     rank = int(os.environ["RANK"])
-    limit = timedelta(seconds=4)
+    rendezvous = dist.FileStore(os.environ["STORE_FILE"], -1)
+    limit = timedelta(seconds=2)
+    if rank == 3:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        rendezvous.set("server", json.dumps([server.port, os.getpid()]))
+        time.sleep(60)
+    port, pid = json.loads(rendezvous.get("server"))
     store = dist.TCPStore("127.0.0.1", port, timeout=limit)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=3, timeout=limit)
     total = torch.ones(3)
@@ -459,33 +481,32 @@ def hang_the_store(port, pid):
         dist.all_reduce(total)
     # Without the store, rank 1 cannot know why rank 0 closes its connections.
     assert caught.value.ranks == ()
+    rendezvous.set(f"{rank} is done", "")
+    if rank == 1:
+        rendezvous.wait(["0 is done"])
+        os.kill(pid, signal.SIGKILL)
     return True
 
 
 def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it():
-    serve = (
-        "import time, torch.distributed as dist\n"
-        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True)\n"
-        "time.sleep(600)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE)
-    try:
-        port = int(process.stdout.readline())
-        outcomes = try_ranks(hang_the_store, 3, port, process.pid, backend="")
-    finally:
-        process.kill()
-        process.communicate()
+    outcomes = try_ranks(hang_the_store, 4, backend="")
     assert [outcome.value for outcome in outcomes[:2]] == [True, True], outcomes
 
 
-@pytest.mark.parametrize("where", ["apart", pytest.param("together", marks=pytest.mark.exhaustive)])
-def test_process_can_end_while_threads_are_inside_torch(tmp_path, where):
+@pytest.mark.parametrize(
+    ("where", "scenarios"),
+    [
+        ("apart", USUAL_SCENARIOS),
+        pytest.param("apart", SCENARIOS, marks=pytest.mark.exhaustive),
+        pytest.param("together", SCENARIOS, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_process_can_end_while_threads_are_inside_torch(tmp_path, where, scenarios):
     # Such a thread aborted the process ("terminate called without an active exception").
     script = Path(__file__).with_name("ends_of_processes.py")
-    command = [sys.executable, str(script), str(tmp_path), where]
+    command = [sys.executable, str(script), str(tmp_path), where, *scenarios]
     result = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
     codes = json.loads(result.stdout)
-    assert len(codes) == 18
+    assert len(codes) == 2 * len(scenarios)
     for name, code in codes.items():
         assert code == ("exception is raised" in name), name
