@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
 from collectives.choice.cost import MIN_WINS, Sample, candidates
-from collectives.communicator import communicator
+from collectives.groups import communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
 from worker_pool import run_ranks

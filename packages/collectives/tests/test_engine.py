@@ -313,7 +313,7 @@ def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
 
 def interrupted():
     """Abort the group while the engine waits for another rank."""
-    from collectives.communicator import communicator
+    from collectives.groups import communicator
 
     comm, store = communicator(), dist.distributed_c10d._get_default_store()
 

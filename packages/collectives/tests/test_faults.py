@@ -16,8 +16,8 @@ from collectives import failure_detection
 from collectives.algorithms import dispatch
 from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
-from collectives.communicator import communicator
 from collectives.failure_detection import FailureDetector
+from collectives.groups import communicator
 from collectives.shared_memory import segment
 from worker_pool import run_ranks, try_ranks
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.choice.cost import candidates
-from collectives.communicator import communicator
+from collectives.groups import communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
 from worker_pool import run_ranks

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
-from collectives.communicator import _end_threads, communicator
+from collectives.groups import _end_threads, communicator
 from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from collectives.algorithms import dispatch
 from collectives.choice.cost import candidates
 from collectives.choice.topology import group_by_host
-from collectives.communicator import communicator
+from collectives.groups import communicator
 from collectives.shared_memory import segment
 from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
 from worker_pool import run_ranks, try_ranks

@@ -12,8 +12,8 @@ from collectives.collective import (
     reduce_scatter_tensor,
     shared_empty,
 )
-from collectives.communicator import checked
 from collectives.errors import Mismatch, RankLost
+from collectives.groups import checked
 from collectives.lists import all_gather, all_to_all, gather, reduce, reduce_scatter, scatter
 from collectives.rebuild import rebuild
 

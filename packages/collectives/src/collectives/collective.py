@@ -26,7 +26,8 @@ from collectives.arguments import (
     separate,
     split_lengths,
 )
-from collectives.communicator import Communicator, communicator, limit_calls
+from collectives.communicator import Communicator, limit_calls
+from collectives.groups import communicator
 from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call
 

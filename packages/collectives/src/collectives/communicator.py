@@ -1,28 +1,26 @@
 """The communicator of a group: messages, shared memory, the order of calls and their failures.
 
-Each process group has one communicator, which its first collective creates. The calls of a group
-run one at a time, in the order in which they are made: synchronous calls on the caller's thread,
-asynchronous calls on the group's progress thread (see `execution/progress.py`).
+Each process group has one communicator, which its first collective creates (see `groups.py`). The
+calls of a group run one at a time, in the order in which they are made: synchronous calls on the
+caller's thread, asynchronous calls on the group's progress thread (see `execution/progress.py`).
 
 A call that fails makes the group unusable and names the ranks that caused it. Only a mismatch that
 is found before data moves leaves the group usable.
 """
 
-import atexit
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.autograd import _profiler_enabled
@@ -33,8 +31,8 @@ from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
-from collectives.execution.progress import CLOSE_SECONDS, ProgressQueue
-from collectives.execution.threads import is_daemon_of_user, join_threads, start_thread
+from collectives.execution.progress import ProgressQueue
+from collectives.execution.threads import is_daemon_of_user, start_thread
 from collectives.execution.work import Work
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
@@ -48,93 +46,12 @@ from collectives.store import fresh_store
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
-# torch does not report that it destroys a gloo group, so a thread checks at this interval.
-DESTROYED_POLL_SECONDS = 0.2
-# Seconds that the exit of the process waits for all threads: see Note [Threads at exit].
-EXIT_SECONDS = 5.0
-
-_watcher: threading.Thread | None = None
-_is_exiting = threading.Event()
 #: All communicators of this process, also those of registered backends.
-_all: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+all_communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+#: Set when the process starts to end: see Note [Threads at exit].
+is_exiting = threading.Event()
 #: The timeout in seconds of the calls that are made in a context of `limit_calls`.
 _call_timeout: ContextVar[float | None] = ContextVar("call_timeout", default=None)
-_communicators: dict[Any, "Communicator"] = {}
-# Two threads may make a group's first call at the same time. Each group has a separate lock,
-# because the first calls of several groups may wait for each other.
-_creating: dict[Any, threading.Lock] = {}
-
-
-def communicator(group: Any = None) -> "Communicator":
-    """Return the communicator of a process group; the default group if `group` is None."""
-    pg: Any = dist.group.WORLD if group is None else group
-    if pg is None:
-        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
-    registered = getattr(pg, "communicator", None)
-    known = registered if isinstance(registered, Communicator) else _communicators.get(pg)
-    if known is not None:
-        if known.is_inherited:
-            raise RuntimeError(
-                "expected the process that has set up the group, got a process that was forked "
-                "from it; create a process group in the forked process"
-            )
-        return known
-    if not isinstance(pg, dist.ProcessGroup):
-        raise ValueError(
-            f"expected a group that this rank is a member of, got {pg!r}; "
-            "call collectives on the group's members only"
-        )
-    with _creating.setdefault(pg, threading.Lock()):
-        if pg not in _communicators:
-            _close_destroyed_groups()
-            _watch_for_destroyed_groups()
-            _communicators[pg] = Communicator(
-                pg,
-                store=dist.distributed_c10d._get_process_group_store(pg),
-                timeout=pg._get_backend(pg._device_types[0]).options._timeout,
-            )
-        return _communicators[pg]
-
-
-def _close_destroyed_groups() -> None:
-    groups = dist.distributed_c10d._world.pg_map
-    for pg in [pg for pg in list(_communicators) if pg not in groups]:
-        destroyed = _communicators.pop(pg, None)
-        if destroyed is not None:
-            destroyed.close()
-        _creating.pop(pg, None)
-
-
-def _watch_for_destroyed_groups() -> None:
-    """Start the thread that closes communicators of destroyed groups, unless it runs already."""
-    global _watcher
-    # A forked process inherits the object, but not the thread.
-    if _watcher is None or not _watcher.is_alive():
-        _watcher = start_thread("collectives groups", _watch_groups)
-
-
-def _watch_groups() -> None:
-    while not _is_exiting.wait(DESTROYED_POLL_SECONDS):
-        _close_destroyed_groups()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """End all threads before the interpreter ends: see Note [Threads at exit]."""
-    _is_exiting.set()
-    running = [comm for comm in _all if not comm.is_inherited]
-    for comm in running:
-        comm.stop()
-    deadline = time.monotonic() + CLOSE_SECONDS
-    for comm in running:
-        if not comm.progress.join(deadline):
-            # The store may have ended before this process.
-            with suppress(Exception):
-                comm.fail_group(f"rank {comm.rank} ended before its calls had finished")
-    deadline = time.monotonic() + EXIT_SECONDS
-    for comm in running:
-        comm.progress.join(deadline)
-    join_threads(max(0.0, deadline - time.monotonic()))
 
 
 class Communicator:
@@ -192,7 +109,7 @@ class Communicator:
         if not self.topology.one_host:
             watch = partial(_publish_long_waits, weakref.ref(self), self._stop_watching)
             start_thread("collectives watch", watch)
-        _all.add(self)
+        all_communicators.add(self)
 
     def run(
         self,
@@ -348,7 +265,7 @@ class Communicator:
         self.topology.close()
 
     def _count(self, compare_calls: bool, packed: bytes) -> None:
-        if _is_exiting.is_set() and is_daemon_of_user():
+        if is_exiting.is_set() and is_daemon_of_user():
             raise SystemExit  # ends the thread silently: see Note [Threads at exit]
         group_error = self.failures.group_error
         if group_error is not None:
@@ -448,30 +365,3 @@ def limit_calls(timeout: timedelta | None) -> Iterator[None]:
         yield
     finally:
         _call_timeout.reset(token)
-
-
-@contextmanager
-def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
-    """Compare every call across ranks before data moves.
-
-    Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
-    deviating ranks.
-
-    Args:
-        group: the group; the default group if None.
-        nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
-            False keeps the search of an outer context.
-        shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
-            so that ranks can pass tensors of different shapes.
-    """
-    comm = communicator(group)
-    before = comm.compare_calls, comm.find_nan, comm.compare_shapes
-    comm.compare_calls = True
-    comm.find_nan = comm.find_nan or nan
-    comm.compare_shapes = shapes
-    try:
-        yield
-    finally:
-        comm.compare_calls = before[0]
-        comm.find_nan = before[1]
-        comm.compare_shapes = before[2]

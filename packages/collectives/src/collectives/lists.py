@@ -29,7 +29,8 @@ from collectives.arguments import (
     root_rank,
     separate,
 )
-from collectives.communicator import Communicator, communicator
+from collectives.communicator import Communicator
+from collectives.groups import communicator
 from collectives.shared_memory.fingerprint import Call
 
 Tensors = Sequence[Tensor]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives.communicator import communicator
+from collectives.groups import communicator
 
 
 def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -32,7 +32,7 @@ import collectives
 from collectives.algorithms.reduction import in_pieces
 from collectives.bench.interleaved import Times, time_interleaved
 from collectives.choice.cost import candidates
-from collectives.communicator import communicator
+from collectives.groups import communicator
 
 Row = dict[str, float | int | str]
 # Number of elements after which the values of a tensor repeat.

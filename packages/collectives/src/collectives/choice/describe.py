@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.choice.cost import CostModel, candidates
-from collectives.communicator import communicator
+from collectives.groups import communicator
 from collectives.shared_memory import engine
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)

@@ -1,0 +1,128 @@
+"""The communicators of this process, from the first call on a group until the process ends.
+
+torch does not report that it destroys a gloo group, so a thread checks for destroyed groups. A
+handler ends all threads when the process ends.
+"""
+
+import atexit
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from collectives.communicator import Communicator, all_communicators, is_exiting
+from collectives.execution.progress import CLOSE_SECONDS
+from collectives.execution.threads import join_threads, start_thread
+
+# Interval at which a thread checks for destroyed groups.
+DESTROYED_POLL_SECONDS = 0.2
+# Seconds that the exit of the process waits for all threads: see Note [Threads at exit].
+EXIT_SECONDS = 5.0
+
+_communicators: dict[Any, Communicator] = {}
+# Two threads may make a group's first call at the same time. Each group has a separate lock,
+# because the first calls of several groups may wait for each other.
+_creating: dict[Any, threading.Lock] = {}
+_watcher: threading.Thread | None = None
+
+
+def communicator(group: Any = None) -> Communicator:
+    """Return the communicator of a process group; the default group if `group` is None."""
+    pg: Any = dist.group.WORLD if group is None else group
+    if pg is None:
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    registered = getattr(pg, "communicator", None)
+    known = registered if isinstance(registered, Communicator) else _communicators.get(pg)
+    if known is not None:
+        if known.is_inherited:
+            raise RuntimeError(
+                "expected the process that has set up the group, got a process that was forked "
+                "from it; create a process group in the forked process"
+            )
+        return known
+    if not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(
+            f"expected a group that this rank is a member of, got {pg!r}; "
+            "call collectives on the group's members only"
+        )
+    with _creating.setdefault(pg, threading.Lock()):
+        if pg not in _communicators:
+            _close_destroyed_groups()
+            _watch_for_destroyed_groups()
+            _communicators[pg] = Communicator(
+                pg,
+                store=dist.distributed_c10d._get_process_group_store(pg),
+                timeout=pg._get_backend(pg._device_types[0]).options._timeout,
+            )
+        return _communicators[pg]
+
+
+@contextmanager
+def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
+    """Compare every call across ranks before data moves.
+
+    Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
+    deviating ranks.
+
+    Args:
+        group: the group; the default group if None.
+        nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
+            False keeps the search of an outer context.
+        shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
+            so that ranks can pass tensors of different shapes.
+    """
+    comm = communicator(group)
+    before = comm.compare_calls, comm.find_nan, comm.compare_shapes
+    comm.compare_calls = True
+    comm.find_nan = comm.find_nan or nan
+    comm.compare_shapes = shapes
+    try:
+        yield
+    finally:
+        comm.compare_calls = before[0]
+        comm.find_nan = before[1]
+        comm.compare_shapes = before[2]
+
+
+def _close_destroyed_groups() -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    for pg in [pg for pg in list(_communicators) if pg not in groups]:
+        destroyed = _communicators.pop(pg, None)
+        if destroyed is not None:
+            destroyed.close()
+        _creating.pop(pg, None)
+
+
+def _watch_for_destroyed_groups() -> None:
+    """Start the thread that closes communicators of destroyed groups, unless it runs already."""
+    global _watcher
+    # A forked process inherits the object, but not the thread.
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = start_thread("collectives groups", _watch_groups)
+
+
+def _watch_groups() -> None:
+    while not is_exiting.wait(DESTROYED_POLL_SECONDS):
+        _close_destroyed_groups()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads before the interpreter ends: see Note [Threads at exit]."""
+    is_exiting.set()
+    running = [comm for comm in all_communicators if not comm.is_inherited]
+    for comm in running:
+        comm.stop()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for comm in running:
+        if not comm.progress.join(deadline):
+            # The store may have ended before this process.
+            with suppress(Exception):
+                comm.fail_group(f"rank {comm.rank} ended before its calls had finished")
+    deadline = time.monotonic() + EXIT_SECONDS
+    for comm in running:
+        comm.progress.join(deadline)
+    join_threads(max(0.0, deadline - time.monotonic()))
