@@ -39,5 +39,6 @@ def test_description_of_a_group_on_two_hosts_gives_reasons_and_prices():
     for rank, (before, after) in enumerate(run_ranks(apart, 2)):
         assert f"no shared memory with rank {1 - rank}: it runs under another kernel" in before
         assert "all_reduce: not measured yet" in before
+        assert "all_to_all: gloo if it can run the call, otherwise ring" in before
         assert "message_seconds" in after
         assert "broadcast: not measured yet" in after

@@ -34,6 +34,11 @@ def communicator(group: Any = None) -> Communicator:
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    if not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(
+            f"expected a group that this rank is a member of, got {pg!r}; "
+            "call collectives on the group's members only"
+        )
     registered = getattr(pg, "communicator", None)
     known = registered if isinstance(registered, Communicator) else _communicators.get(pg)
     if known is not None:
@@ -43,11 +48,6 @@ def communicator(group: Any = None) -> Communicator:
                 "from it; create a process group in the forked process"
             )
         return known
-    if not isinstance(pg, dist.ProcessGroup):
-        raise ValueError(
-            f"expected a group that this rank is a member of, got {pg!r}; "
-            "call collectives on the group's members only"
-        )
     with _creating.setdefault(pg, threading.Lock()):
         if pg not in _communicators:
             _close_destroyed_groups()

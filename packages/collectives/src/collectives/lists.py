@@ -304,8 +304,9 @@ def _check_list(
     if not tensors or len(tensors) != comm.world:
         count = len(tensors) if tensors else "none"
         raise ValueError(f"{name} needs a tensor for each of {comm.world} ranks, but has {count}")
-    for i, tensor in enumerate(tensors if like is not None else ()):
-        assert like is not None
+    if like is None:
+        return list(tensors)
+    for i, tensor in enumerate(tensors):
         check_memory(name, tensor, like)
         is_same_size = tensor.numel() == like.numel() or position not in (None, i)
         if not is_same_size or tensor.dtype != like.dtype:

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.choice.cost import CostModel, candidates
+from collectives.choice.cost import COLLECTIVES, CostModel, candidates
 from collectives.groups import communicator
 from collectives.shared_memory import engine
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+# The choice of "auto" for collectives that are never measured.
+UNMEASURED = {"all_to_all": "gloo if it can run the call, otherwise ring"}
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Description:
             lines.append(f"no shared memory with rank {rank}: {reason}")
         lines.append(f"engine: {self.engine}")
         lines.append(f"timeout: {self.timeout_seconds:g} s")
-        for collective in KINDS:
+        for collective in COLLECTIVES:
             picks = ", ".join(f"{size} B {name}" for size, name in self.picks(collective).items())
-            lines.append(f"{collective}: {picks or 'not measured yet'}")
+            default = UNMEASURED.get(collective, "not measured yet")
+            lines.append(f"{collective}: {picks or default}")
             if collective in self.models and not self.shared_memory:
                 prices = self.models[collective].prices().items()
                 lines.append("  " + ", ".join(f"{name} {price:.3g}" for name, price in prices))

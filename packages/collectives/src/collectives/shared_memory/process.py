@@ -30,9 +30,8 @@ class PeerProcess:
         self._start_time = ""
         try:
             self._poll = select.poll()
-            event = select.POLLIN
             self._handle = os.pidfd_open(pid)
-            self._poll.register(self._handle, event)
+            self._poll.register(self._handle, select.POLLIN)
         except ProcessLookupError:
             raise
         except (AttributeError, OSError):
