@@ -174,8 +174,8 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
             return [settings]
         else:
             frequencies.append(tuple(buffer.float().tolist()))
-    # .bfloat16() rounds the buffer, and with it the angles of the model.
-    return [settings, replace(settings, frequencies=tuple(frequencies))]
+    # .bfloat16() rounds the buffer, and with it the angles of the model. Otherwise both are equal.
+    return list(dict.fromkeys([settings, replace(settings, frequencies=tuple(frequencies))]))
 
 
 def _settings_from_module(

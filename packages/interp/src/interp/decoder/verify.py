@@ -144,6 +144,7 @@ def _errors(
     errors = []
     for candidate in candidates:
         decoder = build(weights, candidate)
+        draw.skip_zero_layers(decoder)
         with warnings.catch_warnings(), _SkipZeroLayers():
             # Positions that count padding are the property under test.
             warnings.simplefilter("ignore", UserWarning)
@@ -338,12 +339,20 @@ class _Noise:
         self.numbers = torch.empty(2 * _PIECE, device=device)
         self.numbers.uniform_(-(3**0.5), 3**0.5, generator=generator)
 
-    def __call__(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        noise = torch.empty(shape, device=self.numbers.device)
-        for piece in noise.view(-1).split(_PIECE):
+    def fill(self, tensor: Tensor, std: float, generator: torch.Generator) -> Tensor:
+        """Fill a contiguous tensor with random numbers of this standard deviation."""
+        for piece in tensor.view(-1).split(_PIECE):
             offset = int(torch.randint(_PIECE, (), generator=generator))
-            piece.copy_(self.numbers[offset : offset + len(piece)])
-        return noise
+            torch.mul(self.numbers[offset : offset + len(piece)], std, out=piece)
+        return tensor
+
+
+class _UnchangedStream(nn.Module):
+    """A block that adds nothing to the stream."""
+
+    def forward(self, x: Tensor, *arguments: object) -> Tensor:
+        """Return the stream."""
+        return x
 
 
 class _Draw:
@@ -376,7 +385,7 @@ class _Draw:
         wanted = probe.seed, probe.stream_std, probe.score_std, probe.inner_std
         if wanted == self.drawn_for:
             return self.weights
-        self.weights, self.drawn_for = {}, wanted  # Free the memory of earlier weights first.
+        self.drawn_for = wanted
         generator = torch.Generator().manual_seed(probe.seed)
         drawn: dict[int, Tensor] = {}  # Tied weights stay tied.
         for name, tensor in self.tensors.items():
@@ -392,20 +401,28 @@ class _Draw:
         layer = layer_of(name)
         if layer >= 0 and layer not in self.group:
             return torch.zeros((), device=self.device).expand(tensor.shape)
-        noise = self.noise(tensor.shape, generator)
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
         size = self._size(part, probe)
-        if is_norm_role(role):
-            if kind == "bias":
-                return noise.mul_(0.3 * size)
-            return noise.mul_(0.25).add_(1).mul_(size).sub_(self.gain_offset)
+        # The memory of the previous weights is reused: page faults would take longer than the rest.
+        weight = self.weights.get(name)
+        if weight is None:
+            weight = torch.empty(tensor.shape, device=self.device)
+        if is_norm_role(role) and kind == "weight":
+            gains = self.noise.fill(weight, 0.25 * size, generator)
+            return gains.add_(size - self.gain_offset)
         if kind == "bias":
-            return noise.mul_(0.3 * size)
-        if part in ("embed", "position", "attention.sinks"):
-            return noise.mul_(size)
-        # The orientation is unknown, so the geometric mean of the two dimensions is used.
-        return noise.mul_(size / (tensor.shape[-1] * tensor.shape[-2]) ** 0.25)
+            return self.noise.fill(weight, 0.3 * size, generator)
+        if part not in ("embed", "position", "attention.sinks"):
+            # The orientation is unknown, so the geometric mean of the two dimensions is used.
+            size /= (tensor.shape[-1] * tensor.shape[-2]) ** 0.25
+        return self.noise.fill(weight, size, generator)
+
+    def skip_zero_layers(self, decoder: Decoder) -> None:
+        """Replace the blocks outside the group, which add zeros, by ones that are not computed."""
+        for layer in range(len(decoder.blocks)):
+            if layer not in self.group:
+                decoder.blocks[layer] = _UnchangedStream()
 
     def _size(self, part: str, probe: Probe) -> float:
         """Return the standard deviation of the part's output."""
