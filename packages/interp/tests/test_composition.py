@@ -41,3 +41,11 @@ def test_unrelated_circuits_score_chance_and_disjoint_ones_zero() -> None:
     a[..., :2, :] = torch.eye(2, dtype=torch.float64)
     blind = LowRank(a, a.mT.roll(3, -1))
     assert composition_scores(blind, kind="v").abs().max() == 0
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_scores_do_not_depend_on_the_size_of_the_circuits(size: float) -> None:
+    ov, qk = (LowRank(x.a.float(), x.b.float()) for x in circuits(3, 2, 9, 2, 0))
+    scaled_ov, scaled_qk = (LowRank(size * x.a, size * x.b) for x in (ov, qk))
+    expected = composition_scores(ov, qk, kind="q")
+    torch.testing.assert_close(composition_scores(scaled_ov, scaled_qk, kind="q"), expected)

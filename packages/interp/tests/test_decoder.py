@@ -139,6 +139,13 @@ OLDER = {  # options of configurations before transformers 5
         "rope_theta": 100.0, "use_sliding_window": True, "sliding_window": 3,
         "max_window_layers": 1,
     },
+    # Each of these families has another rule for the layers with a window.
+    "Qwen2MoeForCausalLM": {
+        "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2,
+    },
+    "Qwen3MoeForCausalLM": {
+        "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2,
+    },
     "MistralForCausalLM": {},
     "MixtralForCausalLM": {},
     "CohereForCausalLM": {},
@@ -611,7 +618,12 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layer 1 has no mlp\.up\.weight, others have"):
         load_decoder(tmp_path)
-    state |= {"model.layers.1.mlp.up_proj.weight": single, "model.extra": single.clone()}
+    state["model.layers.1.mlp.up_proj.weight"] = single
+    head = state.pop("lm_head.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no unembedding .* tie_word_embeddings = false"):
+        load_decoder(tmp_path)
+    state |= {"lm_head.weight": head, "model.extra": single.clone()}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.extra .* has no known role"):
         load_decoder(tmp_path)

@@ -462,6 +462,14 @@ def test_unsupported_options_of_families_are_refused(
         describe(family(name, **options))
 
 
+def test_a_base_of_angles_is_refused_next_to_a_configuration() -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    sizes = {"vocab_size": 37, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, **sizes)
+    with pytest.raises(ValueError, match=r"rope_theta = 5\.0 was passed, but the configuration"):
+        describe(transformers.LlamaForCausalLM(config), rope_theta=5.0)
+
+
 def test_lengths_at_which_angles_depend_on_earlier_calls_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = family("LlamaForCausalLM", rope_parameters=rope)

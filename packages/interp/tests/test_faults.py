@@ -8,9 +8,11 @@ import torch
 from interp import (
     AttentionOnly,
     LowRank,
+    at_positions,
     attribution,
     composition_scores,
     detect_heads,
+    knock_out_attention,
     logit_lens,
     ov_circuit,
     patch,
@@ -18,14 +20,17 @@ from interp import (
     record,
     view,
 )
+from interp.bench import random_decoder
 from interp.circuits.induction import repeated_tokens
+from interp.decoder.neurons import neuron_attribution
 from interp.lens import head_outputs
-from interp.patching import drop_heads
+from interp.patching import drop_heads, logit_difference, patch_streams
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
 EVEN = torch.full((1, 2, 4, 4), 0.25)
 PAIR = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 6))
+DECODER = random_decoder("gpt2", vocabulary=5, d_model=6, layers=1, heads=2, context=4)
 WIDE = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 5))
 
 
@@ -51,6 +56,10 @@ def model() -> AttentionOnly:
             lambda: ov_circuit(torch.ones(4, 8), torch.ones(8, 6), heads=3, kv_heads=2),
             "3 query heads cannot share 2 key-value heads",
         ),
+        (
+            lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=2, kv_heads=0),
+            "w_k has 6 rows.* multiple of 0 heads",
+        ),
         (lambda: composition_scores(PAIR, PAIR, kind="x"), "'x' is not one of 'q', 'k', 'v'"),
         (lambda: composition_scores(PAIR, kind="k"), "pass qk="),
         (lambda: composition_scores(PAIR, PAIR[0], kind="k"), r"\(2, 3\) and \(3,\); both must be"),
@@ -74,6 +83,32 @@ def model() -> AttentionOnly:
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
             r"targets have shape \(4,\); pass \(1, 4\)",
         ),
+        (lambda: neuron_attribution(DECODER, TOKENS, -TOKENS), "at least 0 in targets, got -4"),
+        (
+            lambda: neuron_attribution(DECODER, TOKENS, TOKENS[:, 0]),
+            r"expected token ids \(1, 4\) as targets, got \(1,\)",
+        ),
+        (
+            lambda: logit_difference(None, torch.ones(5, 3), 4, -1),
+            "expected a token id within 0 and 4 as wrong, got -1",
+        ),
+        (
+            lambda: patch_streams(DECODER, "blocks.*", TOKENS[0], TOKENS[0], torch.sum),
+            r"prompts are \(4,\) and \(4,\); both must be \(1, seq\), or \(pairs, seq\)",
+        ),
+        (lambda: knock_out_attention([False, True], [0]), "indices of queries, got torch.bool"),
+        (
+            lambda: at_positions([False, True], torch.zeros(1)),
+            r"expected positions, got the mask \[False, True\]; pass mask.nonzero",
+        ),
+        (
+            lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": TOKENS - 4}),
+            "attention_mask has values from -3 to 0; each row must be 1",
+        ),
+        (
+            lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": EVEN}),
+            r"attention_mask is \(1, 2, 4, 4\); to find the padding, pass .* \(1, 4\)",
+        ),
         (
             lambda: attribution(
                 {"a": torch.ones(1, 4, 3)},
@@ -90,7 +125,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: attribution({"a": torch.ones(4, 3)}, None, torch.ones(5, 3), TOKENS),
-            r"pass \(4,\)",
+            r"expected token ids \(4,\) as targets, got \(1, 4\)",
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),

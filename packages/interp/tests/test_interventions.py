@@ -1,5 +1,7 @@
 """Steering vectors, attention knockout and sparse autoencoders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interp import (
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 POSITIVE = torch.tensor([[1, 2, 3, 4], [5, 6, 3, 1]])
 NEGATIVE = torch.tensor([[2, 2, 6, 5, 4]])
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 2]])
+WEIGHTS = ("w_enc", "w_dec", "b_enc", "b_dec")
 
 
 @pytest.fixture
@@ -179,6 +182,17 @@ def test_ablated_features_alone_have_an_effect_if_the_error_is_kept(model: Atten
         after = model(TOKENS)
     removed = features[..., chosen] @ sae.w_dec[chosen]
     torch.testing.assert_close(after, before - removed @ model.unembed.weight.T)
+
+
+@pytest.mark.parametrize("subtracts", [True, False])
+def test_autoencoder_accepts_activations_of_another_dtype(subtracts: bool) -> None:
+    sae = autoencoder(subtracts_b_dec=subtracts)
+    x = 200 * torch.randn(4, 8).half()
+    assert torch.equal(sae.encode(x), sae.encode(x.double()))
+    # The squares exceed the largest number of float16.
+    half = replace(sae, **{name: getattr(sae, name).half() for name in WEIGHTS})
+    expected = sae.unexplained_variance(x.double()).item()
+    assert half.unexplained_variance(x).item() == pytest.approx(expected, rel=0.05)
 
 
 def test_autoencoders_of_mismatched_shapes_are_refused() -> None:

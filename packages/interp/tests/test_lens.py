@@ -141,5 +141,5 @@ def test_ids_that_are_no_tokens_are_refused() -> None:
     head = nn.Linear(8, 11)
     with pytest.raises(ValueError, match="token ids of at least 0 in targets, got -100"):
         attribution(parts, None, head, ids)
-    with pytest.raises(ValueError, match=r"against has shape \(4, 1\); pass that of targets"):
+    with pytest.raises(ValueError, match=r"expected token ids \(1, 4\) as against, got \(4, 1\)"):
         attribution(parts, None, head, ids.abs() % 11, against=ids.T)

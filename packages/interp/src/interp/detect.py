@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interp.prompts import Prompt, tokens_of
+from interp.prompts import Prompt, mask_of, tokens_of
 
 #: The largest p-value of a significant head.
 _SIGNIFICANCE = 0.05
@@ -126,8 +126,10 @@ def detect_heads(
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
-    mask = tokens.get("attention_mask") if isinstance(tokens, Mapping) else None
-    tokens = tokens_of(tokens) if isinstance(tokens, Mapping) else tokens
+    mask = None
+    if isinstance(tokens, Mapping):
+        mask = mask_of(tokens) if tokens.get("attention_mask") is not None else None
+        tokens = tokens_of(tokens)
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
@@ -201,7 +203,7 @@ def _queries_and_keys(
             )
         chosen = queries.to(tokens.device).bool().expand(tokens.shape)
     if mask is not None:
-        real = mask.to(tokens.device).bool()
+        real = mask.to(tokens.device)
         return chosen & real, real
     if queries is None or isinstance(queries, slice):
         return chosen, torch.ones_like(chosen)

@@ -17,13 +17,13 @@ Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from interp.prompts import Prompt, forward, is_close
+from interp.prompts import Prompt, forward, is_close, mask_of
 from interp.tap import record
 
 
@@ -39,8 +39,8 @@ def steering_vector(
     """
     means = []
     for prompt in (positive, negative):
-        mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-        if mask is not None and not bool((mask[:, position] != 0).all()):
+        has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
+        if has_mask and not bool(mask_of(prompt)[:, position].all()):
             raise ValueError(
                 f"position {position} of a prompt is padding; pad on the left, or pass another "
                 "position"
@@ -88,6 +88,8 @@ def knock_out_attention(
 
     Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache.
     """
+    query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
+    head_index = None if heads is None else _indices(heads, "heads")
 
     def knock_out(pattern: Tensor) -> Tensor:
         _, head_count, length, key_count = pattern.shape
@@ -97,9 +99,8 @@ def knock_out_attention(
                 "positions differ; call the model with the whole text"
             )
         blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
-        head_index = torch.tensor(heads if heads is not None else range(head_count))
-        query_index, key_index = torch.tensor(queries), torch.tensor(keys)
-        blocked[head_index[:, None, None], query_index[:, None], key_index] = True
+        blocked_heads = torch.arange(head_count) if head_index is None else head_index
+        blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
         # The weight that a row lacks is that of its sink, unless the difference is due to rounding.
@@ -115,6 +116,16 @@ def knock_out_attention(
         return torch.where(is_changed, remaining / total, wide).to(pattern)
 
     return knock_out
+
+
+def _indices(values: Sequence[int], what: str) -> Tensor:
+    """Return indices as a tensor; raise ValueError for a mask."""
+    index = torch.tensor(list(values)) if len(values) else torch.empty(0, dtype=torch.long)
+    if index.dtype == torch.bool or index.is_floating_point():
+        raise ValueError(
+            f"expected indices of {what}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
+        )
+    return index
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,6 +167,7 @@ class SparseAutoencoder:
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the features (..., features) of activations (..., d_model)."""
+        x = x.to(self.w_enc.dtype)
         centered = x - self.b_dec if self.subtracts_b_dec else x
         scores = centered @ self.w_enc + self.b_enc
         features = scores.relu()
@@ -167,7 +179,8 @@ class SparseAutoencoder:
 
     def unexplained_variance(self, x: Tensor) -> Tensor:
         """Return the squared reconstruction error divided by the variance of activations."""
-        flat = x.flatten(0, -2)
+        # Sums of squares overflow in half precision.
+        flat = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
         error = (flat - self.decode(self.encode(flat))).square().sum()
         return error / (flat - flat.mean(0)).square().sum()
 
@@ -183,12 +196,7 @@ class SparseAutoencoder:
         `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
         ablated features have an effect.
         """
-        index = torch.tensor(list(ablate)) if len(ablate) else torch.empty(0, dtype=torch.long)
-        if index.dtype == torch.bool or index.is_floating_point():
-            raise ValueError(
-                f"expected indices of features to ablate, got {index.dtype}; for a mask pass "
-                "mask.nonzero()[:, 0]"
-            )
+        index = _indices(ablate, "features to ablate")
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)

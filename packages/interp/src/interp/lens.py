@@ -168,20 +168,7 @@ def attribution(
         )
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
-    if targets.shape != stream.shape[:-1]:
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)}; pass {tuple(stream.shape[:-1])}"
-        )
-    if against is not None and against.shape != targets.shape:
-        raise ValueError(
-            f"against has shape {tuple(against.shape)}; pass that of targets, "
-            f"{tuple(targets.shape)}"
-        )
-    for name, ids in (("targets", targets), ("against", against)):
-        if ids is not None and ids.numel() and ids.min() < 0:
-            raise ValueError(f"expected token ids of at least 0 in {name}, got {int(ids.min())}")
-    direction = weight[targets] - (0 if against is None else weight[against])
-
+    direction = read_direction(weight, stream, targets, against)
     gain, shift, centered = probe_norm(norm, stream)
     read = gain * direction
     read = read - read.mean(-1, keepdim=True) if centered else read
@@ -197,6 +184,23 @@ def attribution(
     return Attribution(
         tuple(names), torch.stack(terms), logits if bias is None else logits + terms[-1]
     )
+
+
+def read_direction(
+    weight: Tensor, stream: Tensor, targets: Tensor, against: Tensor | None
+) -> Tensor:
+    """Return the rows of the unembedding at `targets`, minus those at `against`.
+
+    Raises ValueError unless both hold one token id per position of the stream.
+    """
+    for name, ids in (("targets", targets), ("against", against)):
+        if ids is not None and ids.shape != stream.shape[:-1]:
+            raise ValueError(
+                f"expected token ids {tuple(stream.shape[:-1])} as {name}, got {tuple(ids.shape)}"
+            )
+        if ids is not None and ids.numel() and ids.min() < 0:
+            raise ValueError(f"expected token ids of at least 0 in {name}, got {int(ids.min())}")
+    return weight[targets] - (0 if against is None else weight[against])
 
 
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Replacement = Tensor | Callable[[Tensor], Tensor]
@@ -156,6 +157,10 @@ def at_positions(
         chosen: range | tuple[int, ...] = range(*positions.indices(sys.maxsize))
         is_ascending = positions.step is None or positions.step > 0
     else:
+        if any(_is_boolean(position) for position in positions):
+            raise ValueError(
+                f"expected positions, got the mask {positions}; pass mask.nonzero()[:, 0]"
+            )
         chosen = tuple(operator.index(position) for position in positions)
         is_ascending = all(before < after for before, after in itertools.pairwise(chosen))
     if not is_ascending:
@@ -164,3 +169,7 @@ def at_positions(
             "the new values"
         )
     return AtPositions(chosen, new, cached=cached)
+
+
+def _is_boolean(position: object) -> bool:
+    return isinstance(position, bool) or getattr(position, "dtype", None) == torch.bool

@@ -33,13 +33,40 @@ def tokens_of(prompt: Prompt) -> Tensor:
     return tokens
 
 
+def mask_of(prompt: Prompt) -> Tensor:
+    """Return booleans (n, seq) that are False at padding; True without an `attention_mask`."""
+    tokens = tokens_of(prompt)
+    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}; to find the padding, pass the mask of the "
+            f"tokens, {tuple(tokens.shape)}"
+        )
+    require_zeros_and_ones(mask)
+    is_token: Tensor = mask != 0
+    return is_token
+
+
+def require_zeros_and_ones(mask: Tensor) -> None:
+    """Raise ValueError unless each row of a mask is 1 at some tokens and 0 at padding."""
+    is_valid = ((mask == 0) | (mask == 1)).all() & (mask != 0).any(-1).all()
+    if not bool(is_valid):
+        raise ValueError(
+            f"attention_mask has values from {float(mask.min()):.3g} to {float(mask.max()):.3g}; "
+            "each row must be 1 at its tokens and 0 at padding: convert an additive mask with "
+            "(mask == 0).long()"
+        )
+
+
 def split_pairs(
     clean: Prompt, corrupted: Prompt, metric: Metrics
 ) -> list[tuple[Prompt, Prompt, Metric]]:
     """Return the pairs of a batch of prompts, each with its metric; [] for a single pair."""
     clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
     count = len(clean_tokens)
-    if clean_tokens.shape != corrupted_tokens.shape or not count:
+    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim != 2 or not count:
         raise ValueError(
             f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
             "both must be (1, seq), or (pairs, seq)"
@@ -57,10 +84,7 @@ def split_pairs(
         return []
     else:
         metrics = [metric] * count
-    return [
-        (_prompt_at(clean, i, count), _prompt_at(corrupted, i, count), metrics[i])
-        for i in range(count)
-    ]
+    return [(_prompt_at(clean, i), _prompt_at(corrupted, i), metrics[i]) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -76,21 +100,32 @@ class _MetricOfPair:
 def _require_no_padding_at_the_end(prompt: Prompt) -> None:
     """Raise ValueError if one metric for all pairs could read padding at position -1."""
     mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
+    if mask is not None and mask.ndim == 2 and not bool(mask_of(prompt)[:, -1].all()):
         raise ValueError(
             "a prompt ends with padding, which a metric of the last position would read; pad on "
             "the left, or pass one metric per pair that reads a position of its prompt"
         )
 
 
-def _prompt_at(prompt: Prompt, index: int, count: int) -> Prompt:
-    """Return prompt number `index` of a batch of `count` prompts, with a batch dimension of 1."""
+def _prompt_at(prompt: Prompt, index: int) -> Prompt:
+    """Return one prompt of a batch, with a batch dimension of 1.
+
+    Raises ValueError for an argument that may or may not have a row per prompt.
+    """
     if isinstance(prompt, Tensor):
         return prompt[index : index + 1]
+    count, length = tokens_of(prompt).shape
     arguments = dict(prompt)
     for name, value in prompt.items():
-        if isinstance(value, Tensor) and value.ndim > 1 and len(value) == count:
-            arguments[name] = value[index : index + 1]
+        if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != count:
+            continue
+        is_mask = value.ndim == 4 and value.shape[2:] == (length, length)
+        if count > 1 and value.shape[1] != length and not is_mask:
+            raise ValueError(
+                f"{name} is {tuple(value.shape)}, which may or may not have a row for each of the "
+                f"{count} prompts of {length} tokens; call the function once per pair of prompts"
+            )
+        arguments[name] = value[index : index + 1]
     return arguments
 
 

@@ -70,10 +70,19 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 
 
 def _folded(matrix: LowRank) -> Tensor:
-    """Return `a R^T` with R from b^T = Q R, the matrix up to an orthonormal factor on the right."""
-    a, b = decomposable(matrix.a), decomposable(matrix.b)
+    """Return `a R^T` with R from b^T = Q R, the matrix up to an orthonormal factor on the right.
+
+    The result is also up to a positive factor, which does not change scores.
+    """
+    a, b = _unit_size(decomposable(matrix.a)), _unit_size(decomposable(matrix.b))
     triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
     return (a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
+
+
+def _unit_size(x: Tensor) -> Tensor:
+    """Return matrices scaled to a largest entry of 1, so that no product over- or underflows."""
+    largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
+    return x / largest.where(largest > 0, 1)
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = N
     `nn.Linear`; leading dimensions (layers) are kept. Scores are not divided by sqrt(d_head).
     """
     q = _split(w_q, heads, "w_q")
-    k = _per_query_head(_split(w_k, kv_heads or heads, "w_k"), heads)
+    k = _per_query_head(_split(w_k, heads if kv_heads is None else kv_heads, "w_k"), heads)
     return LowRank(q.mT, k)
 
 
@@ -152,7 +152,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
     `nn.Linear`; leading dimensions (layers) are kept.
     """
-    v = _per_query_head(_split(w_v, kv_heads or heads, "w_v"), heads)
+    v = _per_query_head(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
     return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
 
 
@@ -189,7 +189,7 @@ def require_alike(what: str, *tensors: Tensor) -> None:
 
 def _split(weight: Tensor, heads: int, name: str) -> Tensor:
     """Split (..., heads * d_head, d_model) into (..., heads, d_head, d_model)."""
-    if weight.shape[-2] % heads:
+    if heads < 1 or weight.shape[-2] % heads:
         raise ValueError(
             f"{name} has {weight.shape[-2]} rows, which are not a multiple of {heads} heads; "
             "pass the number of heads of this weight (kv_heads for w_k and w_v)"

@@ -14,7 +14,7 @@ from torch import Tensor
 from interp.decoder.config_settings import settings_from_config
 from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.names import canonical_weights, count_layers
+from interp.decoder.names import canonical_weights, count_layers, roles_of
 from interp.decoder.rotary import length_limit
 
 
@@ -40,6 +40,12 @@ def load_decoder(
                 tensors[key] = opened.get_tensor(key).to(dtype)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
+    is_untied = config.get("tie_word_embeddings") is False
+    if is_untied and "unembed.weight" not in roles_of(tensors).values():
+        raise ValueError(
+            f"{folder} has no unembedding (lm_head.weight), and its config.json has "
+            "tie_word_embeddings = false; is a shard missing?"
+        )
     layers, expected_layers = count_layers(tensors), len(settings.windows)
     if layers != expected_layers:
         raise ValueError(f"{folder} holds {layers} layers, its config.json says {expected_layers}")

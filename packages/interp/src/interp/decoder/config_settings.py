@@ -188,10 +188,7 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     if window is None or not FAMILIES[name].windowed:
         return ["full_attention"] * layers
     if name.startswith("qwen"):
-        first_window = layers
-        if config.get("use_sliding_window"):
-            first_window = config.get("max_window_layers", layers)
-        is_full = [i < first_window for i in range(layers)]
+        is_full = [not _is_windowed_in_qwen(config, i) for i in range(layers)]
     else:
         # The last layer of each period has full attention.
         period = {
@@ -203,3 +200,13 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
         }.get(name)
         is_full = [period is not None and (i + 1) % period == 0 for i in range(layers)]
     return ["full_attention" if full else "sliding_attention" for full in is_full]
+
+
+def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
+    """Return True if transformers gives the layer a sliding window, by a rule of each family."""
+    if not config.get("use_sliding_window"):
+        return False
+    limit = config.get("max_window_layers", 28)
+    if config["model_type"] == "qwen2_moe":
+        return layer < limit and layer % 2 == 0
+    return config["model_type"] == "qwen3_moe" or bool(layer >= limit)

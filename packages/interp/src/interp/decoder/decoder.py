@@ -33,7 +33,7 @@ from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.modules.weights import Weights
 from interp.decoder.source import Source
 from interp.lens import head_outputs
-from interp.prompts import Prompt, forward
+from interp.prompts import Prompt, forward, require_zeros_and_ones
 from interp.tap import record
 
 
@@ -87,17 +87,6 @@ def _warn_if_tokens_follow(padding: Tensor) -> None:
             "are passed; (attention_mask.cumsum(-1) - 1).clamp(min=0) gives the logits of the "
             "prompt without padding",
             stacklevel=3,
-        )
-
-
-def _require_zeros_and_ones(mask: Tensor) -> None:
-    """Raise ValueError unless each row of a mask is 1 at some tokens and 0 at padding."""
-    is_valid = ((mask == 0) | (mask == 1)).all() & mask.any(-1).all()
-    if not bool(is_valid):
-        raise ValueError(
-            f"attention_mask has values from {float(mask.min()):.3g} to {float(mask.max()):.3g}; "
-            "each row must be 1 at its tokens and 0 at padding: convert an additive mask with "
-            "(mask == 0).long()"
         )
 
 
@@ -174,7 +163,7 @@ class Decoder(nn.Module):
                 + (" and those in the cache" if past else "")
             )
         if attention_mask is not None:
-            _require_zeros_and_ones(attention_mask)
+            require_zeros_and_ones(attention_mask)
         positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:

@@ -42,9 +42,10 @@ from interp.decoder.verify import (
 def describe(model: nn.Module, **settings: Any) -> Decoder:
     """Return a `Decoder` that computes the function of `model` and shares its weights.
 
-    `settings` are fields of `Settings` that override the detected ones, and `rope_theta`, the base
-    of the rotary angles. `context` is the largest number of tokens to verify, and to accept later.
-    Its default is the model's number of positions, at most 1,024, and fewer for large models.
+    `settings` are fields of `Settings` that override the detected ones. For a module without a
+    configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
+    tokens to verify, and to accept later. Its default is the model's number of positions, at most
+    1,024, and fewer for large models.
 
     The description is compared with the model under random weights and under its own weights; see
     `interp.decoder.verify`, and `comparisons` of the result for the errors. Weights with a constant
@@ -64,6 +65,12 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict") and hasattr(model_config, "model_type"):
         config = model_config.to_dict()
+        if theta is not None:
+            raise ValueError(
+                f"rope_theta = {theta} was passed, but the configuration of this "
+                f"{type(model).__name__} determines the rotary angles; leave it out, or pass "
+                "frequencies="
+            )
         _require_known(config, tensors)
         limit = length_limit(config)
         if limit is not None and (settings.get("context") or 0) > limit:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import DecoderMLP
-from interp.lens import probe_norm
+from interp.lens import probe_norm, read_direction
 from interp.prompts import Prompt, forward
 from interp.tap import record
 
@@ -33,9 +33,9 @@ def neuron_attribution(
             )
     with record(model, "norm:input", "blocks.*.mlp.down:input", clone=True) as seen:
         forward(model, prompt)
-    weight = model.unembed.weight
-    gain, _, is_centered = probe_norm(model.norm, seen["norm:input"])
-    read = gain * (weight[targets] - (0 if against is None else weight[against]))
+    stream = seen["norm:input"]
+    gain, _, is_centered = probe_norm(model.norm, stream)
+    read = gain * read_direction(model.unembed.weight, stream, targets, against)
     if is_centered:
         read = read - read.mean(-1, keepdim=True)
     terms = []

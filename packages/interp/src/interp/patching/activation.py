@@ -19,10 +19,10 @@ from interp.prompts import (
     Metrics,
     Prompt,
     forward,
+    mask_of,
     mean_over_pairs,
     measure,
     split_pairs,
-    tokens_of,
 )
 from interp.tap import record
 
@@ -171,7 +171,7 @@ def ablate_parts(
         return mean_over_pairs(results)
     run = Restart(model, blocks, prompt, batch=batch)
     length, device = run.final_stream.shape[1], run.final_stream.device
-    mask = None if reference is None else _mask_of(reference)
+    mask = None if reference is None else mask_of(reference)
     if how == "resample" and mask is not None:
         _require_whole_prompts(mask, length)
     sites = _part_sites(run, part, heads)
@@ -191,13 +191,6 @@ def ablate_parts(
     ]
     values = torch.stack(per_source).mean(0).view(len(sites), heads)
     return AblationResult(run.block_names, values, float(measure(metric, run.final_stream)))
-
-
-def _mask_of(prompt: Prompt) -> Tensor:
-    """Return True at the tokens (n, seq) that are not padding."""
-    tokens = tokens_of(prompt)
-    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-    return torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _require_whole_prompts(mask: Tensor, length: int) -> None:
@@ -259,6 +252,11 @@ def logit_difference(
     The logits are those before a cap (Gemma 2).
     """
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
+    for name, token in (("right", right), ("wrong", wrong)):
+        if not 0 <= token < len(weight):
+            raise ValueError(
+                f"expected a token id within 0 and {len(weight) - 1} as {name}, got {token}"
+            )
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = weight[right] - weight[wrong]
     constant = 0.0 if bias is None else bias[right] - bias[wrong]
