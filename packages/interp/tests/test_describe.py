@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interp import Decoder, describe
-from interp.decoder import verify
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
+from interp.decoder.verify import random_weights
 from torch import Tensor, nn
 
 D_MODEL = 32
@@ -355,9 +355,9 @@ def test_groups_of_layers_are_verified_separately(
     )
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(config).eval()
-    monkeypatch.setattr(verify, "COPY_BYTES", 0)
+    monkeypatch.setattr(random_weights, "COPY_BYTES", 0)
     tensors = dict(model.named_parameters())
-    groups = verify._layer_groups(tensors)
+    groups = random_weights.layer_groups(tensors)
     assert len(groups) > 2
     assert set().union(*groups) == set(range(6))
     tokens = torch.randint(37, (2, 40))
@@ -625,7 +625,7 @@ def test_skipped_products_keep_their_bias() -> None:
     x = torch.randn(2, 3, 4)
     bias = torch.randn(5)
     zeros = torch.zeros(()).expand(5, 4)
-    with verify._SkipZeroLayers():
+    with random_weights.SkipZeroLayers():
         assert torch.equal(F.linear(x, zeros, bias), bias.expand(2, 3, 5))
         assert torch.equal(F.linear(x, zeros, bias=bias), bias.expand(2, 3, 5))
         assert not F.linear(x, zeros).any()

@@ -29,13 +29,13 @@ from interp.decoder.names import (
 )
 from interp.decoder.rotary import length_limit, rotary_angles
 from interp.decoder.source import Source, weights_of
-from interp.decoder.verify import (
-    COPY_BYTES,
+from interp.decoder.verify.matching import (
     compute_logits,
     distance,
     evaluating,
     matching_settings,
 )
+from interp.decoder.verify.random_weights import COPY_BYTES
 
 
 @torch.no_grad()

@@ -1,0 +1,14 @@
+"""Verification that a description computes the same function as its model.
+
+The model's own weights can hide a difference: at the usual initialization attention is nearly
+uniform, biases are 0 and a wrong norm epsilon has no effect. The model is therefore called with
+random float32 weights that make each property visible, and the description must have its logits:
+
+    random     scores with a standard deviation of 2.5, at several lengths up to the context
+    large      large scores and activations, which reach caps and clamps
+    small      a residual stream whose mean square is about the norms' epsilon
+    padded     left and right padding, with position ids and without, if the model accepts them
+
+One float32 copy of the weights is made. For a large model, one group of layers is copied at a time;
+the other layers have zero weights that use no memory and no time, and add nothing to the stream.
+"""
