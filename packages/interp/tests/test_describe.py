@@ -1,8 +1,10 @@
 """`describe` reproduces every property of a model, or refuses the model."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from interp import Decoder, describe
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
 from interp.decoder.verify import random_weights
+from interp.patching import attribute_parts
 from torch import Tensor, nn
 
 D_MODEL = 32
@@ -365,6 +368,45 @@ def test_groups_of_layers_are_verified_separately(
     model.model.layers[4].self_attn.scaling *= 1.1
     with pytest.raises(ValueError, match="no description of this MistralForCausalLM"):
         describe(model)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        partial(default_dtype, torch.bfloat16),
+        partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+    ],
+    ids=["default dtype", "autocast", "inference"],
+)
+def test_descriptions_do_not_depend_on_modes_of_torch(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    model = family("GemmaForCausalLM")
+    tokens = torch.tensor([[1, 2, 3], [1, 4, 3]])
+    with mode():
+        decoder = describe(model)
+        with torch.autocast("cpu", enabled=False):
+            effects = attribute_parts(decoder, tokens[:1], tokens[1:], last_sum)
+    expected = describe(model)
+    assert torch.equal(decoder(tokens), expected(tokens))
+    for part, values in attribute_parts(expected, tokens[:1], tokens[1:], last_sum).items():
+        assert torch.equal(effects[part], values)
+        assert torch.equal(attribute_parts(decoder, tokens[:1], tokens[1:], last_sum)[part], values)
+
+
+def last_sum(streams: Tensor) -> Tensor:
+    return streams[:, -1].sum(-1)
 
 
 def test_describe_keeps_modes_and_weights() -> None:

@@ -130,6 +130,17 @@ def test_patching_refuses_another_number_of_heads_than_the_decoder_has(part: str
     assert patch_parts(decoder, "blocks.*", part, *pair, metric, heads=2).values.shape == (2, 2, 12)
 
 
+def test_arguments_of_several_prompts_are_split_or_refused() -> None:
+    model = peer("LlamaForCausalLM")
+    metric = logit_difference(None, model.lm_head, 1, 2)
+    scan = functools.partial(patch_streams, model, "model.layers.*", metric=metric)
+    prompt = {"input_ids": TOKENS, "position_ids": torch.arange(12)[None], "use_cache": True}
+    other = {**prompt, "input_ids": TOKENS.flip(0)}
+    assert torch.equal(scan(prompt, other).values, scan(TOKENS, TOKENS.flip(0)).values)
+    with pytest.raises(ValueError, match=r"head_mask is \(2, 4\), .* each of the 2 prompts of 12"):
+        scan({**prompt, "head_mask": torch.ones(2, 4)}, other)
+
+
 def test_additive_masks_are_refused() -> None:
     decoder = described("LlamaForCausalLM")
     additive = torch.zeros(2, 12)

@@ -16,7 +16,8 @@ def quick_start(seed: int) -> dict[str, Any]:
     """Return the names that the quick start defines with another seed."""
     (snippet,) = re.findall(r"## Quick start\n.*?```python\n(.*?)```", README, re.DOTALL)
     seeded = snippet.replace(
-        "train_induction()", f"train_induction(InductionTask(seed={seed}, steps=400))"
+        "train_induction()",
+        f"train_induction(InductionTask(seed={seed}, steps=300, batch=16, learning_rate=1e-2))",
     )
     assert seeded != snippet
     names: dict[str, Any] = {}

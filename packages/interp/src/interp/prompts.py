@@ -66,7 +66,7 @@ def split_pairs(
     """Return the pairs of a batch of prompts, each with its metric; [] for a single pair."""
     clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
     count = len(clean_tokens)
-    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim != 2 or not count:
+    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim < 2 or not count:
         raise ValueError(
             f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
             "both must be (1, seq), or (pairs, seq)"
@@ -114,7 +114,7 @@ def _prompt_at(prompt: Prompt, index: int) -> Prompt:
     """
     if isinstance(prompt, Tensor):
         return prompt[index : index + 1]
-    count, length = tokens_of(prompt).shape
+    count, length = tokens_of(prompt).shape[:2]
     arguments = dict(prompt)
     for name, value in prompt.items():
         if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != count:
@@ -190,7 +190,7 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
         options["use_cache"] = False
     if isinstance(prompt, Tensor):
         return model(prompt, **options)
-    return model(**prompt, **options)
+    return model(**{**prompt, **options})
 
 
 def tensors_of(out: Any) -> dict[str, Tensor]:

@@ -64,14 +64,15 @@ def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constant
     name = str(config.get("model_type"))
     if name.startswith("gemma"):
         # Half precision rounds the buffer, and with it the model's embedding.
-        scale = torch.tensor(config["hidden_size"] ** 0.5)
+        scale = torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32)
         for buffer_name, buffer in [] if model is None else model.named_buffers():
             if buffer_name.endswith("embed_scale"):
                 scale = buffer
         return Constants(gain_offset=1.0, embed_scale=scale)
     if name == "granite":
+        multiplier = float(config.get("embedding_multiplier", 1.0))
         return Constants(
-            embed_scale=torch.tensor(float(config.get("embedding_multiplier", 1.0))),
+            embed_scale=torch.tensor(multiplier, dtype=torch.float32),
             residual_scale=float(config.get("residual_multiplier", 1.0)),
             logit_scale=1 / float(config.get("logits_scaling", 1.0)),
         )

@@ -38,6 +38,7 @@ from interp.decoder.verify.matching import (
 from interp.decoder.verify.random_weights import COPY_BYTES
 
 
+@torch.inference_mode(False)  # Copies of weights that are made in this mode have no gradients.
 @torch.no_grad()
 def describe(model: nn.Module, **settings: Any) -> Decoder:
     """Return a `Decoder` that computes the function of `model` and shares its weights.

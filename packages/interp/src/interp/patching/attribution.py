@@ -329,11 +329,12 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Return d metric(output, final stream) / d activation at each site, in the run of `prompt`."""
     # Zeros are added to the activations, because no parameter might require a gradient.
-    zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
+    with torch.inference_mode(False):
+        zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
     # The last block's output, not the norm's input: a metric may call the norm itself.
     last_block = (f"blocks.{len(model.blocks) - 1}",) if isinstance(model, Decoder) else ()
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         with (
             patch(model, added),
             record(model, *last_block, detach=False) as last,

@@ -219,11 +219,12 @@ def sender_changes(
         for a in chosen_senders
     ]
     device, dtype = changes[0].device, changes[0].dtype
+    shape = len(chosen_senders), len(chosen_receivers)
     edges = EdgeEffects(
         tuple(chosen_senders),
         tuple(chosen_receivers),
-        torch.tensor(exists, device=device),
-        torch.zeros(len(chosen_senders), len(chosen_receivers), dtype=dtype, device=device),
+        torch.tensor(exists, dtype=torch.bool, device=device).view(shape),
+        torch.zeros(shape, dtype=dtype, device=device),
     )
     return edges, torch.cat(changes)[rows]
 

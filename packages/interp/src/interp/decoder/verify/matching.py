@@ -174,11 +174,13 @@ def compute_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and restore its mode on exit."""
+    """Put every module into evaluation mode without autocast, and restore its mode on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    device = next(model.parameters()).device.type
     try:
-        yield
+        with torch.autocast(device, enabled=False):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

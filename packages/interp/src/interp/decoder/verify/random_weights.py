@@ -67,7 +67,7 @@ class Noise:
 
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        self.numbers = torch.empty(2 * _PIECE, device=device)
+        self.numbers = torch.empty(2 * _PIECE, dtype=torch.float32, device=device)
         self.numbers.uniform_(-(3**0.5), 3**0.5, generator=generator)
 
     def fill(self, tensor: Tensor, std: float, generator: torch.Generator) -> Tensor:
@@ -132,14 +132,15 @@ class RandomWeights:
             return tensor.float() if tensor.is_floating_point() else tensor
         layer = layer_of(name)
         if layer >= 0 and layer not in self.group:
-            return torch.zeros((), device=self.device).expand(tensor.shape)
+            zero = torch.zeros((), dtype=torch.float32, device=self.device)
+            return zero.expand(tensor.shape)
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
         size = self._size(part, probe)
         # The memory of the previous weights is reused: page faults would take longer than the rest.
         weight = self.weights.get(name)
         if weight is None:
-            weight = torch.empty(tensor.shape, device=self.device)
+            weight = torch.empty(tensor.shape, dtype=torch.float32, device=self.device)
         if is_norm_role(role) and kind == "weight":
             gains = self.noise.fill(weight, 0.25 * size, generator)
             return gains.add_(size - self.gain_offset)
