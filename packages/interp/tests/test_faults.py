@@ -107,7 +107,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": EVEN}),
-            r"attention_mask is \(1, 2, 4, 4\); to find the padding, pass .* \(1, 4\)",
+            r"attention_mask is \(1, 2, 4, 4\); to find the padding, pass .* \(n, seq\)",
         ),
         (
             lambda: attribution(

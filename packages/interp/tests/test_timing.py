@@ -27,8 +27,9 @@ def test_importing_costs_a_tenth_of_a_second_over_torch() -> None:
 
 
 def test_copying_eigenvalues_are_20_times_faster_than_folding_each_head() -> None:
+    """One product serves all heads, so the ratio grows with their number, here 144."""
     torch.manual_seed(0)
-    row = copying(random_decoder("gpt2", **{**SIZES, "layers": 3}))
+    row = copying(random_decoder("gpt2", **SIZES))
     assert row["error"] < 1e-4
     figure = "interp: folding each head over copying eigenvalues"
     assert_at_least(figure, 20, row["ratio_p50"])

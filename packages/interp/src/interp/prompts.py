@@ -35,14 +35,13 @@ def tokens_of(prompt: Prompt) -> Tensor:
 
 def mask_of(prompt: Prompt) -> Tensor:
     """Return booleans (n, seq) that are False at padding; True without an `attention_mask`."""
-    tokens = tokens_of(prompt)
     mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
     if mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    if mask.shape != tokens.shape:
+        return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
+    if mask.ndim != 2:
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}; to find the padding, pass the mask of the "
-            f"tokens, {tuple(tokens.shape)}"
+            "tokens, (n, seq)"
         )
     require_zeros_and_ones(mask)
     is_token: Tensor = mask != 0

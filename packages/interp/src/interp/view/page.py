@@ -24,6 +24,7 @@ from torch import Tensor
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
 from interp.patching import AblationResult, EdgeEffects, PatchingResult
+from interp.prompts import Prompt, tokens_of
 from interp.text import TextPrompt
 
 Patched = PatchingResult | AblationResult | EdgeEffects
@@ -32,7 +33,7 @@ Patched = PatchingResult | AblationResult | EdgeEffects
 def view(
     path: str | Path,
     *,
-    tokens: Sequence[str] | Tensor | TextPrompt,
+    tokens: Sequence[str] | Prompt,
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     heads: HeadScores | None = None,
     lens: Lens | None = None,
@@ -46,7 +47,7 @@ def view(
 
     Args:
         path: The file to write.
-        tokens: The strings or ids of one sequence, or prompts from `encode`.
+        tokens: The strings or ids of one sequence, or prompts.
         patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
@@ -58,7 +59,9 @@ def view(
     """
     if isinstance(tokens, TextPrompt):
         tokens = tokens.strings[example]
-    elif isinstance(tokens, Tensor):
+    elif isinstance(tokens, Mapping):
+        tokens = tokens_of(tokens)
+    if isinstance(tokens, Tensor):
         ids = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
         tokens = [vocabulary[i] if vocabulary else str(i) for i in ids]
     data: dict[str, object] = {"tokens": list(tokens)}
