@@ -430,3 +430,34 @@ def test_cuts_do_not_split_budgets_that_are_equal_up_to_rounding():
         assert {int(mask.sum()) for mask in masks} == {8 * k for k in range(1, 9)}
         for mask in masks:
             assert jittered[mask].max() < 0.99 * jittered[~mask].min()
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_cut_that_cannot_be_fitted_leaves_the_other_cuts():
+    runs = isoflop_runs(noise=1e-3)
+    rows = backtest(runs, fractions=(0.05, 0.5, 0.8))
+    assert [(row.method, row.runs) for row in rows] == [
+        ("parametric", 40),
+        ("parametric", 64),
+        ("isoflop", 40),
+        ("isoflop", 64),
+    ]
+    with pytest.raises(ValueError, match=r"fractions = \(0.95,\) leave no later runs"):
+        backtest(runs, fractions=(0.95,))
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_small_models_for_large_loads_have_the_drift_of_their_size():
+    fit = fit_parametric(isoflop_runs(noise=2e-3))
+    compute = 1e21
+    load = 1e15  # The best model is a hundred times smaller than the smallest run.
+    best = fit.optimal(compute, inference_tokens=load)
+    noise = fit.posterior.optimal(compute, inference_tokens=load)
+
+    def width(interval):
+        return math.log(interval.high / interval.low)
+
+    assert width(best.intervals["loss"]) > 1.5 * width(noise.intervals["loss"])
+    assert width(best.intervals["parameters"]) > 10 * width(noise.intervals["parameters"])
+    assert best.intervals["parameters"].high <= compute / (2 * load)
+    assert best.coverage == ""

@@ -1,3 +1,4 @@
+import math
 import time
 
 import numpy as np
@@ -301,3 +302,17 @@ def test_function_as_task_refuses_options_of_built_in_tasks(option):
 def test_batch_sizes_may_be_an_array():
     sweep = sweep_learning_rate(batch_sizes=np.array([4, 16]), seeds=2, steps=3)
     assert sweep.batch_sizes.tolist() == [4, 16]
+
+
+def test_diverged_runs_of_a_function_are_counted():
+    def task(rate, size, seed):
+        return (math.log(rate) + 3) ** 2 + 1 if rate < 0.5 else math.nan
+
+    sweep = sweep_learning_rate(task, rates=[1e-3, 1e-2, 0.05, 0.1, 1.0], batch_sizes=[1, 2])
+    assert (sweep.diverged, sweep.runs) == (2, 10)
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.2, math.inf, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
+def test_rate_law_of_invalid_rates_is_refused(rates):
+    with pytest.raises(ValueError, match="a positive and finite rate at each of five"):
+        fit_rate_law([1, 2, 4, 8, 16], rates)

@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,7 @@ def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
     with pytest.warns(ScalingWarning, match="between 0 and inf"):
         interval = fit.optimal(1e24).intervals["parameters"]
     assert (interval.low, interval.high) == (0, math.inf)
+    assert str(replace(interval, level=0.995)) == "[0, inf] 99.5%"
     assert len(plot(fit).axes) >= 4
     # All intervals are unbounded, within the runs and beyond them.
     unbounded = [
@@ -164,7 +166,7 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: f.runs.without_highest(100), "72 runs, got count = 100"),
         (lambda f: f.optimal(math.inf), "compute = inf"),
         (lambda f: fit_isoflop(f.runs).optimal(math.nan), "compute, got nan"),
-        (lambda f: optimum("loss", -1.0), "compute, got -1.0"),
+        (lambda f: optimum("loss", -1.0), "compute = -1.0"),
         (lambda f: loss_at(-1.0, 1e9), "parameters = -1.0"),
         (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
@@ -244,6 +246,8 @@ def test_wrong_types_are_refused_with_the_expected_type():
     for wrong in (valleys, fit.law, runs):
         with pytest.raises(TypeError, match=r"expected the result of fit_parametric\(runs\), got"):
             plan(wrong, 1e24)
+        with pytest.raises(TypeError, match=r"expected the result of fit_parametric\(runs\), got"):
+            bootstrap(wrong)
         with pytest.raises(
             TypeError, match=r"expected the result of fit_parametric or fit_law, got"
         ):

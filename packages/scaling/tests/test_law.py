@@ -35,7 +35,7 @@ def by_search(law: Law, compute: float, inference_tokens: float) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(law=laws, exponent=st.floats(18, 26), served=st.sampled_from([0.0, 1e9, 1e12, 1e15]))
+@given(law=laws, exponent=st.floats(18, 26), served=st.sampled_from([0.0, 1e9, 1e12, 1e14]))
 def test_closed_form_optimum_agrees_with_a_search(law, exponent, served):
     compute = 10.0**exponent
     best = law.optimal(compute, inference_tokens=served)

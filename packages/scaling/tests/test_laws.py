@@ -256,3 +256,64 @@ def test_interval_of_a_function_that_is_infinite_for_some_resamples():
         fit.interval(lambda c: np.nan * c["E"])
     with pytest.raises(ValueError, match=r"a level of at most 0.9875 for 400 resamples, got 0.999"):
         fit.interval("alpha", level=0.999)
+
+
+def test_term_of_a_homogeneous_function_of_the_exponents_is_not_linear():
+    # Along any ray from the origin, the derivatives of alpha * beta / (alpha + beta) are constant.
+    form = Form(
+        "frontier",
+        ["parameters", "tokens"],
+        {
+            "E": "0",
+            "A": "-alpha * log(parameters)",
+            "B": "-beta * log(tokens)",
+            "F": "-alpha * beta / (alpha + beta) * log(parameters * tokens)",
+        },
+        {"alpha": [0.02, 3.0], "beta": [0.02, 3.0]},
+        published={"E": 1.7, "A": 400.0, "B": 400.0, "F": 50.0, "alpha": 0.3, "beta": 0.6},
+    )
+    rows = table(form)
+    fit = fit_law(form, rows, target="y", fixed={"A": 400.0, "B": 400.0})
+    for name, value in form.published.items():
+        assert fit.constants[name] == pytest.approx(value, rel=1e-6)
+    predicted = fit.predict(parameters=rows["parameters"], tokens=rows["tokens"])
+    np.testing.assert_allclose(np.log(predicted / rows["y"]), fit.residuals, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"terms": {"E": "0", "alpha": "-alpha * log(tokens)"}}, r"\['alpha'\] are used twice"),
+        ({"terms": {"E": "0", "A": "-alpha *"}}, "'-alpha [*]' is not an expression"),
+        ({"where": [("v", "u"), ("u", "log(tokens)")]}, r"unknown names \['u'\]"),
+        (
+            {"exponents": {"alpha": [2.0, 0.02]}},
+            r"larger upper bound of 'alpha', got \[2.0, 0.02\]",
+        ),
+        ({"signs": {"A": -2}}, "expected a sign 1 or -1 of a term, got 'A': -2"),
+        ({"power": "beta"}, "the power 'beta' is not an exponent"),
+        ({"zero": ["bits"]}, r"\['bits'\] in `zero` are not inputs"),
+    ],
+)
+def test_inconsistent_form_is_refused(changes, message):
+    terms = {"E": "0", "A": "-alpha * log(tokens)"}
+    fields = {"inputs": ["tokens"], "terms": terms, "exponents": {"alpha": [0.02, 2.0]}}
+    with pytest.raises(ValueError, match=message):
+        Form("own", **fields | changes)
+
+
+def test_form_without_exponents_is_least_squares():
+    tokens = np.geomspace(1e9, 1e12, 20)
+    form = Form("line", ["tokens"], {"E": "0", "B": "-0.3 * log(tokens)"}, {})
+    fit = fit_law(form, {"tokens": tokens, "loss": 1.7 + 400 * tokens**-0.3})
+    assert fit.constants == pytest.approx({"E": 1.7, "B": 400})
+
+
+def test_constants_that_leave_no_law_cannot_be_fixed():
+    runs = isoflop_runs(noise=1e-3)
+    with pytest.raises(ValueError, match=r"expected fixed\['A'\] > 0, got 0"):
+        fit_law("chinchilla", runs, fixed={"A": 0})
+    with pytest.raises(ValueError, match=r"expected fixed\['alpha_D'\] not to be 0"):
+        fit_law("kaplan", runs, fixed={"alpha_D": 0})
+    with pytest.raises(ValueError, match="no form to compare"):
+        select_law({"x": [1.0, 2.0], "compute": [1.0, 2.0], "loss": [2.0, 1.0]})

@@ -1,5 +1,8 @@
+import math
+from functools import partial
+
 import pytest
-from scaling import Law, fit_parametric, isoflop_runs, plan
+from scaling import Law, fit_parametric, isoflop_runs, optimum, plan
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -33,3 +36,18 @@ def test_serving_makes_the_model_smaller_and_impossible_budgets_are_refused(fit)
         plan(fit, 1e22, served_tokens=1e14, parameters=1e9)
     with pytest.raises(ValueError, match="expected finite compute > 0"):
         plan(fit, -1.0)
+
+
+def test_loads_that_no_model_can_serve_are_refused(fit):
+    for call in (fit.optimal, fit.law.optimal, partial(optimum, "loss")):
+        with pytest.raises(ValueError, match="cannot serve inference_tokens = 1e"):
+            call(1e22, inference_tokens=1e20)
+        with pytest.raises(ValueError, match="inference_tokens = -1"):
+            call(1e22, inference_tokens=-1.0)
+    for options in ({}, {"parameters": 1e9}):
+        with pytest.raises(ValueError, match="cannot serve"):
+            plan(fit, 1e22, served_tokens=1e20, **options)
+        with pytest.raises(ValueError, match="expected finite compute"):
+            plan(fit, math.inf, **options)
+    with pytest.raises(ValueError, match="positive and finite"):
+        fit.predict(1e9, math.inf)

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 from scaling import (
+    Law,
     fit_isoflop,
     fit_parametric,
     isoflop_runs,
@@ -147,3 +148,9 @@ def test_fit_prints_explanation_takes_units_and_includes_drift(tmp_path, capsys)
     assert interval["high"] / interval["low"] > 1.2 * narrow.high / narrow.low
     assert main(["fit", str(path), *units, "--method", "parabola"]) == 0
     assert "72 of 73 rows of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", [Law(1.69, 406.4, 410.7, 0.34, 0.28), (), [1.0]])
+def test_other_results_are_not_drawn(other):
+    with pytest.raises(TypeError, match="expected the result of fit_parametric, fit_isoflop"):
+        plot(other)

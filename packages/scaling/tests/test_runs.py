@@ -91,3 +91,11 @@ def test_budgets_group_runs_of_equal_compute():
 def test_without_highest_drops_the_worst_and_keeps_the_order():
     runs = load_runs({"N": N, "D": D, "loss": [3.0, 5.0, 4.0]})
     assert runs.without_highest(1).rows == (1, 3)
+
+
+def test_runs_can_be_indexed_and_iterated():
+    runs = load_runs({"N": [1e8, 2e8, 4e8], "D": [1e9, 2e9, 4e9], "loss": [3.2, 3.0, 2.9]})
+    assert runs[-1].rows == (3,)
+    assert [float(run.loss[0]) for run in runs] == [3.2, 3.0, 2.9]
+    with pytest.raises(IndexError):
+        runs[3]

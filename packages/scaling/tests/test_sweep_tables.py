@@ -219,3 +219,12 @@ def test_published_exponents_of_step_law_lie_in_the_intervals_of_its_runs():
             interval = fit.interval(name)
             assert CATALOG[law].published[name] in interval
             assert interval.high - interval.low < 1.6
+
+
+def test_unknown_columns_of_a_sweep_are_refused():
+    rows = [{"lr": rate, "bs": 8, "loss": 2.0 + rate} for rate in (0.1, 0.2, 0.4)]
+    with pytest.raises(ValueError, match=r"got \['learning_rate'\]"):
+        fit_sweep(rows, columns={"learning_rate": "lr"})
+    for by in ((), "size"):
+        with pytest.raises(ValueError, match="expected by to name columns"):
+            fit_sweeps(rows, by)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 import time
@@ -895,3 +896,126 @@ def test_names_that_occur_flat_and_nested_are_refused():
     record = {"config.lr": 0.1, "config": {"lr": 0.2}, "N": 1e8, "D": 2e9, "loss": 3.0}
     with pytest.raises(ValueError, match=r"'config\.lr' as a name and as nested mappings"):
         load_runs([record, record])
+
+
+TWO_RUNS = ([1e9, 2e9], [2.5, 2.3])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'N,D,loss,note\n1B,20B,2.5,"a\n# b"\n2B,40B,2.3,c\n',
+        'note,N,D,loss\n"a\n\n# b",1B,20B,2.5\nc,2B,40B,2.3\n',
+        "N,D,loss,note\n1B,20B,2.5,a\u2028b\n2B,40B,2.3,c\x0cd\n",
+        "N,D,loss\r1B,20B,2.5\r2B,40B,2.3\r",
+        "| N | D | loss\n|---|---|---\n| 1B | 20B | 2.5\n| 2B | 40B | 2.3\n",
+        "N | D | loss\n---|---|---\n1B | 20B | 2.5\n2B | 40B | 2.3\n",
+    ],
+    ids=["comment", "blank line", "odd breaks", "carriage returns", "no last pipe", "no pipes"],
+)
+def test_no_row_is_lost_to_line_breaks_or_missing_pipes(tmp_path, text):
+    path = tmp_path / "runs.csv"
+    path.write_text(text, encoding="utf-8", newline="")
+    runs = load_runs(path)
+    assert (runs.parameters.tolist(), runs.loss.tolist()) == TWO_RUNS
+
+
+def test_other_encodings_and_json_values_have_no_line_breaks_of_their_own(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_bytes(b"N,D,loss,note\n1B,20B,2.5,a\x85b\n2B,40B,2.3,c\n")
+    assert load_runs(path).loss.tolist() == TWO_RUNS[1]
+    path = tmp_path / "runs.jsonl"
+    path.write_text(
+        '{"N": 1e9, "D": 2e10, "loss": 2.5, "note": "a\u2028b"}\n'
+        '{"N": 2e9, "D": 4e10, "loss": 2.3}',
+        encoding="utf-8",
+    )
+    assert load_runs(path).loss.tolist() == TWO_RUNS[1]
+
+
+def test_last_column_of_a_table_without_trailing_pipes_is_read(tmp_path):
+    path = tmp_path / "runs.md"
+    path.write_text("| N | D | loss | state\n|---|---|---|---\n| 1B | 20B | 2.5 | crashed\n")
+    with pytest.raises(ValueError, match="1 runs are not 'finished'"):
+        load_runs(path)
+    path.write_text("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\nTable 1\n")
+    with pytest.raises(ValueError, match="line 4 has 0 cells under 3 columns"):
+        load_runs(path)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"runs.csv"', "3"])
+def test_json_without_records_is_refused(tmp_path, content):
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"expected (a record|records)"):
+        load_runs(path)
+
+
+def test_metric_that_is_nan_is_not_logged_twice():
+    rows = {"run": ["a"] * 9, "tag": ["loss", "tokens", "params"] * 3, "step": [1, 2, 3] * 3}
+    rows["step"].sort()
+    values = np.array([3.0, 1e9, 1e8, 2.9, 2e9, 1e8, math.nan, 3e9, 1e8])
+    with pytest.warns(ScalingWarning, match="'loss' is blank or nan at the end of runs a"):
+        assert load_runs(rows | {"value": values}).tokens.tolist() == [2e9]
+
+
+def test_number_selects_cells_that_write_it_in_another_form():
+    table = {"N": [1e9, 2e9, 3e9], "D": [2e10] * 3, "loss": [2.5, 2.4, 2.3]}
+    rates = table | {"lr": ["3e-4", "0.0003", "0.001"]}
+    assert len(load_runs(rates, where={"lr": 3e-4})) == 2
+    versions = table | {"version": ["1.1", "1.10", "1.2"]}
+    assert len(load_runs(versions, where={"version": "1.1"})) == 1
+
+
+def test_column_is_not_read_as_two_quantities():
+    table = {"N": [1e9, 2e9], "x": [2e10, 4e10], "loss": [2.5, 2.3]}
+    with pytest.raises(ValueError, match="'N' cannot be both parameters and tokens"):
+        load_runs(table, columns={"parameters": "N", "tokens": "N"})
+
+
+def history(runs):
+    """Return the rows of runs (name, parameters, times), one per 1e9 tokens."""
+    rows = []
+    for name, parameters, times in runs:
+        for step in times:
+            loss = 3 - 0.1 * step - 1e-11 * parameters
+            rows.append({"run": name, "N": parameters, "tokens": step * 1e9, "loss": loss})
+    return rows
+
+
+@pytest.mark.parametrize("digits", [3, 4])
+def test_history_is_recognized_if_its_sizes_follow_from_rounded_compute(digits):
+    rows = history([(name, n, range(1, 8)) for name, n in (("a", 1.234e8), ("b", 5.67e8))])
+    for row in rows:
+        row["tokens"] = rounded(1.37 * row["tokens"], digits)
+        row["compute"] = rounded(6 * row.pop("N") * row["tokens"], digits)
+    with pytest.warns(ScalingWarning, match="12 earlier ones are left out"):
+        assert len(load_runs(rows)) == 2
+
+
+def test_history_with_repeated_tokens_is_refused():
+    rows = history([(name, n, [1, 2, 4, 4, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
+    for history_of_runs in (None, "run"):
+        with pytest.raises(ValueError, match="names 'a' in rows 3 and 4 with the same tokens"):
+            load_runs(rows, history=history_of_runs)
+    with pytest.warns(ScalingWarning, match="rows 4, 9 repeat earlier ones"):
+        assert len(load_runs(rows, history=False)) == 10
+    # Repetitions of one training are not a history.
+    seeds = history([(name, n, [8, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
+    different = [row | {"loss": row["loss"] + 0.01 * i} for i, row in enumerate(seeds)]
+    assert len(load_runs(different)) == 4
+
+
+@pytest.mark.parametrize("restart", [5, 4, 6])
+def test_resumed_run_under_a_new_name_is_reported(restart):
+    whole = [("b", 1e8, range(1, 11)), ("c", 5e8, range(1, 11)), ("d", 1e9, range(1, 4))]
+    parts = [("a", 1e8, range(1, 6)), ("a-resumed", 1e8, range(restart, 11))]
+    with pytest.warns(ScalingWarning) as caught:
+        load_runs(history(parts + whole))
+    messages = [str(w.message) for w in caught]
+    assert (
+        sum("a-resumed start where another run of the same size stops" in m for m in messages) == 1
+    )
+    with pytest.warns(ScalingWarning) as caught:
+        load_runs(history([*whole, ("short", 1e8, range(1, 3)), ("sparse", 1e8, range(4, 25, 4))]))
+    assert not any("another run of the same size" in str(w.message) for w in caught)

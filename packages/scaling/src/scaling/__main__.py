@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
+
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, fit_isoflop
@@ -189,8 +191,10 @@ def _sweep(arguments: argparse.Namespace) -> Output:
     lines = [f"{sweep.runs} runs; gradient noise scale {sweep.critical_batch_size:.3g}"]
     lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
     lines += ["batch size  best rate      exact  regime"]
-    exact = [float("nan")] * len(sweep.rates) if sweep.exact_rates is None else sweep.exact_rates
-    table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=False)
+    exact = sweep.exact_rates
+    if exact is None:
+        exact = np.full(len(sweep.batch_sizes), math.nan)
+    table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=True)
     lines += [f"{b:10.0f} {r:10.4g} {e:10.4g}  {law.regime(float(b))}" for b, r, e in table]
     _save_plot(sweep, arguments.plot)
     result = {"law": asdict(law), "critical_batch_size": sweep.critical_batch_size}

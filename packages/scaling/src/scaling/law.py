@@ -3,7 +3,9 @@
 Note [Closed-form optimum]
 Under C = 6 N D the optimum is N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
 G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4). With T tokens
-served after training, C = 6 N D + 2 N T, and the optimum is the root of a monotone function.
+served after training, C = 6 N (D + S) with S = T / 3, and D is the root of a function that rises:
+
+    log(alpha A) - alpha log N = log(beta B) + log(D + S) - (beta + 1) log D.
 """
 
 import math
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.equality import ComparesArrays
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
@@ -36,7 +38,7 @@ class Interval:
         return self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"[{self.low:.5g}, {self.high:.5g}] {self.level:.0%}"
+        return f"[{self.low:.5g}, {self.high:.5g}] {100 * self.level:.4g}%"
 
 
 def require_numbers(**named: object) -> None:
@@ -44,6 +46,21 @@ def require_numbers(**named: object) -> None:
     for name, value in named.items():
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"expected {name} to be one number, got {reprlib.repr(value)}")
+
+
+def require_budget(compute: float, inference_tokens: float) -> None:
+    """Raise `ValueError` unless a budget can train and serve some model."""
+    require_numbers(compute=compute, inference_tokens=inference_tokens)
+    if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
+        raise ValueError(
+            "expected finite compute > 0 and inference_tokens >= 0, got"
+            f" compute = {compute}, inference_tokens = {inference_tokens}"
+        )
+    if FLOPS_PER_PARAMETER_SERVED_TOKEN * FEWEST * inference_tokens >= compute:
+        raise ValueError(
+            f"{compute:.3g} FLOPs cannot serve inference_tokens = {inference_tokens:.3g} with a"
+            f" model of {FEWEST:g} parameters or more; serve fewer tokens"
+        )
 
 
 def check_level(level: float) -> None:
@@ -144,14 +161,10 @@ class Law:
 
         Training costs 6 N D and serving 2 N T, where T = `inference_tokens` is the number of tokens
         that the model serves in its lifetime. The more tokens it serves, the smaller the best model
-        and the longer its training (Sardana et al. 2024).
+        and the longer its training (Sardana et al. 2024). Raises `ValueError` if the budget cannot
+        serve even a model of 1000 parameters.
         """
-        require_numbers(compute=compute, inference_tokens=inference_tokens)
-        if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
-            raise ValueError(
-                "expected finite compute > 0 and inference_tokens >= 0, got"
-                f" compute = {compute}, inference_tokens = {inference_tokens}"
-            )
+        require_budget(compute, inference_tokens)
         n, d, loss = map(float, optima_of(self.constants, compute, inference_tokens))
         return Optimum(compute, n, d, loss)
 
@@ -170,32 +183,33 @@ def optima_of(constants: Array, compute: float, inference_tokens: float = 0.0) -
     """
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     log_pairs = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
-    log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
-    # An optimum beyond the range of float64 is replaced by the largest representable one.
-    log_n = np.clip(log_n, log_pairs - 700, 700)
-    served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
-    if served:
-        log_n = _log_size_with_serving(constants, log_pairs, served, log_n)
+    if inference_tokens:
+        served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
+        log_d = _log_tokens_with_serving(constants, log_pairs, math.log(served))
+        log_n = log_pairs - np.logaddexp(log_d, math.log(served))
+    else:
+        log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
+        # An optimum beyond the range of float64 is replaced by the largest representable one.
+        log_n = np.clip(log_n, log_pairs - 700, 700)
+        log_d = log_pairs - log_n
     n = np.exp(log_n)
-    d = np.exp(log_pairs - log_n) - served
+    d = np.exp(log_d)
     return np.stack([n, d, loss_of(constants, n, d)])
 
 
-def _log_size_with_serving(
-    constants: Array, log_pairs: float, served: float, without: Array
-) -> Array:
-    """Return log N of the optima at which D = exp(log_pairs) / N - served.
+def _log_tokens_with_serving(constants: Array, log_pairs: float, log_served: float) -> Array:
+    """Return log D of the optima at which N (D + S) = exp(log_pairs), by bisection.
 
-    `without` is log N without serving. dL / dlog N rises with log N, so its root is bisected.
+    The unknown is D rather than N, because a small D would be lost in the rounding of D + S.
     """
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
-    high = np.minimum(without, log_pairs - math.log(served) - 1e-12)
-    low = high - 60
-    for _ in range(60):
-        middle = (low + high) / 2
-        d = np.exp(log_pairs - middle) - served
-        fall = np.log(alpha * a) - alpha * middle
-        rise = np.log(beta * b * (d + served)) - (beta + 1) * np.log(d)
-        low = np.where(rise < fall, middle, low)
-        high = np.where(rise < fall, high, middle)
+    low = np.full(np.shape(a), -700.0)
+    high = np.full(np.shape(a), 700.0)
+    for _ in range(64):
+        log_d = (low + high) / 2
+        log_sum = np.logaddexp(log_d, log_served)
+        gain_of_size = np.log(alpha * a) - alpha * (log_pairs - log_sum)
+        gain_of_tokens = np.log(beta * b) + log_sum - (beta + 1) * log_d
+        low = np.where(gain_of_size < gain_of_tokens, log_d, low)
+        high = np.where(gain_of_size < gain_of_tokens, high, log_d)
     return low

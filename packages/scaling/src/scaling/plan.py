@@ -7,7 +7,7 @@ an interval that includes noise and drift.
 from dataclasses import dataclass
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval, require_numbers
+from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval, require_budget, require_numbers
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 
@@ -41,11 +41,13 @@ def plan(
 
     With `parameters`, the size is given and only the tokens follow from the budget. The more tokens
     a model serves, the smaller the best model and the longer its training (Sardana et al. 2024).
-    Raises `ValueError` if serving a model of the given size costs the whole budget.
+    Raises `ValueError` if serving a model of the given size, or of 1000 parameters, costs the whole
+    budget.
     """
     if not isinstance(fit, ParametricFit):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
     require_numbers(budget=budget, served_tokens=served_tokens)
+    require_budget(budget, served_tokens)
     if parameters is None:
         best = fit.optimal(budget, inference_tokens=served_tokens)
         n = best.parameters
@@ -56,7 +58,7 @@ def plan(
         require_numbers(parameters=parameters)
         n = parameters
         training = budget - FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
-        if not (n > 0 and served_tokens >= 0 and training > 0):
+        if not (n > 0 and training > 0):
             raise ValueError(
                 f"parameters = {n:.3g}: {budget:.3g} FLOPs do not train and serve"
                 f" {served_tokens:.3g} tokens; choose a smaller model or serve less"

@@ -1,6 +1,7 @@
 """Figures of fits, backtests and sweeps, with intervals as bands; needs matplotlib."""
 
 import math
+import reprlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -69,6 +70,12 @@ def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
     if isinstance(result, Sweep):
         sweep = result
         return [lambda axes: _plot_losses(axes, sweep), lambda axes: _plot_best_rates(axes, sweep)]
+    is_sequence = isinstance(result, Sequence)
+    if not (is_sequence and result and all(isinstance(row, BacktestRow) for row in result)):
+        raise TypeError(
+            "expected the result of fit_parametric, fit_isoflop, backtest or a sweep, got"
+            f" {reprlib.repr(result)}"
+        )
     return [lambda axes: _plot_backtest(axes, result)]
 
 

@@ -60,9 +60,9 @@ class Runs(ComparesArrays):
     def __len__(self) -> int:
         return len(self.loss)
 
-    def __getitem__(self, which: slice | NDArray[Any] | Sequence[int]) -> "Runs":
-        """Return the runs that a slice, a mask or a list of positions selects."""
-        index = np.arange(len(self))[which]
+    def __getitem__(self, which: int | slice | NDArray[Any] | Sequence[int]) -> "Runs":
+        """Return the runs that a position, a slice, a mask or a list of positions selects."""
+        index = np.atleast_1d(np.arange(len(self))[which])
         columns = {name: getattr(self, name)[index] for name in COLUMNS}
         rows = tuple(np.array(self.rows)[index].tolist())
         return Runs(**columns, rows=rows, explanation=self.explanation)
@@ -76,8 +76,9 @@ class Runs(ComparesArrays):
     def budgets(self, tolerance: float = BUDGET_TOLERANCE) -> "list[Runs]":
         """Return the runs grouped by compute, in ascending order.
 
-        A gap wider than `tolerance` starts a group. Runs that are spread over decades have no such
-        gaps, so a group that spans more than a factor of two is divided into groups of that width.
+        A relative gap wider than `tolerance` starts a group. Runs that are spread over decades have
+        no such gaps, so a group that spans more than a factor of two is divided into groups that
+        span at most `tolerance`.
         """
         codes = cluster(self.compute, tolerance)
         groups = [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
@@ -109,7 +110,8 @@ def load_runs(
             `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`. Tokens may be a
             product, as in `{"tokens": "steps * batch_size * seq_len"}`.
         units: Factors of cells without a unit, such as `{"parameters": 1e6}`.
-        where: Values of columns by which rows are selected, such as `{"dataset": "c4"}`.
+        where: Values of columns by which rows are selected, such as `{"dataset": "c4"}`. A number
+            also selects cells that write it in another form, such as 3e-4 and 0.0003.
         history: The column that names the run of each row, of which the last row is kept; False
             if every row is a run. By default a column of run names is recognized.
         decimal: The mark before the decimals of a number; by default it is detected.

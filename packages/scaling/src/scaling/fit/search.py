@@ -155,7 +155,7 @@ def _promising_starts(
     if dimensions >= 3:
         return best
     points = [len(axis) for axis in problem.exponent_grid]
-    stride = math.ceil(max(points) / COARSE_GRID_POINTS ** (1 / dimensions))
+    stride = math.ceil(max(points, default=1) / COARSE_GRID_POINTS ** (1 / dimensions))
     indices = np.arange(len(starts)).reshape(points)
     coarse = indices[(slice(None, None, stride),) * len(points)]
     return np.union1d(best, coarse.ravel())

@@ -43,6 +43,9 @@ MAX_POINTS_PER_EXPONENT = 17
 #: Step of complex-step derivatives. Nothing is subtracted, so a tiny step loses no digits.
 COMPLEX_STEP = 1e-30
 
+#: Number of exponents at which a term that is linear in them must have the same derivatives.
+LINEARITY_POINTS = 5
+
 #: Half-width of the bounds of a log amplitude. The lower bound is log(spread) - 30 and the upper
 #: bound is max(log(spread), 0) + 30.
 LOG_AMPLITUDE_RANGE = 30.0
@@ -240,11 +243,14 @@ class Problem(ComparesArrays):
     def _linear_terms(self) -> list[LinearTerm | None]:
         """The decomposition of each term that is linear in its exponents; None for other terms.
 
-        A term counts as linear if its derivatives are equal at two different exponents.
+        A term counts as linear if its derivatives are equal at all of several random exponents.
+        Exponents on a ray from the origin would not do: along it, the derivatives of
+        alpha * beta / (alpha + beta) are constant.
         """
-        first = [axis[0] for axis in self.exponent_grid]
-        second = [axis[-1] * 0.9 for axis in self.exponent_grid]
-        points = np.array([first, second])
+        lowest = [axis[0] for axis in self.exponent_grid]
+        highest = [axis[-1] for axis in self.exponent_grid]
+        random = np.random.default_rng(0)
+        points = random.uniform(lowest, highest, (LINEARITY_POINTS, len(lowest)))
         result: list[LinearTerm | None] = []
         for k, indices in enumerate(self.term_exponents):
             log_value, center = self._evaluate_term(points[:1], k)
@@ -255,11 +261,13 @@ class Problem(ComparesArrays):
             is_linear = True
             for j in indices:
                 slope, center_slope = self._differentiate_term(points, k, j)
-                is_linear &= bool(np.allclose(slope[0], slope[1], rtol=1e-12, atol=1e-12))
+                is_linear &= bool(np.allclose(slope, slope[0], rtol=1e-12, atol=1e-12))
                 slopes[j] = slope[0]
                 center_slopes[j] = center_slope[0]
                 constant = constant - points[0, j] * slope[0]
                 center_constant -= points[0, j] * center_slope[0]
+            if np.abs(constant).max() < 1e-12 * np.abs(log_value).max():
+                constant = np.zeros_like(constant)  # only the rounding of the products
             linear = LinearTerm(slopes, constant, center_slopes, center_constant)
             result.append(linear if is_linear else None)
         return result

@@ -199,6 +199,14 @@ def _check_constants(form: Form, fixed: Mapping[str, float]) -> None:
                 f"expected fixed[{name!r}] to be finite, and an amplitude not to be negative, got"
                 f" {value}"
             )
+        if value == 0 and name == form.power:
+            raise ValueError(f"expected fixed[{name!r}] not to be 0, because it is a power")
+    for name, exponents in zip(form.terms, form.term_exponents, strict=True):
+        if fixed.get(name) == 0 and (exponents or form.power):
+            raise ValueError(
+                f"expected fixed[{name!r}] > 0, got 0; for a law without this term pass a Form"
+                " without it"
+            )
 
 
 def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
@@ -242,8 +250,8 @@ def select_law(
     The score is the root mean square of log(predicted / observed). It is measured on the rows more
     than 1 % above the `fraction` quantile of column `by`, with a fit of the rows below. The
     returned fits use all rows. `forms` defaults to every form of `CATALOG` for the target, by
-    default "loss", whose inputs the rows have. Raises ValueError if the forms have different
-    targets, because their scores could not be compared.
+    default "loss", whose inputs the rows have. Raises `ValueError` if there is no such form, and if
+    the forms have different targets, because their scores could not be compared.
     """
     axis = _column(rows, by)
     masks = below_cuts(axis, [fraction])
@@ -258,6 +266,8 @@ def select_law(
                 chosen.append(form)
     else:
         chosen = [_resolve_form(form) for form in forms]
+    if not chosen:
+        raise ValueError("no form to compare: none was passed, or the rows have the inputs of none")
     targets = {target or form.target for form in chosen}
     if len(targets) > 1:
         raise ValueError(

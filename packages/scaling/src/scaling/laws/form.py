@@ -11,8 +11,9 @@ fit, resample and compare every such law. catalog.toml contains published laws i
 """
 
 import ast
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.resources import files
@@ -32,7 +33,7 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    An expression that uses an unknown name raises `ValueError`.
+    Raises `ValueError` for a name that is used twice or unknown, and for invalid bounds or signs.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Form:
     #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
     #: search is even in the exponent's logarithm.
     exponents: Mapping[str, Sequence[float]]
-    #: Definitions of names that the terms use, as (name, expression), in order.
+    #: Definitions of names that later definitions and the terms use, as (name, expression).
     where: Sequence[tuple[str, str]] = ()
     #: The sign of each negative term.
     signs: Mapping[str, int] = field(default_factory=dict)
@@ -56,13 +57,43 @@ class Form:
     source: str = ""
 
     def __post_init__(self) -> None:
-        known = {*self.inputs, *self.exponents, *FUNCTIONS, *(name for name, _ in self.where)}
-        for text in (*self.terms.values(), *(text for _, text in self.where)):
-            if unknown := _names_in(text) - known:
+        defined = [name for name, _ in self.where]
+        names = [*FUNCTIONS, *self.inputs, *self.exponents, *self.terms, *defined]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{self.name}: the names {sorted(repeated)} are used twice")
+        known = {*FUNCTIONS, *self.inputs, *self.exponents}
+        for name, text in self.where:
+            self._check_names(text, known)
+            known.add(name)
+        for text in self.terms.values():
+            self._check_names(text, known)
+        for name, bounds in self.exponents.items():
+            if not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
                 raise ValueError(
-                    f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected"
-                    f" names among {sorted(known)}"
+                    f"{self.name}: expected a lower and a larger upper bound of {name!r}, got"
+                    f" {bounds}"
                 )
+        for name, sign in self.signs.items():
+            if name not in self.terms or sign not in (1, -1):
+                raise ValueError(
+                    f"{self.name}: expected a sign 1 or -1 of a term, got {name!r}: {sign}"
+                )
+        if self.power is not None and self.power not in self.exponents:
+            raise ValueError(f"{self.name}: the power {self.power!r} is not an exponent")
+        if unknown := {*self.zero} - {*self.inputs}:
+            raise ValueError(f"{self.name}: {sorted(unknown)} in `zero` are not inputs")
+
+    def _check_names(self, text: str, known: Set[str]) -> None:
+        """Raise `ValueError` unless a text is an expression of known names."""
+        try:
+            unknown = _names_in(text) - known
+        except SyntaxError:
+            raise ValueError(f"{self.name}: {text!r} is not an expression") from None
+        if unknown:
+            raise ValueError(
+                f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected names"
+                f" among {sorted(known)}"
+            )
 
     @property
     def constants(self) -> tuple[str, ...]:

@@ -73,13 +73,15 @@ def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
     """Fit the shape and the constants of least squared log error.
 
     The shapes are compared by AICc, because a surge has a third constant. Raises `ValueError` for
-    fewer than five batch sizes.
+    fewer than five batch sizes, and for a number that is not positive and finite.
     """
     b = np.asarray(batch_sizes, np.float64)
     r = np.asarray(rates, np.float64)
-    if len(np.unique(b)) < 5 or not ((b > 0).all() and (r > 0).all()):
+    is_valid = all((v > 0).all() and np.isfinite(v).all() for v in (b, r))
+    if b.shape != r.shape or len(np.unique(b)) < 5 or not is_valid:
         raise ValueError(
-            f"expected positive rates at five or more batch sizes, got {r.tolist()} at {b.tolist()}"
+            "expected a positive and finite rate at each of five or more batch sizes, got"
+            f" {r.tolist()} at {b.tolist()}"
         )
     grid = np.geomspace(b.min() / 100, b.max() * 100, 1001)
     u = b / grid[:, None]

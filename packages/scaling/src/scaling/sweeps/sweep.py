@@ -49,7 +49,7 @@ class Sweep(ComparesArrays):
     gradient_squares: Array
     runs: int
     #: Number of diverged runs. A rate at which any run diverged is not used.
-    diverged: int = 0
+    diverged: int
     #: A text on the columns of a table that were read and the runs that were left out.
     explanation: str = ""
 
@@ -148,8 +148,19 @@ def build_sweep(
         _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best, strict=True))
     squares = np.full(len(sizes), np.nan) if squares is None else squares
-    runs = int((~np.isnan(by_seed)).sum())
-    return Sweep(task, optimizer, rates, sizes, log_loss, best, intervals, exact, squares, runs)
+    return Sweep(
+        task,
+        optimizer,
+        rates,
+        sizes,
+        log_loss,
+        best,
+        intervals,
+        exact,
+        squares,
+        runs=int((~np.isnan(by_seed)).sum()),
+        diverged=int(np.isposinf(by_seed).sum()),
+    )
 
 
 def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:

@@ -75,9 +75,10 @@ def fit_sweeps(
     """
     names = (by,) if isinstance(by, str) else tuple(by)
     table, exclusions = _read(source, where or {})
-    if missing := [name for name in names if name not in table.columns]:
+    missing = [name for name in names if name not in table.columns]
+    if missing or not names:
         raise ValueError(
-            f"by = {by!r}: no column {missing[0]!r}; there are {sorted(table.columns)}"
+            f"expected by to name columns among {sorted(table.columns)}, got by = {by!r}"
         )
     chosen = _choose_columns(table, columns or {})
     codes = setting_codes(table, names)
@@ -104,6 +105,10 @@ def _read(source: Any, where: Mapping[str, Any]) -> tuple[Table, list[str]]:
 
 def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the columns of the rate, the batch size and the loss."""
+    if unknown := set(named) - set(SWEEP_NAMES):
+        raise ValueError(
+            f"expected names among {list(SWEEP_NAMES)} in columns=…, got {sorted(unknown)}"
+        )
     present = list(table.columns)
     chosen = {}
     for ours, usual_names in SWEEP_NAMES.items():
@@ -214,7 +219,7 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
             log_losses[i, repetitions[row], j] = math.log(loss)
     sweep = build_sweep("table", "table", rates, sizes, log_losses)
     read = ", ".join(f"{ours} by {name!r}" for ours, name in chosen.items())
-    return replace(sweep, diverged=len(diverged), explanation="\n".join([read, *messages]))
+    return replace(sweep, explanation="\n".join([read, *messages]))
 
 
 def _index_repetitions(table: Table, runs: RunsBySetting) -> dict[int, int]:

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,17 @@ def read_text(path: Path) -> tuple[str, list[str]]:
         return raw.decode("latin-1"), ["the text is not UTF-8 and is read as Latin-1"]
 
 
+def _split_lines(text: str) -> list[str]:
+    """Return the lines of a text. `str.splitlines` would also split at form feeds and U+2028."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
 def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
     """Return the content of JSON; for one JSON object per line, the records and their lines."""
     try:
         return json.loads(text), None
     except json.JSONDecodeError as error:
-        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(i, line) for i, line in enumerate(_split_lines(text), 1) if line.strip()]
         if len(lines) == 1:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
     records = []
@@ -52,36 +57,49 @@ def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
 
 def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
     """Return the table of a CSV file; comments, blank lines and repeated headers are skipped."""
-    numbered = enumerate(text.splitlines(), 1)
-    content = [(i, line) for i, line in numbered if line.strip(" \t\r,;|")]
-    comments = [line for _, line in content if line.lstrip()[:1] == "#"]
-    if comments:
-        content = [(i, line) for i, line in content if line.lstrip()[:1] != "#"]
-    if not content:
+    lines = _split_lines(text)
+    comments = [line for line in lines if _is_comment(line)]
+    first = next((line for line in lines if not (_is_blank(line) or _is_comment(line))), None)
+    if first is None:
         return from_records([])
-    mark = _find_delimiter(content[0][1]) if delimiter is None else delimiter
+    mark = _find_delimiter(first) if delimiter is None else delimiter
     if '"' in text or mark in " |":
-        rows = _split_lines(content, mark)
+        try:
+            rows, comments = _read_records(lines, mark)
+        except csv.Error as error:
+            raise ValueError(f"{path}: {error}") from None
     else:
+        numbered = enumerate(lines, 1)
+        content = [(i, line) for i, line in numbered if not _is_blank(line)]
+        if comments:
+            content = [(i, line) for i, line in content if not _is_comment(line)]
         # The garbage collector does not traverse tuples of text, unlike a million lists.
         rows = [(i, tuple(line.split(mark))) for i, line in content]
-    header: Sequence[str] = rows.pop(0)[1]
+    first_line, header = rows.pop(0)
     if all(_is_numeric(cell) for cell in header if cell) and comments:
         # numpy.savetxt writes the header as a comment.
-        rows.insert(0, (content[0][0], tuple(header)))
-        header = next(csv.reader([comments[-1].lstrip(" #")], delimiter=mark))
-    header = [name.strip() for name in header]
-    _check_header(path, header, mark)
+        rows.insert(0, (first_line, header))
+        header = tuple(next(csv.reader([comments[-1].lstrip(" #")], delimiter=mark)))
+    names = [name.strip() for name in header]
+    _check_header(path, names, mark)
     choices = [] if delimiter is not None else [f"cells are separated by {mark!r}"]
     if comments:
         choices.append(f"{len(comments)} lines that start with '#' are comments")
-    data_rows = _check_rows(path, rows, header, mark)
+    data_rows = _check_rows(path, rows, names, mark)
     if len(data_rows) < len(rows):
         choices.append(f"{len(rows) - len(data_rows)} rows that repeat the header are skipped")
     columns = {}
-    for k, name in enumerate(header if data_rows else []):
+    for k, name in enumerate(names if data_rows else []):
         columns[name] = object_cells([cells[k].strip() for _, cells in data_rows])
     return Table(columns, np.array([line for line, _ in data_rows], np.intp), choices)
+
+
+def _is_blank(line: str) -> bool:
+    return not line.strip(" \t,;|")
+
+
+def _is_comment(line: str) -> bool:
+    return line.lstrip()[:1] == "#"
 
 
 def _check_rows(
@@ -93,8 +111,8 @@ def _check_rows(
     for line, cells in rows:
         while len(cells) > len(header) and not cells[-1]:
             cells = cells[:-1]
-        is_header = cells[0].strip().lower() == lowered[0]
-        if is_header and [cell.strip().lower() for cell in cells] == lowered:
+        may_repeat = bool(cells) and cells[0].strip().lower() == lowered[0]
+        if may_repeat and [cell.strip().lower() for cell in cells] == lowered:
             continue
         if len(cells) != len(header):
             raise ValueError(
@@ -105,21 +123,41 @@ def _check_rows(
     return data_rows
 
 
-def _split_lines(content: list[tuple[int, str]], mark: str) -> list[NumberedCells]:
-    """Return the cells of each row with the line on which it starts."""
-    # Quoted cells may contain line breaks, so the reader's own line count is used.
-    reader = csv.reader([line for _, line in content], delimiter=mark, skipinitialspace=True)
+def _read_records(lines: Sequence[str], mark: str) -> tuple[list[NumberedCells], list[str]]:
+    """Return the cells of each record with the line on which it starts, and the comments.
+
+    A quoted cell may span lines, so blank lines and comments are only skipped between records.
+    """
+    comments: list[str] = []
+    start = 0
+
+    def read_lines() -> Iterator[str]:
+        nonlocal start
+        for i, line in enumerate(lines, 1):
+            if start == 0:
+                if _is_comment(line):
+                    comments.append(line)
+                if _is_comment(line) or _is_blank(line):
+                    continue
+                start = i
+            yield line + "\n"
+
     rows = []
-    lines_before = 0
-    for cells in reader:
+    for cells in csv.reader(read_lines(), delimiter=mark, skipinitialspace=True):
         if mark == " ":
             cells = [cell for cell in cells if cell]
-        rows.append((content[lines_before][0], tuple(cells)))
-        lines_before = reader.line_num
-    if content[0][1].lstrip().startswith("|"):
-        # A Markdown table has empty outer cells and a ruler below its header.
-        rows = [(i, cells[1:-1]) for i, cells in rows if not set("".join(cells)) <= set("-: ")]
-    return rows
+        rows.append((start, tuple(cells)))
+        start = 0
+    return (_strip_markdown(rows) if mark == "|" else rows), comments
+
+
+def _strip_markdown(rows: list[NumberedCells]) -> list[NumberedCells]:
+    """Return the rows without the empty outer cells of a Markdown table and without its ruler."""
+    header = rows[0][1]
+    first = 0 if header[0].strip() else 1
+    last = None if header[-1].strip() else -1
+    cut = [(i, cells[first:last]) for i, cells in rows]
+    return [(i, cells) for i, cells in cut if not cells or not set("".join(cells)) <= set("-: ")]
 
 
 def _check_header(path: Path, header: list[str], mark: str) -> None:

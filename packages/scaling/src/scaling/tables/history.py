@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
+from scaling.tables.grouping import cluster
 from scaling.tables.names import WORDS
 from scaling.tables.table import Reading
 from scaling.units import Array
@@ -22,6 +23,13 @@ ANY_CHECKPOINTS = 20
 #: losses of an evaluation are logged at a few percent of the steps.
 MISSING_END = 1.25
 
+#: Largest relative difference by rounding between the sizes C / (6 D) of one run. Two numbers of
+#: three digits differ from the exact ones by up to 0.5 % each.
+DERIVED_SIZE = 0.02
+
+#: A run that starts after this multiple of the tokens between its rows did not start from zero.
+LATE_START = 1.5
+
 
 def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
     """Leave out all but the last row of each run, if the table is a history of runs."""
@@ -31,16 +39,55 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
     if isinstance(history, str) and history not in reading.table.columns:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; they are {present}")
-    ends = _history(reading, history)
+    progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
+    size = _sizes(reading)
+    ends = _history(reading, history, size, progress)
     if ends is None:
         return
     column, last = ends
+    resumed = _resumed_runs(reading, column, size, progress)
     reading.exclusions.append(
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
     )
+    if resumed:
+        reading.exclusions.append(
+            f"column {column!r}: {list_some(resumed)} start where another run of the same size"
+            " stops, so they may be resumed trainings under a new name; each name counts as a run:"
+            " leave out the earlier parts, which are not the end of a training"
+        )
     reading.select(last)
     _report_missing_ends(reading, column)
+
+
+def _sizes(reading: Reading) -> Array:
+    """Return the parameters of each row, or numbers that differ between sizes."""
+    values = reading.values
+    if "parameters" in values:
+        return values["parameters"]
+    # Without parameters, rows of one size have one ratio of compute to tokens up to rounding.
+    return cluster(values["compute"] / values["tokens"], DERIVED_SIZE).astype(np.float64)
+
+
+def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -> list[str]:
+    """Return the names of runs whose first row is where another run of their size stops."""
+    codes = reading.table.codes([column])
+    count = np.bincount(codes)
+    first = np.full(len(count), np.inf)
+    np.minimum.at(first, codes, progress)
+    last = np.zeros(len(count))
+    np.maximum.at(last, codes, progress)
+    size_of_run = np.zeros(len(count))
+    size_of_run[codes] = size
+    late_by = LATE_START * (last - first) / np.maximum(count - 1, 1)
+    names = dict.fromkeys(map(str, reading.table.cells(column)))
+    resumed = []
+    for i, name in enumerate(names):
+        if count[i] > 1 and first[i] > late_by[i]:
+            is_part = (size_of_run == size_of_run[i]) & (first < first[i]) & (last < last[i])
+            if (is_part & (last >= first[i] - late_by[i])).any():
+                resumed.append(name)
+    return resumed
 
 
 def _report_missing_ends(reading: Reading, column: str) -> None:
@@ -66,19 +113,14 @@ def _report_missing_ends(reading: Reading, column: str) -> None:
         )
 
 
-def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[np.intp]] | None:
+def _history(
+    reading: Reading, named: str | bool | None, size: Array, progress: Array
+) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
     Return None if the table is not a history. Raise `ValueError` if it may be one, because its rows
     look like the checkpoints of trainings, and it has no column of names that differs in every row.
     """
-    values = reading.values
-    progress = values["tokens"] if "tokens" in values else values["compute"]
-    if "parameters" in values:
-        size = values["parameters"]
-    else:
-        # Sizes that follow from compute and tokens are equal up to rounding.
-        size = np.exp(np.round(np.log(values["compute"] / values["tokens"]), 4))
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
     }
@@ -89,6 +131,7 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     if isinstance(named, str):
         candidates = [named]
     has_names = False
+    repeated = ""
     for column in candidates:
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
@@ -96,9 +139,14 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are the same training at different times.
-        is_later = (np.diff(size[order]) == 0) & (np.diff(progress[order]) > 0)
-        if is_same_run.any() and is_later[is_same_run].all():
+        has_one_size = bool((np.diff(size[order]) == 0)[is_same_run].all())
+        is_later = (np.diff(progress[order]) > 0)[is_same_run]
+        if is_same_run.any() and has_one_size and is_later.all():
             return column, np.sort(order[np.append(~is_same_run, True)])
+        if has_one_size and is_later.any():
+            repeated = repeated or column
+    if repeated and not has_names:
+        _refuse_repeated_tokens(reading, repeated, progress)
     if isinstance(named, str) and not has_names:
         raise ValueError(
             f"history={named!r}: the rows of a run must have one size and different tokens"
@@ -106,6 +154,21 @@ def _history(reading: Reading, named: str | bool | None) -> tuple[str, NDArray[n
     if not has_names:
         _refuse_checkpoints(reading, rising, size, progress)
     return None
+
+
+def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> None:
+    """Raise `ValueError` for runs of one size that repeat some, but not all, of their tokens."""
+    codes = reading.table.codes([column])
+    order = np.lexsort((progress, codes))
+    is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
+    first = order[int(np.argmax(is_repeated))]
+    second = order[int(np.argmax(is_repeated)) + 1]
+    name = reading.table.cells(column)[first]
+    raise ValueError(
+        f"column {column!r} names {name!r} in rows {reading.rows[first]} and {reading.rows[second]}"
+        " with the same tokens, as after a restart, and in other rows with more: keep one of these"
+        " rows, or pass history=False if every row is a run"
+    )
 
 
 def _counts_rows(reading: Reading, column: str) -> bool:

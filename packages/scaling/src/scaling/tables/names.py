@@ -107,6 +107,8 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
             name = named[ours]
             if name not in present:
                 raise ValueError(f"{source} has no column {name!r}; it has {list(present)}")
+            if other := next((k for k, c in result.chosen.items() if c.name == name), None):
+                raise ValueError(f"columns={{…}}: {name!r} cannot be both {other} and {ours}")
             result.chosen[ours] = recognize(name, ours) or Column(name)
             continue
         likely = [c for name in present if (c := recognize(name, ours))]

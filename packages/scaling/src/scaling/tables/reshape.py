@@ -106,9 +106,11 @@ def pivot(table: Table) -> Table:
     for i, (tag, value, step, *run) in enumerate(zip(*map(table.cells, names), strict=True)):
         key = (int(runs[i]), str(step))
         record = records.setdefault(key, {"step": step, **dict(zip(run_names, run, strict=True))})
-        if record.get(str(tag), value) != value:
+        earlier = record.get(str(tag), value)
+        is_nan = earlier != earlier and value != value
+        if earlier != value and not is_nan:
             raise ValueError(
-                f"{tag!r} has two values at step {step} of one run, {record[str(tag)]} and {value},"
+                f"{tag!r} has two values at step {step} of one run, {earlier} and {value},"
                 " as after a restart; keep the rows of one attempt"
             )
         record[str(tag)] = value

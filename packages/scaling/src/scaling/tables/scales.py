@@ -5,13 +5,10 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from scaling.tables.table import Reading
-from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 20.0
-
-#: No model has fewer parameters or training tokens, so smaller numbers must be in larger units.
-FEWEST = 1000.0
 
 #: Range of the median of tokens per parameter. Published tables have 4 to 40, and a unit that is
 #: wrong by a thousand leaves this range for any of them.
@@ -58,7 +55,7 @@ def _columns_with_unit(reading: Reading) -> set[str]:
 
 
 def _check_smallest(reading: Reading) -> None:
-    """Raise `ValueError` if parameters or tokens are too small, and so in thousands or more."""
+    """Raise `ValueError` for fewer than `FEWEST` parameters or tokens, which have another unit."""
     values = reading.values
     # A column that was computed shows a wrong scale of the compute.
     origins = {k: k if k in reading.columns else "compute" for k in ("parameters", "tokens")}

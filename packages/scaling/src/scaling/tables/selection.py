@@ -12,9 +12,8 @@ from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
-from scaling.tables.scales import FEWEST
 from scaling.tables.table import Reading
-from scaling.units import COLUMNS
+from scaling.units import COLUMNS, FEWEST
 
 #: Number of rows in which unknown settings are searched, because a million would take seconds.
 MOST_ROWS = 5000

@@ -46,7 +46,12 @@ def _read_file(path: Path, delimiter: str | None) -> Table:
     text, choices = read_text(path)
     if suffix in (".json", ".jsonl", ".ndjson") or text.lstrip()[:1] in ("{", "["):
         content, lines = parse_json(path, text)
-        table = _read(content, None) if lines is None else from_records(content, lines)
+        if not isinstance(content, list | dict):
+            raise ValueError(f"{path}: expected records or columns, got {content!r}")
+        try:
+            table = _read(content, None) if lines is None else from_records(content, lines)
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from None
     else:
         mark = "\t" if suffix == ".tsv" and delimiter is None else delimiter
         table = parse_csv(path, text, mark)

@@ -40,9 +40,9 @@ class Table:
         table = self
         for name, value in wanted.items():
             texts = list(map(str, table.cells(name))) if name in table.columns else []
-            table = table.select(np.flatnonzero([text == str(value) for text in texts]))
+            seen = {text: _is_value(text, value) for text in dict.fromkeys(texts)}
+            table = table.select(np.flatnonzero([seen[text] for text in texts]))
             if not len(table):
-                seen = dict.fromkeys(texts)
                 reason = f"it is {list_some(seen)}" if seen else "there is no such column"
                 raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
         return table
@@ -90,6 +90,18 @@ class Reading:
         """Leave out the other rows."""
         self.table = self.table.select(which)
         self.values = {k: v[which] for k, v in self.values.items()}
+
+
+def _is_value(text: str, value: Any) -> bool:
+    """Return True if the text of a cell is a value; texts that write one number are equal to it."""
+    if text == str(value):
+        return True
+    if isinstance(value, str):
+        return False  # Versions such as 1.1 and 1.10 differ as texts.
+    try:
+        return float(text) == float(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def object_cells(values: Sequence[Any]) -> Cells:

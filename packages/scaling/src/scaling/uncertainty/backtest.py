@@ -74,14 +74,19 @@ def backtest(
         for method in methods:
             try:
                 whole = _fit(method, runs)
-                law = whole.law if isinstance(whole, ParametricFit) else whole
-                full_fit_size = law.optimal(highest).parameters
-                for below in below_cuts(compute, fractions):
-                    cut = float(compute[below].max())
-                    rows.append(_predict_held_out(method, runs, below, cut, highest, full_fit_size))
             except ValueError as error:
                 reasons.append(f"{method}: {error}")
+                continue
+            law = whole.law if isinstance(whole, ParametricFit) else whole
+            full_fit_size = law.optimal(highest).parameters
+            for below in below_cuts(compute, fractions):
+                cut = float(compute[below].max())
+                try:
+                    rows.append(_predict_held_out(method, runs, below, cut, highest, full_fit_size))
+                except ValueError as error:
+                    reasons.append(f"{method} up to {cut:.3g} FLOPs: {error}")
     if not rows:
+        reasons = reasons or [f"fractions = {tuple(fractions)} leave no later runs"]
         raise ValueError("no cut of these runs can be fitted:\n" + "\n".join(reasons))
     return tuple(rows)
 

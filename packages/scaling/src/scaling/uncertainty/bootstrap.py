@@ -82,11 +82,14 @@ def bootstrap(
 
     A `ScalingWarning` reports that more than one refit in a hundred did not converge.
     """
+    if not isinstance(fit, Estimate):
+        raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
     check_level(level)
     if resamples * (1 - level) < 5:
         needed = math.ceil(5 / (1 - level))
         raise ValueError(
-            f"expected at least {needed} resamples for a {level:.0%} interval, got {resamples}"
+            f"expected at least {needed} resamples for a {100 * level:.4g}% interval, got"
+            f" {resamples}"
         )
     n = len(fit.runs)
     group = np.arange(n) if by is None else _groups(fit.runs, by)

@@ -99,10 +99,12 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
 
 def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Iterator[str]:
     interval = best.intervals["parameters"] if best.intervals else None
+    # The optimum of a posterior has no drift yet; that of an IsoFLOP fit includes it.
+    cause = "noise and drift" if other or math.isnan(best.loss) else "noise alone"
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     if interval and interval.high > WIDE_INTERVAL * interval.low:
         yield (
-            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by noise alone: the"
+            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by {cause}: the"
             " runs do not determine it better; train at larger budgets"
         )
     if distances := _distances(best, runs):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from scaling.law import CONSTANTS, loss_of, optima_of, require_numbers
+from scaling.law import CONSTANTS, loss_of, optima_of, require_budget, require_numbers
 from scaling.units import Array
 
 FIELDS = ("parameters", "tokens", "loss")
@@ -33,9 +33,7 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
     """Return the "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
     if field not in FIELDS:
         raise ValueError(f"expected one of {FIELDS}, got {field!r}")
-    require_numbers(compute=compute, inference_tokens=inference_tokens)
-    if not 0 < compute < math.inf:
-        raise ValueError(f"expected a positive and finite compute, got {compute}")
+    require_budget(compute, inference_tokens)
     row = FIELDS.index(field)
     name = f"best {field} at {compute:.3g} FLOPs"
     return Quantity(name, partial(_optimum, row, compute, inference_tokens))
@@ -44,9 +42,10 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
 def loss_at(parameters: float, tokens: float) -> Quantity:
     """Return the loss of one model."""
     require_numbers(parameters=parameters, tokens=tokens)
-    if not (parameters > 0 and tokens > 0):
+    if not (0 < parameters < math.inf and 0 < tokens < math.inf):
         raise ValueError(
-            f"expected positive numbers, got parameters = {parameters}, tokens = {tokens}"
+            f"expected positive and finite numbers, got parameters = {parameters}, tokens ="
+            f" {tokens}"
         )
     name = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
     return Quantity(name, partial(_loss, parameters, tokens))
