@@ -124,19 +124,19 @@ def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
 
 def test_interval_of_a_run_covers_new_runs():
     covered = 0
-    for seed in range(3):
+    for seed in range(2):
         fit = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed))
         random = np.random.default_rng(seed)
         for compute in np.geomspace(1e20, 1e23, 10):
             best = LAW.optimal(compute)
             loss = best.loss * np.exp(3e-3 * random.standard_normal())
             covered += loss in fit.predict(best.parameters, best.tokens).interval
-    assert covered >= 0.85 * 30
+    assert covered >= 0.85 * 20
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_backtest_reports_predictions_and_coverage_of_each_method():
-    rows = backtest(isoflop_runs(LAW, noise=3e-3, seed=1))
+    rows = backtest(isoflop_runs(LAW, noise=3e-3, seed=1), fractions=(0.5, 0.8))
     assert {row.method for row in rows} == {"parametric", "isoflop"}
     for row in rows:
         assert row.runs + row.held_out == 72
@@ -435,13 +435,9 @@ def test_cuts_do_not_split_budgets_that_are_equal_up_to_rounding():
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_cut_that_cannot_be_fitted_leaves_the_other_cuts():
     runs = isoflop_runs(noise=1e-3)
-    rows = backtest(runs, fractions=(0.05, 0.5, 0.8))
-    assert [(row.method, row.runs) for row in rows] == [
-        ("parametric", 40),
-        ("parametric", 64),
-        ("isoflop", 40),
-        ("isoflop", 64),
-    ]
+    for method in ("parametric", "isoflop"):
+        (row,) = backtest(runs, fractions=(0.05, 0.8), methods=[method])
+        assert (row.method, row.runs) == (method, 64)
     with pytest.raises(ValueError, match=r"fractions = \(0.95,\) leave no later runs"):
         backtest(runs, fractions=(0.95,))
 

@@ -43,7 +43,7 @@ def test_simulated_curve_is_the_exact_recursion(noise):
 
 def test_label_noise_lowers_the_best_rate_as_the_recursion_says():
     sweep = sweep_learning_rate(
-        batch_sizes=(4, 16, 64), seeds=400, steps=10, dimension=16, noise=4.0
+        batch_sizes=(4, 16, 64), seeds=200, steps=10, dimension=16, noise=4.0
     )
     np.testing.assert_allclose(sweep.best_rates, sweep.exact_rates, rtol=0.05)
     assert (sweep.exact_rates < 0.9 * exact_rate(sweep.batch_sizes, 16)).all()
@@ -65,7 +65,7 @@ def test_noise_scale_of_exact_norms_is_exact():
 
 def test_adam_surges():
     """The best rate rises, peaks and falls as the batch grows."""
-    sweep = sweep_learning_rate("linear", "adam", batch_sizes=(1, 2, 4, 16, 64, 256), seeds=128)
+    sweep = sweep_learning_rate("linear", "adam", batch_sizes=(1, 2, 4, 16, 64, 256), seeds=64)
     assert sweep.law.shape == "surge"
     peak = int(np.argmax(sweep.best_rates))
     assert 0 < peak < 5
@@ -116,7 +116,7 @@ def test_rates_that_diverge_are_infinite_and_never_best():
 @pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_best_rate_is_found_if_the_loss_underflows(steps):
     """The loss underflows: 0.06^400 is below float64, and its square below float32 earlier."""
-    sweep = sweep_learning_rate(batch_sizes=(4, 8, 16, 64, 256), seeds=16, steps=steps)
+    sweep = sweep_learning_rate(batch_sizes=(4, 8, 16, 64, 256), seeds=8, steps=steps)
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
     assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
 

@@ -40,7 +40,7 @@ def test_bootstrap_intervals_cover_the_truth_in_95_percent_of_synthetic_tables(s
     covered = np.zeros(len(QUANTITIES))
     for seed in range(sets):
         fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed))
-        resampled = bootstrap(fit, resamples=200, seed=seed)
+        resampled = bootstrap(fit, resamples=120, seed=seed)
         covered += [t in resampled.interval(q) for t, q in zip(truths, QUANTITIES, strict=True)]
     assert (covered >= least).all(), covered
     assert (covered <= most).all(), covered

@@ -40,7 +40,7 @@ constants = st.floats(10, 5000)
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     law=st.builds(
         Law, E=st.floats(0.1, 3), A=constants, B=constants, alpha=exponents, beta=exponents
@@ -66,7 +66,7 @@ def test_common_shape_halves_the_error_of_a_cubic_per_budget():
     error = {"shared": [], "cubic": [], "plain": []}
     law = Law(1.8, 300, 900, 0.25, 0.45)
     truth = np.log(law.optimal(1e24).parameters)
-    for seed in range(15):
+    for seed in range(8):
         runs = isoflop_runs(law, noise=1e-3, seed=seed)
         for name, degree in (("shared", None), ("cubic", 3), ("plain", 2)):
             best = quiet(runs, degree=degree).optimal(1e24)
@@ -80,7 +80,7 @@ def test_common_shape_halves_the_error_of_a_cubic_per_budget():
 def test_symmetric_valley_is_exact_at_any_degree(degree):
     """The leading coefficient is a rounding error, whose distant root is not the bottom."""
     law = Law(1.8, 400, 2000, 0.35, 0.35)
-    best = fit_isoflop(isoflop_runs(law), degree=degree).optimal(1e24)
+    best = quiet(isoflop_runs(law), degree=degree).optimal(1e24)
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=1e-6)
 
 
@@ -89,16 +89,16 @@ alike = st.tuples(st.floats(0.25, 0.45), st.floats(-0.08, 0.08)).map(lambda p: (
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(exponents=alike, a=st.floats(50, 3000), b=st.floats(50, 3000), e=st.floats(0.5, 3))
 def test_parabola_of_the_five_nearest_runs_is_within_one_percent(exponents, a, b, e):
     law = Law(e, a, b, *exponents)
-    best = fit_isoflop(isoflop_runs(law, span=25), nearest=5).optimal(1e24)
+    best = quiet(isoflop_runs(law, span=25), nearest=5).optimal(1e24)
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     law=st.builds(
         Law,
@@ -110,7 +110,7 @@ def test_parabola_of_the_five_nearest_runs_is_within_one_percent(exponents, a, b
     )
 )
 def test_degree_four_is_within_one_percent_for_any_law(law):
-    best = fit_isoflop(isoflop_runs(law), degree=4).optimal(1e24)
+    best = quiet(isoflop_runs(law), degree=4).optimal(1e24)
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=0.01)
 
 
@@ -172,8 +172,8 @@ def test_two_budgets_have_no_scatter_and_an_infinite_interval():
 @pytest.mark.parametrize(
     ("sets", "least", "most"),
     [
-        # 33 is the 0.3 % quantile of a coverage of 95 %.
-        (40, 33, 39),
+        # At a coverage of 95 %, fewer than 19 of 24 have a probability of 0.1 %.
+        (24, 19, 24),
         pytest.param(500, 465, 487, marks=pytest.mark.exhaustive),
     ],
 )
@@ -182,13 +182,13 @@ def test_isoflop_interval_covers_the_truth_at_its_level(sets, least, most):
 
 
 def test_exponent_interval_covers_the_truth():
-    """At a coverage of 95 %, 33 of 40 is the 0.3 % quantile."""
+    """At a coverage of 95 %, fewer than 19 of 24 have a probability of 0.1 %."""
     covered = 0
-    for seed in range(40):
+    for seed in range(24):
         fit = noisy_fit(seed)
         assert fit.exponent in fit.exponent_interval
         covered += CHINCHILLA.exponent in fit.exponent_interval
-    assert 33 <= covered <= 39
+    assert covered >= 19
     two = quiet(isoflop_runs(budgets=[1e19, 1e20]))
     assert (two.exponent_interval.low, two.exponent_interval.high) == (-np.inf, np.inf)
 
@@ -232,18 +232,18 @@ def coverage(law, sets, degree=None, **grid):
 def test_interval_covers_the_truth_at_four_runs_per_budget(law, budgets):
     """Without a prior, the shape would use up one of the four runs of each budget.
 
-    Its intervals would then cover the truth in half of all tables. At a coverage of 95 %, 33 of 40
-    is the 0.3 % quantile.
+    Its intervals would then cover the truth in half of all tables. At a coverage of 95 %, fewer
+    than 19 of 24 have a probability of 0.1 %.
     """
     compute = np.geomspace(6e18, 3e21, budgets)
-    inside, _ = coverage(law, 40, budgets=compute, per_budget=4, span=25)
-    assert inside >= 33
+    inside, _ = coverage(law, 24, budgets=compute, per_budget=4, span=25)
+    assert inside >= 19
 
 
 def test_wide_grids_do_not_bias_the_common_shape():
-    """Twenty-four tables; the exhaustive test below compares forty with a parabola."""
+    """Sixteen tables; the exhaustive test below compares forty with a parabola."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
-    assert coverage(SKEWED, 24, **grid, span=100.0)[0] >= 19
+    assert coverage(SKEWED, 16, **grid, span=100.0)[0] >= 12  # the 0.7 % quantile at 95 %
 
 
 @pytest.mark.exhaustive

@@ -317,3 +317,9 @@ def test_constants_that_leave_no_law_cannot_be_fixed():
         fit_law("kaplan", runs, fixed={"alpha_D": 0})
     with pytest.raises(ValueError, match="no form to compare"):
         select_law({"x": [1.0, 2.0], "compute": [1.0, 2.0], "loss": [2.0, 1.0]})
+
+
+def test_masked_cells_are_not_read():
+    tokens = np.ma.masked_values([1e9, 2e9, 4e9, 8e9], 4e9)
+    with pytest.raises(ValueError, match="column 'tokens' must be positive and finite, but row 3"):
+        fit_law("step_batch", {"tokens": tokens, "batch": [1.0, 2.0, 3.0, 4.0]})

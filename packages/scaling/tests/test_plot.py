@@ -18,7 +18,7 @@ from scaling.__main__ import main
 
 @pytest.fixture
 def file(tmp_path):
-    runs = isoflop_runs(noise=2e-3)
+    runs = isoflop_runs(noise=2e-3, per_budget=5)
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(["N,D,loss", *rows]))
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 
 def test_drawn_band_is_the_interval():
-    fit = fit_parametric(isoflop_runs(noise=2e-3))
+    fit = fit_parametric(isoflop_runs(noise=2e-3, per_budget=5))
     figure = plot(fit, up_to=1e24)
     growth, contour, residuals, interval = (
         a for a in figure.axes if a.get_title() != "" or a.get_xlabel()

@@ -99,7 +99,7 @@ def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
 
 def test_figures_repeat_neither_labels_nor_colors():
     compute = np.geomspace(1e19, 1.5e20, 14)
-    runs = isoflop_runs(budgets=compute, noise=1e-3, seed=1)
+    runs = isoflop_runs(budgets=compute, noise=1e-3, seed=1, per_budget=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         figures = [
@@ -117,7 +117,8 @@ def test_figures_repeat_neither_labels_nor_colors():
 
 
 def test_missed_intervals_of_a_backtest_are_crossed_out():
-    row = backtest(isoflop_runs(noise=2e-3, per_budget=5), methods=["isoflop"])[0]
+    runs = isoflop_runs(noise=2e-3, per_budget=5)
+    (row,) = backtest(runs, methods=["isoflop"], fractions=(0.6,))
     covered = dataclasses.replace(row, size_interval=Interval(1.0, np.inf))
     missed = dataclasses.replace(row, size_interval=Interval(1.0, 2.0))
     for rows, count in (([covered], 0), ([covered, missed], 1)):
@@ -127,7 +128,8 @@ def test_missed_intervals_of_a_backtest_are_crossed_out():
 
 
 def test_failed_backtest_is_shown_as_a_failure():
-    row = backtest(isoflop_runs(noise=2e-3, per_budget=5), methods=["parametric"])[0]
+    runs = isoflop_runs(noise=2e-3, per_budget=5)
+    (row,) = backtest(runs, methods=["parametric"], fractions=(0.6,))
     passed = dataclasses.replace(
         row, size_interval=Interval(1.0, np.inf), losses_covered=row.losses
     )

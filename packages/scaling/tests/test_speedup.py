@@ -105,6 +105,12 @@ def test_speedup_of_a_law_with_more_inputs_needs_their_values():
     assert fine.factor == pytest.approx(1, rel=1e-6)
     with pytest.raises(ValueError, match=r"mixture also needs inputs=.'granularity'"):
         effective_speedup(fit, fit, 1e20)
+    with pytest.raises(ValueError, match=r"neither law has the inputs \['granularty'\]"):
+        effective_speedup(fit, fit, 1e20, inputs={"granularity": 8, "granularty": 8})
+    with pytest.raises(
+        ValueError, match=r"inputs\['granularity'\] to be positive and finite, got -1"
+    ):
+        effective_speedup(fit, fit, 1e20, inputs={"granularity": -1})
     tokens = np.geomspace(1e9, 1e11, 6)
     batches = fit_law("step_batch", {"tokens": tokens, "batch": tokens**0.5})
     with pytest.raises(ValueError, match="expected a law of the loss by parameters and tokens"):

@@ -548,6 +548,15 @@ def test_settings_that_are_written_differently_are_one_setting():
         assert sorted(load_runs(rows).loss) == [3.0, 3.0, 3.01, 3.01, 3.02, 3.02]
 
 
+def test_zeros_that_are_written_differently_are_one_setting():
+    rows = [
+        {"N": n, "D": 2e9, "loss": 3.0 + 0.01 * k, "dropout": zero}
+        for n in (1e8, 2e8, 4e8)
+        for k, zero in enumerate(("0", "0.0"))
+    ]
+    assert len(load_runs(rows)) == 6
+
+
 def test_setting_under_an_unusual_name_is_reported():
     """Runs of several settings are reported if the column has an unusual name."""
     rows = [

@@ -308,7 +308,9 @@ def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
     if not _has_column(rows, name):
         present = [*rows] if isinstance(rows, Mapping) else list(COLUMNS)
         raise ValueError(f"the rows have no {name!r}; they have {present}")
-    column = np.asarray(rows[name] if isinstance(rows, Mapping) else getattr(rows, name), float)
+    cells = rows[name] if isinstance(rows, Mapping) else getattr(rows, name)
+    # Masked cells become nan, which is refused; np.asarray would return the number behind the mask.
+    column: Array = np.asarray(np.ma.filled(np.ma.asarray(cells, float), math.nan))
     valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
     for row in np.flatnonzero(~valid):
         raise ValueError(

@@ -43,8 +43,8 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
 def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
     """Return an index from 0 of the settings that each row has in some columns.
 
-    Numbers that are written differently, such as 3e-4 and 0.0003, or that differ by rounding to
-    float32, are one setting.
+    Numbers that are written differently, such as 3e-4 and 0.0003 or 0 and 0.0, or that differ by
+    rounding to float32, are one setting.
     """
     keys = []
     for name in names:
@@ -53,6 +53,7 @@ def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
         is_positive = np.isfinite(numbers) & (numbers > 0)
         groups = cluster(numbers[is_positive], SAME_SETTING, 1 + SAME_SETTING)
         codes[is_positive] = len(table) + groups
+        codes[numbers == 0] = -1
         keys.append(codes)
     index: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     return index

@@ -46,10 +46,13 @@ def _read_file(path: Path, delimiter: str | None) -> Table:
     text, choices = read_text(path)
     if suffix in (".json", ".jsonl", ".ndjson") or text.lstrip()[:1] in ("{", "["):
         content, lines = parse_json(path, text)
-        if not isinstance(content, list | dict):
-            raise ValueError(f"{path}: expected records or columns, got {content!r}")
         try:
-            table = _read(content, None) if lines is None else from_records(content, lines)
+            if isinstance(content, list):
+                table = from_records(content, lines)
+            elif isinstance(content, dict):
+                table = _read_mapping(content)
+            else:
+                raise TypeError(f"expected records or columns, got {content!r}")
         except TypeError as error:
             raise ValueError(f"{path}: {error}") from None
     else:

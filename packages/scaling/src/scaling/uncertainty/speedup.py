@@ -66,8 +66,11 @@ def effective_speedup(
         compute: The training compute of `a` in FLOPs, 6 N D.
         inputs: Values of further inputs of the laws, such as `{"granularity": 8}`.
     """
-    first = _recipe_of(a, inputs or {}, seed=0)
-    second = _recipe_of(b, inputs or {}, seed=1)
+    inputs = inputs or {}
+    first = _recipe_of(a, inputs, seed=0)
+    second = _recipe_of(b, inputs, seed=1)
+    if unused := {*inputs} - {*first.inputs, *second.inputs}:
+        raise ValueError(f"inputs: neither law has the inputs {sorted(unused)}")
     require_numbers(compute=compute)
     if not LEAST_COMPUTE <= compute < math.inf:
         raise ValueError(f"expected a finite compute >= {LEAST_COMPUTE:g}, got {compute}")
@@ -167,6 +170,11 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
     needed = {*form.inputs} - {"parameters", "tokens"}
     if missing := needed - {*inputs}:
         raise ValueError(f"{form.name} also needs inputs={{{sorted(missing)[0]!r}: …}}")
+    for name in needed:
+        value = inputs[name]
+        require_numbers(**{name: value})
+        if not (0 < value < math.inf or (value == 0 and name in form.zero)):
+            raise ValueError(f"expected inputs[{name!r}] to be positive and finite, got {value}")
     widening = 1.0
     if isinstance(fit, ParametricFit):
         constants = fit.law.constants
