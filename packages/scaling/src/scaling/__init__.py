@@ -6,7 +6,7 @@
 """
 
 from scaling.fit.parametric import ParametricFit, fit_parametric
-from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
 from scaling.laws.fit import LawFit, fit_law, select_law
 from scaling.laws.form import CATALOG, Form

@@ -15,7 +15,7 @@ import numpy as np
 
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
-from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate

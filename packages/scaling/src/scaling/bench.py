@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import curve_fit, minimize
 
 from scaling.fit.parametric import fit_parametric
-from scaling.isoflop import fit_isoflop
+from scaling.isoflop.fit import fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs

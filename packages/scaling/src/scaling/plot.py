@@ -10,7 +10,7 @@ import numpy as np
 
 from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit
-from scaling.isoflop import IsoflopFit
+from scaling.isoflop.fit import IsoflopFit
 from scaling.law import Optimum
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep

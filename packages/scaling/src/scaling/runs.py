@@ -80,6 +80,7 @@ class Runs(ComparesArrays):
         no such gaps, so a group that spans more than a factor of two is divided into groups that
         span at most `tolerance`.
         """
+        _check_tolerance(tolerance)
         codes = cluster(self.compute, tolerance)
         groups = [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
         return [self[group[np.argsort(self.compute[group], kind="stable")]] for group in groups]
@@ -131,6 +132,7 @@ def load_runs(
     """
     if unknown := set(units or {}) - set(COLUMNS):
         raise ValueError(f"expected names among {list(COLUMNS)} in units=…, got {sorted(unknown)}")
+    _check_tolerance(tolerance)
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source, delimiter)
     total = len(table)
@@ -174,6 +176,12 @@ def load_runs(
     lines = [f"{len(runs)} of {total} rows of {name}", *_explain(runs, reading)]
     lines += [f"  chosen: {choice}" for choice in reading.choices]
     return replace(runs, explanation="\n".join([*lines, *reading.exclusions]))
+
+
+def _check_tolerance(tolerance: float) -> None:
+    """Raise `ValueError` unless a tolerance is a number that is not negative."""
+    if not tolerance >= 0:
+        raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
 
 
 def _explain(runs: Runs, reading: Reading) -> list[str]:

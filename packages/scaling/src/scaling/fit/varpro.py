@@ -244,7 +244,7 @@ class Problem(ComparesArrays):
         """The decomposition of each term that is linear in its exponents; None for other terms.
 
         A term counts as linear if its derivatives are equal at all of several random exponents.
-        Exponents on a ray from the origin would not do: along it, the derivatives of
+        The exponents must not lie on one ray from the origin, along which the derivatives of
         alpha * beta / (alpha + beta) are constant.
         """
         lowest = [axis[0] for axis in self.exponent_grid]

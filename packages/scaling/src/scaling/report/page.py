@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
-from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval
 from scaling.plot import Drawable, panels
 from scaling.runs import Runs, ScalingWarning

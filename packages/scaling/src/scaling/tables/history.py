@@ -23,9 +23,12 @@ ANY_CHECKPOINTS = 20
 #: losses of an evaluation are logged at a few percent of the steps.
 MISSING_END = 1.25
 
-#: Largest relative difference by rounding between the sizes C / (6 D) of one run. Two numbers of
-#: three digits differ from the exact ones by up to 0.5 % each.
-DERIVED_SIZE = 0.02
+#: Largest relative difference by rounding between the sizes C / (6 D) of rows with one run name.
+#: Two numbers of three digits differ from the exact ones by up to 0.5 % each. Without names, rows
+#: are compared more strictly, because a large table has many sizes that differ by a percent.
+SIZE_OF_RUN = 0.02
+
+SIZE_WITHOUT_NAMES = 1e-4
 
 #: A run that starts after this multiple of the tokens between its rows did not start from zero.
 LATE_START = 1.5
@@ -40,7 +43,7 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; they are {present}")
     progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
-    size = _sizes(reading)
+    size = _sizes(reading, SIZE_OF_RUN)
     ends = _history(reading, history, size, progress)
     if ends is None:
         return
@@ -60,13 +63,13 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
     _report_missing_ends(reading, column)
 
 
-def _sizes(reading: Reading) -> Array:
+def _sizes(reading: Reading, tolerance: float) -> Array:
     """Return the parameters of each row, or numbers that differ between sizes."""
     values = reading.values
     if "parameters" in values:
         return values["parameters"]
     # Without parameters, rows of one size have one ratio of compute to tokens up to rounding.
-    return cluster(values["compute"] / values["tokens"], DERIVED_SIZE).astype(np.float64)
+    return cluster(values["compute"] / values["tokens"], tolerance).astype(np.float64)
 
 
 def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -> list[str]:
@@ -152,7 +155,7 @@ def _history(
             f"history={named!r}: the rows of a run must have one size and different tokens"
         )
     if not has_names:
-        _refuse_checkpoints(reading, rising, size, progress)
+        _refuse_checkpoints(reading, rising, _sizes(reading, SIZE_WITHOUT_NAMES), progress)
     return None
 
 

@@ -40,7 +40,7 @@ class Table:
         table = self
         for name, value in wanted.items():
             texts = list(map(str, table.cells(name))) if name in table.columns else []
-            seen = {text: _is_value(text, value) for text in dict.fromkeys(texts)}
+            seen = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
             table = table.select(np.flatnonzero([seen[text] for text in texts]))
             if not len(table):
                 reason = f"it is {list_some(seen)}" if seen else "there is no such column"
@@ -92,8 +92,8 @@ class Reading:
         self.values = {k: v[which] for k, v in self.values.items()}
 
 
-def _is_value(text: str, value: Any) -> bool:
-    """Return True if the text of a cell is a value; texts that write one number are equal to it."""
+def _is_equal(text: str, value: Any) -> bool:
+    """Return True if the text of a cell is a value, or another way to write the same number."""
     if text == str(value):
         return True
     if isinstance(value, str):

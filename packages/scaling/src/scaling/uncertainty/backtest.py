@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
-from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval
 from scaling.runs import Runs, ScalingWarning
 from scaling.tables.grouping import below_cuts

@@ -9,7 +9,7 @@ line is weighted by how precisely the runs of each budget determine its bottom.
 import itertools
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scaling.equality import ComparesArrays
-from scaling.fit.identifiability import singular_values
+from scaling.isoflop.budgets import polynomial_valley, sort_and_check, valleys_of_common_shape
+from scaling.isoflop.valley import Valley
 from scaling.law import Interval, Optimum, check_level, require_numbers
 from scaling.runs import Runs, ScalingWarning
-from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
     Diagnostics,
     parametric_posterior,
@@ -36,17 +36,6 @@ from scaling.uncertainty.drift import (
 )
 from scaling.uncertainty.posterior import Posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
-from scaling.valley import Valley, fit_common_shape, polynomial_bottom
-
-#: Sizes next to the best run that are further apart than this factor are reported as coarse. At 2.5
-#: a parabola through noiseless runs of three laws is off by 4 to 13 % at 1e22 FLOPs.
-COARSE_GRID = 2.5
-
-#: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes 1.1 apart have 0.002.
-MIN_BUDGET_SINGULAR_VALUE = 0.002
-
-#: Fewest sizes beyond three per budget that a common shape needs.
-FEWEST_EXTRA_SIZES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +144,7 @@ def fit_isoflop(
     grow with compute, and fewer than four budgets.
     """
     check_level(level)
-    _check_options(nearest, degree, tolerance)
+    _check_options(nearest, degree)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
@@ -164,14 +153,14 @@ def fit_isoflop(
             f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
         )
     diagnostics = Diagnostics()
-    groups = [_sort_and_check(group, diagnostics) for group in budgets]
+    groups = [sort_and_check(group, diagnostics) for group in budgets]
     common = None
     if degree is None and nearest is None:
-        common = _valleys_of_common_shape(groups, diagnostics)
+        common = valleys_of_common_shape(groups, diagnostics)
     if common is None:
         valleys = []
         for group in groups:
-            valley = _polynomial_valley(group, nearest, degree or 2, diagnostics)
+            valley = polynomial_valley(group, nearest, degree or 2, diagnostics)
             if valley is not None:
                 valleys.append(valley)
         covariance = np.eye(len(valleys))
@@ -190,15 +179,13 @@ def fit_isoflop(
     return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, level, messages)
 
 
-def _check_options(nearest: int | None, degree: int | None, tolerance: float) -> None:
+def _check_options(nearest: int | None, degree: int | None) -> None:
     """Raise `ValueError` unless the options of a fit are valid."""
     least = 3 if degree is None else degree + 1
     if degree not in (None, 2, 3, 4):
         raise ValueError(f"expected degree to be 2, 3 or 4, got degree = {degree}")
     if nearest is not None and nearest < least:
         raise ValueError(f"expected nearest to be {least} or more, got nearest = {nearest}")
-    if not tolerance >= 0:
-        raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
 
 
 def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
@@ -215,125 +202,6 @@ def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
         diagnostics.add(
             f"{len(valleys)} budgets leave {freedom} degrees of freedom for the interval"
         )
-
-
-def _location(group: Runs) -> str:
-    return f"compute = {_budget(group):.3g} (rows {list_some(group.rows)})"
-
-
-def _budget(group: Runs) -> float:
-    """Return the geometric mean of the compute of a group of runs."""
-    return float(np.exp(np.log(group.compute).mean()))
-
-
-def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
-    """Return the runs of a budget in order of size, and add messages about their grid."""
-    group = group[np.argsort(group.parameters, kind="stable")]
-    # Several runs of one size, such as seeds, are one point of the grid.
-    x = np.unique(np.log(group.parameters))
-    best = int(np.searchsorted(x, np.log(group.parameters[np.argmin(group.loss)])))
-    location = _location(group)
-    if (spread := group.compute.max() / group.compute.min()) > 1.2:
-        diagnostics.add("'compute' spans a factor of {:.2f}: not one budget", location, spread)
-    if best in (0, len(x) - 1):
-        diagnostics.add("the least 'loss' is at an edge of 'parameters'; train beyond it", location)
-    gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
-    if gap > COARSE_GRID:
-        diagnostics.add(
-            "'parameters' {:.2f}x apart: the best size depends on the form of the curve",
-            location,
-            gap,
-        )
-    return group
-
-
-def _polynomial_valley(
-    group: Runs, nearest: int | None, degree: int, diagnostics: Diagnostics
-) -> Valley | None:
-    """Fit a polynomial to one budget; return None and add a message if it has no bottom."""
-    location = _location(group)
-    x = np.log(group.parameters)
-    if nearest is not None:
-        best = int(np.argmin(group.loss))
-        near = np.sort(np.argsort(np.abs(x - x[best]), kind="stable")[:nearest])
-        group = group[near]
-        x = x[near]
-    if not _has_enough_sizes(x, degree + 1, location, diagnostics):
-        return None
-    coefficients, bottom = polynomial_bottom(x, group.loss, degree)
-    if bottom is None:
-        diagnostics.add("'loss' has no bottom within 'parameters'; left out", location)
-        return None
-    loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), coefficients))
-    return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),))
-
-
-def _has_enough_sizes(x: Array, needed: int, location: str, diagnostics: Diagnostics) -> bool:
-    """Return True if the log sizes of a budget determine `needed` coefficients."""
-    if (sizes := len(np.unique(x))) < needed:
-        diagnostics.add(f"{sizes} sizes do not fix {needed} coefficients; left out", location)
-        return False
-    # Repetitions of one size differ by rounding, and a curve through them is noise.
-    columns = np.stack([x, (x - x.mean()) ** 2 / 2])
-    if singular_values(columns).min() < MIN_BUDGET_SINGULAR_VALUE:
-        diagnostics.add("sizes that hardly differ do not fix a valley; left out", location)
-        return False
-    return True
-
-
-def _determine_a_shape(groups: list[Runs], diagnostics: Diagnostics) -> bool:
-    """Return True if there are enough sizes for a common shape; otherwise add a message."""
-    count = sum(len(np.unique(group.parameters)) for group in groups)
-    if count - 3 * len(groups) >= FEWEST_EXTRA_SIZES:
-        return True
-    diagnostics.add(
-        f"{count} sizes at {len(groups)} budgets are too few for a skew that all budgets share,"
-        " which takes four sizes per budget or more: these are plain parabolas"
-    )
-    return False
-
-
-def _valleys_of_common_shape(
-    groups: list[Runs], diagnostics: Diagnostics
-) -> tuple[list[Valley], Array] | None:
-    """Fit a common shape; return the valleys that have a bottom and the covariance of the bottoms.
-
-    Return None and add a message if the runs do not determine a shape.
-    """
-    if not _determine_a_shape(groups, diagnostics):
-        return None
-    left_out = Diagnostics()
-    usable = []
-    for group in groups:
-        if _has_enough_sizes(np.log(group.parameters), 3, _location(group), left_out):
-            usable.append(group)
-    if usable and not _determine_a_shape(usable, diagnostics):
-        return None
-    diagnostics.occurrences |= left_out.occurrences
-    if not usable:
-        return [], np.empty((0, 0))
-    log_sizes = [np.log(group.parameters) for group in usable]
-    shape = fit_common_shape([x - x.mean() for x in log_sizes], [g.loss for g in usable])
-    if shape.is_at_bound:
-        p, q = shape.exponents
-        diagnostics.add(
-            f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"
-            " differ, or are noise; these are plain parabolas"
-        )
-        return None
-    valleys = []
-    indices = []
-    for i, (group, x) in enumerate(zip(usable, log_sizes, strict=True)):
-        bottom = float(shape.bottoms[i] + x.mean())
-        if not x[0] <= bottom <= x[-1]:
-            diagnostics.add("'loss' has no bottom within 'parameters'; left out", _location(group))
-            continue
-        size = math.exp(bottom)
-        coefficients = (*map(float, shape.coefficients[i]),)
-        valley = Valley(_budget(group), size, 0.0, group, coefficients, shape.exponents)
-        valleys.append(replace(valley, loss=float(valley.predict(np.array([size]))[0])))
-        indices.append(i)
-    return valleys, shape.covariance[np.ix_(indices, indices)]
 
 
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
