@@ -167,7 +167,7 @@ def _report_unknown_settings(
         is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
         if name in known or name in read or is_repetition:
             continue
-        codes = table.codes([name])
+        codes = setting_codes(table, [name])
         values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
         differs = (values > 1)[is_repeated]
         if (codes.max() + 1) * 3 <= len(table) and differs.mean() >= 0.5:
