@@ -14,6 +14,9 @@ from scaling.tables.table import Table, object_cells, require_unique_names
 
 NumberedCells = tuple[int, tuple[str, ...]]
 
+#: Characters of a line without content: spaces and delimiters.
+BLANK_CELLS = " \t,;|"
+
 #: Suffixes of files that are not text.
 BINARY_SUFFIXES = (".parquet", ".feather", ".xlsx", ".xls", ".gz", ".zip", ".arrow", ".db")
 
@@ -58,7 +61,7 @@ def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
 def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
     """Return the table of a CSV file; comments, blank lines and repeated headers are skipped."""
     lines = _split_lines(text)
-    comments = [line for line in lines if _is_comment(line)]
+    comments = [line for line in lines if _is_comment(line)] if "#" in text else []
     first = next((line for line in lines if not (_is_blank(line) or _is_comment(line))), None)
     if first is None:
         return from_records([])
@@ -69,8 +72,9 @@ def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
         except csv.Error as error:
             raise ValueError(f"{path}: {error}") from None
     else:
+        # Calls of a function per line would take a second for a million lines.
         numbered = enumerate(lines, 1)
-        content = [(i, line) for i, line in numbered if not _is_blank(line)]
+        content = [(i, line) for i, line in numbered if line.strip(BLANK_CELLS)]
         if comments:
             content = [(i, line) for i, line in content if not _is_comment(line)]
         # The garbage collector does not traverse tuples of text, unlike a million lists.
@@ -95,7 +99,7 @@ def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
 
 
 def _is_blank(line: str) -> bool:
-    return not line.strip(" \t,;|")
+    return not line.strip(BLANK_CELLS)
 
 
 def _is_comment(line: str) -> bool:
