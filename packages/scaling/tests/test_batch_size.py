@@ -308,8 +308,11 @@ def test_diverged_runs_of_a_function_are_counted():
     def task(rate, size, seed):
         return (math.log(rate) + 3) ** 2 + 1 if rate < 0.5 else math.nan
 
-    sweep = sweep_learning_rate(task, rates=[1e-3, 1e-2, 0.05, 0.1, 1.0], batch_sizes=[1, 2])
+    rates = [1e-3, 1e-2, 0.05, 0.1, 1.0]
+    sweep = sweep_learning_rate(task, rates=rates, batch_sizes=[1, 2])
     assert (sweep.diverged, sweep.runs) == (2, 10)
+    # A setting that is passed twice is one setting.
+    assert sweep_learning_rate(task, rates=rates * 2, batch_sizes=[2, 1, 2]) == sweep
 
 
 @pytest.mark.parametrize("rates", [[0.1, 0.2, math.inf, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])

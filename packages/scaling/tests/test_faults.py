@@ -171,6 +171,8 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
         (lambda f: fit_isoflop(f.runs, level=2.0), "level = 2.0"),
+        (lambda f: load_runs(GOOD, units={"parameters": "1e6"}), "positive number, got '1e6'"),
+        (lambda f: load_runs(GOOD, units={"loss": -1}), "positive number, got -1"),
         (lambda f: f.runs.budgets(math.nan), "expected tolerance >= 0, got tolerance = nan"),
         (lambda f: load_runs(GOOD, tolerance=-1), "expected tolerance >= 0, got tolerance = -1"),
         (lambda f: fit_law("tied", f.runs, fixed={"gamma": math.nan}), "to be finite"),

@@ -4,9 +4,11 @@ Two of parameters, tokens and compute are enough, because the third follows from
 that a fit cannot use, such as columns on a wrong scale, are refused with their row and column.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +134,9 @@ def load_runs(
     """
     if unknown := set(units or {}) - set(COLUMNS):
         raise ValueError(f"expected names among {list(COLUMNS)} in units=…, got {sorted(unknown)}")
+    for column, unit in (units or {}).items():
+        if not (isinstance(unit, Real) and 0 < unit < math.inf):
+            raise ValueError(f"expected units[{column!r}] to be a positive number, got {unit!r}")
     _check_tolerance(tolerance)
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source, delimiter)

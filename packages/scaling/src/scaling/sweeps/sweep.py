@@ -100,9 +100,9 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
 def validate_grid(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return rates and batch sizes in order; raise `ValueError` unless all are positive."""
-    grid = np.sort(np.asarray(rates, np.float64))
-    sizes = np.sort(np.asarray(batch_sizes))
+    """Return the different rates and batch sizes; raise `ValueError` unless all are positive."""
+    grid = np.unique(np.asarray(rates, np.float64))
+    sizes = np.unique(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):
         if not (len(values) and (values > 0).all() and np.isfinite(values).all()):
             raise ValueError(f"{name} must be positive and finite: {values.tolist()}")
@@ -146,7 +146,7 @@ def build_sweep(
     best = np.array([_bottom(rates, curve) for curve in log_loss])
     if len(rates) > 2:
         _warn_of_edges(rates, sizes, log_loss)
-    intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best, strict=True))
+    intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
     squares = np.full(len(sizes), np.nan) if squares is None else squares
     return Sweep(
         task,

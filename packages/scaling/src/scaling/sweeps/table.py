@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
-from scaling.tables.cells import blank_cells, list_some, parse_numbers, uses_decimal_comma
+from scaling.tables.cells import (
+    blank_cells,
+    list_some,
+    parse_numbers,
+    require_unambiguous,
+    uses_decimal_comma,
+)
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import read_table
@@ -250,6 +256,8 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     comma = uses_decimal_comma(
         [(name, rows, cells[ours]) for ours, name in chosen.items()], {chosen["loss"]}
     )
+    sizes_of_rows = (chosen["batch_size"], rows, cells["batch_size"])
+    require_unambiguous(sizes_of_rows, "," if comma else ".", "write it without separators")
     texts = [str(cell).strip().lower() for cell in cells["loss"]]
     # A blank cell is a run without a loss, but "nan" is the loss of a run that diverged.
     blank = blank_cells(table.columns[chosen["loss"]])

@@ -75,10 +75,11 @@ def uses_decimal_comma(columns: Sequence[NumberedCells], losses: Container[str] 
     return bool(comma) or (not point and any("," in str(cell) for cell in in_losses))
 
 
-def require_unambiguous(column: NumberedCells, mark: str) -> None:
+def require_unambiguous(column: NumberedCells, mark: str, remedy: str = "") -> None:
     """Raise `ValueError` if the mark in a column may start decimals and may separate thousands.
 
-    It may if three digits follow it in every cell that has it, as in 1.000 and 26.500.
+    It may if three digits follow it in every cell that has it, as in 1.000 and 26.500. By default
+    the message proposes to pass `decimal`.
     """
     name, rows, cells = column
     example = None
@@ -94,9 +95,12 @@ def require_unambiguous(column: NumberedCells, mark: str) -> None:
         decimal = digits.replace(mark, ".")
         thousands = digits.replace(mark, "")
         other = "," if mark == "." else "."
+        remedy = remedy or (
+            f"pass decimal={mark!r} for the first reading, or decimal={other!r} for the second"
+        )
         raise ValueError(
-            f"column {name!r}, row {row}: {cell!r} may be {float(decimal):g} or {thousands}; pass"
-            f" decimal={mark!r} for the first reading, or decimal={other!r} for the second"
+            f"column {name!r}, row {row}: {cell!r} may be {float(decimal):g} or {thousands};"
+            f" {remedy}"
         )
 
 
