@@ -457,3 +457,8 @@ def test_small_models_for_large_loads_have_the_drift_of_their_size():
     assert width(best.intervals["parameters"]) > 10 * width(noise.intervals["parameters"])
     assert best.intervals["parameters"].high <= compute / (2 * load)
     assert best.coverage == ""
+    # A tiny load changes nothing.
+    alone = fit.optimal(1e23)
+    loaded = fit.optimal(1e23, inference_tokens=1e7)
+    for name, interval in alone.intervals.items():
+        assert width(loaded.intervals[name]) == pytest.approx(width(interval), rel=1e-3)

@@ -126,14 +126,17 @@ class Drift(ComparesArrays):
     def widen(self, best: Optimum) -> Optimum:
         """Return an optimum whose intervals include the drift up to its compute.
 
-        A budget that also serves tokens buys a smaller model, trained with less compute, so the
-        drift up to that model counts if it is larger. Coverage was measured without serving.
+        A budget that also serves tokens buys a smaller model, trained with less compute, so drift
+        down to that model counts if it is larger. Coverage was measured without serving.
         """
         decades = self.decades(best.compute)
         training = FLOPS_PER_PARAMETER_TOKEN * best.parameters * best.tokens
         is_served = training < best.compute * (1 - 1e-9)
         if is_served:
-            decades = max(decades, self._decades_to(best.parameters, best.tokens))
+            smallest = self.ranges[1][0]
+            # Along the optima, a decade of parameters is two decades of compute.
+            by_size = 2 * math.log10(smallest / best.parameters)
+            decades = max(decades, by_size, math.log10(self.ranges[0][0] / training))
         per_decade = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
         intervals = {}
         for name, interval in (best.intervals or {}).items():
@@ -151,7 +154,10 @@ class Drift(ComparesArrays):
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
     ) -> Interval:
         """Return the interval of a further run: that of the mean, with noise and drift."""
-        decades = self._decades_to(parameters, tokens)
+        decades = self.decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
+        for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
+            # Along the optima, a decade of parameters or of tokens is two decades of compute.
+            decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
         noise = run_noise(residuals, mean.interval.level)
         with_noise = _widen(mean.interval, mean.loss, noise)
@@ -161,14 +167,6 @@ class Drift(ComparesArrays):
         """Return by how many decades a compute lies beyond the runs, above or below them."""
         lowest = self.ranges[0][0]
         return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
-
-    def _decades_to(self, parameters: float, tokens: float) -> float:
-        """Return by how many decades of compute a model lies beyond the runs in any respect."""
-        decades = self.decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
-        for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
-            # Along the optima, a decade of parameters or of tokens is two decades of compute.
-            decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
-        return decades
 
 
 def drift_start(compute: Array) -> float:
