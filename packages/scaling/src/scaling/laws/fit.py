@@ -250,7 +250,7 @@ def select_law(
     The score is the root mean square of log(predicted / observed). It is measured on the rows more
     than 1 % above the `fraction` quantile of column `by`, with a fit of the rows below. The
     returned fits use all rows. `forms` defaults to every form of `CATALOG` for the target, by
-    default "loss", whose inputs the rows have. Raises `ValueError` if there is no such form, and if
+    default "loss", whose inputs the rows have. Raises `ValueError` without such a form, and if
     the forms have different targets, because their scores could not be compared.
     """
     axis = _column(rows, by)
