@@ -112,3 +112,18 @@ def test_a_compressed_model_fits_the_budget(compress, budget):
     small = allocation.apply(model)
     assert size_of(small).sparse_bytes == allocation.bytes <= budget
     assert small is not model
+
+
+def test_sparsities_of_embeddings_are_applied():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8))
+    batches = [(torch.arange(20), torch.randn(20, 8))]
+    scan = sensitivity(
+        model,
+        batches,
+        lambda outputs, targets: -(outputs - targets).square().mean(),
+        amounts=(0.5, 0.9),
+        layers=(nn.Embedding,),
+    )
+    allocation = allocate(model, 1.2e3, sparsity=scan)
+    assert size_of(allocation.apply(model)).sparse_bytes == allocation.bytes <= 1200

@@ -53,6 +53,8 @@ def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(calib
         with pytest.raises(ValueError, match=match):
             wrong()
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    with pytest.raises(ValueError, match="'dynamic' or 'auto', got 'float'"):
+        smoothquant(model, batches, activations="float")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

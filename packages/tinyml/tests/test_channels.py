@@ -487,6 +487,9 @@ def test_bad_requests_say_what_to_ask_for():
         prune_channels(network(), 1.0, X)
     with pytest.raises(ValueError, match=r"channels of \['head'\] cannot be removed"):
         prune_channels(network(), {"head": 0.5}, X)
+    pair = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="not protected, got one of '0'"):
+        prune_channels(pair, {"0": 0.5}, torch.randn(2, 6), protect=["1"])
     with pytest.raises(ValueError, match="no channels between two layers"):
         prune_channels(nn.Sequential(nn.Linear(4, 4)), 0.5, torch.randn(2, 4))
     fixed = By(lambda s, x: s.b(s.a(x).view(-1, 8)), a=nn.Linear(6, 8), b=nn.Linear(8, 3))

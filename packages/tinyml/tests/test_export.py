@@ -234,3 +234,37 @@ def test_views_of_one_memory_keep_their_own_values(tmp_path):
     save(saved, tmp_path / "model")
     for name, buffer in load(loaded, tmp_path / "model").named_buffers():
         assert torch.equal(buffer, saved.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_8_bit_floats_are_saved(dtype, sparse, tmp_path):
+    def model(codes):
+        module = nn.Module()
+        module.register_buffer("weight", codes.to(torch.uint8).view(dtype))
+        return module
+
+    codes = torch.arange(256) * (torch.arange(256) % (9 if sparse else 1) == 0)
+    save(model(codes), tmp_path / "model.safetensors")
+    back = load(model(codes * 0), tmp_path / "model.safetensors")
+    assert torch.equal(back.weight.view(torch.uint8), codes.to(torch.uint8))
+    assert size_of(model(codes)).sparse_bytes == (60 if sparse else 256)
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ExtraState(2, 2), "'_extra_state', which is <class 'dict'>"),
+        (nn.Linear(2, 2, device="meta"), "'weight', which is a tensor on the meta device"),
+        (nn.Linear(2, 2, dtype=torch.complex128), "types that safetensors stores, got .*128"),
+    ],
+)
+def test_values_that_a_file_cannot_store_are_named(model, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())

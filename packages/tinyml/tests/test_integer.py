@@ -521,6 +521,18 @@ def test_constants_of_each_channel_are_integers_too(dtype):
     assert np.array_equal(integer.integers(codes).numpy(), oracle(integer, codes))
 
 
+def test_normalization_of_other_channels_than_those_of_a_linear_layer_is_not_folded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm2d(4)).eval()  # of dimension 1, not the last
+    with torch.no_grad():
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.1, 9)
+    inputs = torch.randn(8, 4, 5, 4)
+    exact = model(inputs).detach()
+    for integer in (IntegerModel(model, [inputs]), prepare_qat(model, 8, batches=[inputs])):
+        assert (integer(inputs) - exact).norm() < 0.05 * exact.norm()
+
+
 def test_constant_that_varies_by_pixel_is_refused():
     class Places(nn.Module):
         def __init__(self):
@@ -549,6 +561,10 @@ class By(nn.Module):
         lambda layer, x: layer(x).int().float(),
         lambda layer, x: layer(x).unsqueeze(1) * torch.arange(3.0).view(1, 3, 1),
         lambda layer, x: layer(x) + torch.randn(x.shape[0], 4),
+        lambda layer, x: layer(x) + torch.rand(4),
+        lambda layer, x: nn.functional.max_pool2d(
+            layer(x).view(-1, 1, 2, 2), 2, return_indices=True
+        )[1].float(),
     ],
 )
 def test_operator_without_integer_form_is_refused(function):
@@ -607,11 +623,13 @@ def test_a_bias_far_above_its_products_is_kept(size):
 def test_inputs_that_do_not_fit_are_refused():
     model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
     assert model(torch.zeros(0, 2, 9, 9)).shape == (0, 3)
-    with pytest.raises(ValueError, match=r"\(batch, \*\(2, 9, 9\)\) is needed"):
+    with pytest.raises(ValueError, match=r"\(batch, 2, 9, 9\), got \(1, 2, 8, 8\)"):
         model(torch.zeros(1, 2, 8, 8))
+    with pytest.raises(ValueError, match=r"\(batch, 2, 9, 9\), got \(1, 2, 8, 8\)"):
+        model.integers(torch.zeros(1, 2, 8, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match="nan"):
         model(torch.full((1, 2, 9, 9), float("nan")))
-    with pytest.raises(TypeError, match=r"float32; int8, as quantize"):
+    with pytest.raises(TypeError, match=r"int8 codes from quantize.inputs., got torch.float32"):
         model.integers(torch.zeros(1, 2, 9, 9))
 
 

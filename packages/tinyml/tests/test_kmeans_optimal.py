@@ -50,3 +50,13 @@ def test_evenly_spaced_centroids_end_far_from_the_optimum():
     even = torch.linspace(float(values.min()), float(values.max()), 16, dtype=torch.float64)
     started_evenly = squared_error(values, *kmeans(values, 16, init=even))
     assert started_evenly > 1.3 * squared_error(values, *kmeans(values, 16))
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e8, 1e-200, 1e300])
+def test_an_outlier_of_any_size_leaves_the_other_values_to_the_other_centroids(largest):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200, generator=generator, dtype=torch.float64).mul(1e-10 * largest)
+    values = torch.cat([torch.tensor([-largest], dtype=torch.float64), values])
+    centroids, _ = kmeans(values, 9)
+    alone, _ = kmeans(values[1:] / largest, 8)
+    assert torch.allclose(centroids[1:] / largest, alone, rtol=1e-3, atol=0)

@@ -229,6 +229,8 @@ def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
         ({"group_size": 5}, "groups of 5 do not divide rows of 16"),
         ({"bits": 4, "activations": "dynamic"}, "takes bits=8"),
         ({"activations": "static"}, "'float', 'dynamic' or 'auto'"),
+        ({"activations": "auto", "layers": [nn.Conv2d]}, "nn.Linear in layers"),
+        ({"bits": torch.tensor(4)}, r"got tensor\(4\) bits"),
     ],
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from tinyml import (
@@ -458,3 +459,20 @@ def test_dropout_is_refused_if_no_update_would_apply_it(tmp_path):
     back = load_lora(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), tmp_path)
     for model in (both, back):
         assert [layer.dropout.p for layer in model] == [0.0, 0.9]
+
+
+def test_merging_under_autocast_is_as_precise_as_without():
+    torch.manual_seed(0)
+    adapter = add_lora(nn.Sequential(nn.Linear(64, 64)), 8)
+    nn.init.normal_(adapter[0].lora_B)
+    exact = merge_and_unload(copy.deepcopy(adapter))[0].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(merge_and_unload(adapter)[0].weight, exact)
+
+
+def test_numbers_of_numpy_are_a_rank_and_an_alpha(tmp_path):
+    model = add_lora(nn.Sequential(nn.Linear(8, 8)), np.int64(2), alpha=np.float32(4))
+    save_lora(model, tmp_path)
+    assert load_lora(nn.Sequential(nn.Linear(8, 8)), tmp_path)[0].scaling == 2.0
+    with pytest.raises(TypeError, match="float"):
+        add_lora(nn.Sequential(nn.Linear(8, 8)), 2.0)

@@ -218,3 +218,13 @@ def test_auto_is_never_slower_than_float(processor, times_of_float):
     shapes = [(1, 512, 512), (1, 2048, 2048), (32, 1024, 1024), (256, 1024, 1024), (32, 4096, 4096)]
     ratios = times_of_float(processor, [(bits, *shape) for bits in (8, 4) for shape in shapes])
     assert_at_least(f"tinyml: float over auto, {processor}", 0.95, min(ratios), margin=0)
+
+
+def test_sums_are_exact_under_autocast():
+    torch.manual_seed(0)
+    for inputs, outputs, tokens in ((16, 16, 1), (300, 200, 3)):
+        layer = quantize(nn.Linear(inputs, outputs), 8, activations="dynamic")
+        x = torch.randn(tokens, inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = layer(x)
+        assert torch.equal(rounded, layer(x))

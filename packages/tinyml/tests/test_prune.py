@@ -70,6 +70,7 @@ def test_masks_hold_through_fine_tuning():
         optimizer.step()
     assert not model[0].weight[~masks["0.weight"]].any()
     assert (model[0].weight != before)[masks["0.weight"]].all()
+    assert prune(mlp(), {}).masks.sparsity == 0
 
 
 def test_wanda_weighs_by_the_norm_of_the_inputs():

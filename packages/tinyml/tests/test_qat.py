@@ -44,6 +44,16 @@ def test_every_weight_is_trained_if_the_grid_follows_the_extremes(bits):
         assert (model.parametrizations.weight.original.grad == 1).all()
 
 
+def test_small_rows_of_float16_are_rounded_to_their_own_scale():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 8, bias=False).half()
+    with torch.no_grad():
+        layer.weight.mul_(0.02)
+    model = prepare_qat(layer, 8)
+    assert (model.weight - layer.weight).norm() < 0.01 * layer.weight.norm()
+    assert torch.equal(convert(model).weight, model.weight)
+
+
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_converting_changes_no_bit(learn_scale, group_size):

@@ -199,6 +199,22 @@ def with_version_counter(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Return True if autocast is enabled for a device."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Run the body without autocast."""
+    if is_autocast(device):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run the body in evaluation mode, then restore the mode of every module."""

@@ -29,7 +29,7 @@ def first_names(names: Iterable[str], count: int = 4) -> str:
 def check_bits(bits: float, what: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
-        raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits} bits")
+        raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits!r} bits")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

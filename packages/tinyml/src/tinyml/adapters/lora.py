@@ -13,6 +13,7 @@ state dict always contains the base without the update, whether merged or not.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -31,7 +32,13 @@ from tinyml.adapters.parameter_lora import (
     unload_parameters,
 )
 from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import Replacement, check_hooks, replace_modules, tensor_versions
+from tinyml.conversion import (
+    Replacement,
+    check_hooks,
+    replace_modules,
+    tensor_versions,
+    without_autocast,
+)
 from tinyml.layers import is_conv1d, is_instance_of, protected_modules, weight_identity, weight_of
 from tinyml.validation import check_finite, suggestion
 
@@ -55,6 +62,7 @@ class LoRA(Replacement):
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
+        rank = operator.index(rank)
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(
                 f"expected 1 <= rank <= {min(inputs, outputs)}, the smaller side of W; got {rank}"
@@ -71,7 +79,7 @@ class LoRA(Replacement):
         if weight.device.type != "meta":
             check_finite("the base weight", weight)
         self.rank = rank
-        self.scaling = (rank if alpha is None else alpha) / rank
+        self.scaling = float(rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
         dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
         self.lora_A = nn.Parameter(weight.new_empty(rank, inputs, dtype=dtype))
@@ -102,7 +110,8 @@ class LoRA(Replacement):
     @property
     def update(self) -> Tensor:
         """Return the update of the base weight, in the weight's shape."""
-        delta = self.scaling * (self.lora_B @ self.lora_A)
+        with without_autocast(self.lora_A.device):
+            delta = self.scaling * (self.lora_B @ self.lora_A)
         return delta.t() if self.transposed else delta
 
     @property

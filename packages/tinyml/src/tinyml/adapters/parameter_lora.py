@@ -9,6 +9,7 @@ rank.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import install_parametrization, refuse_save_pretrained
+from tinyml.conversion import without_autocast
 from tinyml.validation import check_finite, suggestion
 
 
@@ -31,6 +33,7 @@ class ParameterLoRA(nn.Module):
         outputs, inputs = weight.shape[-2:]
         if inputs_first:
             outputs, inputs = inputs, outputs
+        rank = operator.index(rank)
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(f"expected 1 <= rank <= {min(inputs, outputs)}, got {rank}")
         if alpha is not None and not math.isfinite(alpha):
@@ -38,7 +41,7 @@ class ParameterLoRA(nn.Module):
         if weight.device.type != "meta":
             check_finite("the adapted parameter", weight)
         self.rank, self.inputs_first = rank, inputs_first
-        self.scaling = (rank if alpha is None else alpha) / rank
+        self.scaling = float(rank if alpha is None else alpha) / rank
         experts = weight.shape[0] if weight.dim() == 3 else 1
         dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
         self.lora_A = nn.Parameter(weight.new_empty(experts * rank, inputs, dtype=dtype))
@@ -51,7 +54,8 @@ class ParameterLoRA(nn.Module):
         """Return the update in the weight's shape."""
         a = self.lora_A.unflatten(0, (-1, self.rank))  # (experts, rank, in)
         b = self.lora_B.unflatten(1, (self.rank, -1))  # (out, rank, experts)
-        delta = self.scaling * torch.einsum("ore,eri->eoi", b, a)
+        with without_autocast(a.device):
+            delta = self.scaling * torch.einsum("ore,eri->eoi", b, a)
         return (delta.mT if self.inputs_first else delta).reshape(weight.shape)
 
     def forward(self, weight: Tensor) -> Tensor:

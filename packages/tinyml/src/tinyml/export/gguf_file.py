@@ -27,7 +27,7 @@ from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of
+from tinyml.export.shared_tensors import memory_of, state_tensors
 from tinyml.layers import is_conv1d, layers_of, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
@@ -47,6 +47,7 @@ _DENSE = {
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
 }  # fmt: skip
 _ALIGNMENT = 32
+_MOST_DIMENSIONS = 4
 
 
 @torch.no_grad()
@@ -96,10 +97,16 @@ def save_gguf(
     by_memory: dict[object, Bytes] = {
         memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
     }
-    tensors = _entries(rounded.state_dict(), by_memory, kind, names or {})
+    tensors = _entries(state_tensors(rounded), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
+    keys |= metadata or {}
+    if keys.get("general.alignment", _ALIGNMENT) != _ALIGNMENT:
+        raise ValueError(
+            f"expected general.alignment={_ALIGNMENT}, the alignment of the tensors, got "
+            f"{keys['general.alignment']!r}"
+        )
     with atomic_file(path) as part:
-        part.write_bytes(_file(keys | dict(metadata or {}), tensors))
+        part.write_bytes(_file(keys, tensors))
     return rounded
 
 
@@ -125,6 +132,11 @@ def _entries(
         key = names.get(name, name)
         if key in entries:
             raise ValueError(f"expected a separate name for each tensor, got {key!r} twice")
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"expected at most {_MOST_DIMENSIONS} dimensions, which the format allows, got "
+                f"{name} of shape {tuple(tensor.shape)}"
+            )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
         elif tensor.dtype in _DENSE:
@@ -237,7 +249,7 @@ def _over(values: Numbers, scale: Numbers) -> Numbers:
 def _file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
-    parts += [_string(key) + _value(value) for key, value in keys.items()]
+    parts += [_string(key) + _value(key, value) for key, value in keys.items()]
     offset = 0
     for name, (kind, shape, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
@@ -253,12 +265,17 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: Value) -> bytes:
-    """Return the type and the bytes of a value."""
+def _value(key: str, value: Value) -> bytes:
+    """Return the type and the bytes of a value of the metadata."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
-    if isinstance(value, float):
+    if isinstance(value, float) and not 3.4e38 < abs(value) < np.inf:
         return struct.pack("<If", 6, value)
-    return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
+    if isinstance(value, int) and -(2**31) <= value < 2**32:
+        return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
+    raise ValueError(
+        f"expected a string, a truth value, a float32 or a 32-bit integer as metadata[{key!r}], "
+        f"got {value!r}"
+    )

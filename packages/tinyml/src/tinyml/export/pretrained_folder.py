@@ -19,7 +19,7 @@ from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate
+from tinyml.export.shared_tensors import memory_of, separate, state_tensors
 from tinyml.quantization.grid_weight import GridWeight
 
 
@@ -116,7 +116,7 @@ def write_folder(
     tensors: dict[str, Tensor] = {}
     seen: set[object] = set()
     storages: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state_tensors(model).items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
         if not is_packed and (memory := memory_of(tensor)) not in seen:
             seen.add(memory)  # transformers ties weights by its configuration

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import compressed_weight, install_parametrization
 from tinyml.conversion import dense_copy
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate
+from tinyml.export.shared_tensors import memory_of, separate, state_tensors
 from tinyml.quantization.fastest_linear import (
     FastestLinear,
     TiedEmbedding,
@@ -31,7 +31,7 @@ from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
-from tinyml.size import has_value
+from tinyml.size import as_integers, has_value
 from tinyml.state_dict_check import check_before_loading
 
 _FORMAT = "tinyml-2"
@@ -47,7 +47,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     aliases: dict[str, str] = {}
     shapes: dict[str, list[int]] = {}
     storages: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state_tensors(model).items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
         key = memory_of(tensor)
@@ -65,7 +65,10 @@ def save(model: nn.Module, path: str | Path) -> None:
         "sha256": _CHECKSUM[1].decode(),
     }
     with atomic_file(path) as part:
-        save_file(tensors, part, metadata)
+        try:
+            save_file(tensors, part, metadata)
+        except KeyError as error:
+            raise ValueError(f"expected types that safetensors stores, got {error}") from error
         start, _, computed = _checksum(part)
         with part.open("r+b") as file:
             file.seek(start)
@@ -246,6 +249,8 @@ def _dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
     if name in stored:
         return stored[name]
     mask, values = (stored[name + suffix] for suffix in _SPARSE)
-    dense = values.new_zeros(shape.numel())
-    dense[unpack(mask, 1, shape.numel()).bool()] = values
-    return dense.view(shape)
+    # torch cannot assign to elements of every 8-bit float type.
+    bits = as_integers(values)
+    dense = bits.new_zeros(shape.numel())
+    dense[unpack(mask, 1, shape.numel()).bool()] = bits
+    return dense.view(values.dtype).view(shape)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict; raise `ValueError` if a value is not a tensor with data."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            kind = "a tensor on the meta device" if isinstance(value, Tensor) else repr(type(value))
+            raise ValueError(
+                f"expected tensors with data in the state dict, got {name!r}, which is {kind}"
+            )
+    return state
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:

@@ -33,7 +33,10 @@ def folded(steps: list[Step], output: Step) -> list[Step]:
         before = step.sources[0] if step.sources else None
         alone = before is not None and len(readers.get(before, [])) <= 1
         if step.kind == "product" and step.signs and before is not None:
-            if alone and before.kind == "product" and not before.cuts and not before.signs:
+            is_plain_product = before.kind == "product" and not before.cuts and not before.signs
+            # The channels of a linear layer are its last dimension, which is not dimension 1 of 4.
+            same_channels = (before.geometry is None) == (step.geometry is None)
+            if alone and is_plain_product and same_channels:
                 _normalize(before, step)
                 replaced[step], readers[before] = before, readers[step]
                 continue

@@ -87,8 +87,11 @@ class _Walk:
                 raise ValueError("the output of the model does not depend on its input")
             self.output = self._at[outputs[0]]
         elif node.target is operator.getitem:
-            # An operator with several results is a step if only its first result is used.
+            # A step is the first result of its operator. The others, such as the indices of a
+            # maximum, have no integer form.
             value = self._at[node.args[0]]  # type: ignore[index]
+            if isinstance(value, Step) and node.args[1] and node.users:
+                raise self._unknown(node, "only the first result of its operator is supported")
             self._at[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
             self._at[node] = self._call(node)
@@ -98,6 +101,8 @@ class _Walk:
         arguments = fx.node.map_arg(node.args, lambda n: self._at[n])
         options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
         if not values:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise self._unknown(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
         name = operator_name(node)
         result_like = node.meta.get("val")

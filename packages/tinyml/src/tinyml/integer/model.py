@@ -90,8 +90,7 @@ class IntegerModel(nn.Module):
 
     def quantize(self, inputs: Tensor) -> Tensor:
         """Return float inputs as int8 codes; raise `ValueError` if they contain NaN."""
-        if tuple(inputs.shape[1:]) != self.shape:
-            raise ValueError(f"inputs are {tuple(inputs.shape)}; (batch, *{self.shape}) is needed")
+        self._check_shape(inputs)
         if inputs.isnan().any():
             raise ValueError("expected inputs without nan, which has no code")
         return self.input.codes(inputs)
@@ -100,7 +99,8 @@ class IntegerModel(nn.Module):
     def integers(self, codes: Tensor) -> Tensor:
         """Map int8 inputs to int8 outputs without float values in between."""
         if codes.dtype != torch.int8:
-            raise TypeError(f"codes are {codes.dtype}; int8, as quantize(inputs) makes them")
+            raise TypeError(f"expected int8 codes from quantize(inputs), got {codes.dtype}")
+        self._check_shape(codes)
         values: dict[int, Tensor] = {0: codes}
         for number, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
             values[number + 1] = layer(*(values[i] for i in sources))
@@ -108,6 +108,11 @@ class IntegerModel(nn.Module):
                 if self._last_use[i] == number:
                     del values[i]
         return values[len(self.layers)].contiguous()
+
+    def _check_shape(self, inputs: Tensor) -> None:
+        if tuple(inputs.shape[1:]) != self.shape:
+            expected = ", ".join(map(str, ("batch", *self.shape)))
+            raise ValueError(f"expected inputs ({expected}), got {tuple(inputs.shape)}")
 
 
 @torch.no_grad()

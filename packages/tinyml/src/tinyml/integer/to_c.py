@@ -26,8 +26,8 @@ _ALIGN = 16
 # Reserved names in addition to those in kernels.c.
 _TAKEN = (
     "main arena input output memcpy memmove fread fwrite stdin stdout auto break case char "
-    "continue default do double enum extern float goto inline long register restrict short signed "
-    "sizeof struct switch typedef union unsigned volatile while"
+    "continue default do double else enum extern float goto inline long register restrict short "
+    "signed sizeof struct switch typedef union unsigned volatile while"
 )
 
 

@@ -40,7 +40,9 @@ class Allocation:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model, pruned and quantized as allocated."""
-        small = prune(model, self.sparsity).model if self.sparsity else plain_copy(model)
+        small = plain_copy(model)
+        if self.sparsity:
+            small = prune(small, self.sparsity, layers=QUANTIZABLE).model
         return quantize(small, self.bits) if self.bits else small
 
 
@@ -71,6 +73,7 @@ def allocate(
     scans = {kind: scan for kind, scan in scans_by_kind.items() if scan is not None}
     if not scans:
         raise ValueError("expected a scan over bits, over sparsities, or both; got neither")
+    budget_bytes = int(budget_bytes)
     model = plain_copy(model)  # as `apply` starts from it
     layers = layers_of(model, QUANTIZABLE)
     size = size_of(model)

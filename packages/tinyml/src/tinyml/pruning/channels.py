@@ -9,7 +9,7 @@ them, and `size_attributes` finds the attributes that contain their number.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -73,19 +73,12 @@ def prune_channels(
     model = _dense_copy(model)
     walk, protected = Walk(model, inputs), protected_modules(model, protect)
     groups = _ranked(walk, model, inputs, criterion, loss)
+    chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     fractions = sparsity if isinstance(sparsity, Mapping) else {}
-    writers = sorted({name for group in groups for name in group.writers})
-    for name in fractions:
-        if name not in writers:
-            why = next((f" ({g.blocked_by})" for g in walk.groups() if name in g.writers), "")
-            raise ValueError(
-                f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
-                f"{suggestion(name, writers)}"
-            )
     for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= fraction < 1:
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
-    chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
+    _check_names(fractions, walk, groups, chosen)
     if criterion == "bn_scale":
         chosen = _normalized(chosen, fractions)
     if isinstance(sparsity, Mapping):
@@ -97,6 +90,26 @@ def prune_channels(
         counts = _global_counts(chosen, sparsity)
     keep = {g: g.order[: counts.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
+
+
+def _check_names(
+    names: Collection[str], walk: Walk, groups: Sequence[Group], chosen: Sequence[Group]
+) -> None:
+    """Raise `ValueError` unless each name is that of a layer that writes a group in `chosen`."""
+    writers = sorted({name for group in groups for name in group.writers})
+    unprotected = {name for group in chosen for name in group.writers}
+    for name in names:
+        if name not in writers:
+            why = next((f" ({g.blocked_by})" for g in walk.groups() if name in g.writers), "")
+            raise ValueError(
+                f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
+                f"{suggestion(name, writers)}"
+            )
+        if name not in unprotected:
+            raise ValueError(
+                f"expected sparsities of layers that are not protected, got one of {name!r}, which "
+                "shares its units with a layer in protect"
+            )
 
 
 def _normalized(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:

@@ -42,14 +42,14 @@ class Masks(dict[str, Tensor]):
     @property
     def sparsity(self) -> float:
         """Return the fraction of zeros in all masked weights."""
-        total = sum(mask.numel() for mask in self.values())
-        return 1 - sum(int(mask.sum()) for mask in self.values()) / total
+        removed = sum(int((~mask).sum()) for mask in self.values())
+        return removed / max(1, sum(mask.numel() for mask in self.values()))
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Zero the pruned weights in place, after validating all names and shapes."""
         for parameter, mask in self._fitting(model):
-            parameter.masked_fill_(~mask, 0)  # a product would leave -0.0
+            parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
     def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
@@ -66,13 +66,16 @@ class Masks(dict[str, Tensor]):
 
         Raise `ValueError` if `optimizer` trains none of the masked weights.
         """
-        masked = {parameter for parameter, _ in self._fitting(model)}
+        pairs = self._fitting(model)
+        masked = {parameter for parameter, _ in pairs}
         if masked.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "expected an optimizer of the pruned model, which is a copy, got one that trains "
                 "none of the masked weights; create it from model.parameters() after prune"
             )
-        optimizer.register_step_post_hook(lambda *_: self.apply(model))
+        devices = [parameter.device for parameter, _ in pairs]
+        here = Masks({n: m.to(d) for (n, m), d in zip(self.items(), devices, strict=True)})
+        optimizer.register_step_post_hook(lambda *_: here.apply(model))
 
 
 class Pruned(NamedTuple):

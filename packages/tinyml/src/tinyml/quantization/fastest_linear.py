@@ -21,6 +21,7 @@ from tinyml.conversion import (
     replace_modules,
     tensor_versions,
     warn_of_dense_weights,
+    without_autocast,
 )
 from tinyml.layers import is_conv1d, weight_identity, weight_of
 from tinyml.state_dict_check import check_before_loading
@@ -101,8 +102,9 @@ class FastestLinear(Replacement):
             if stored is None or stored.selected not in self.implementations:
                 like = torch.randn_like(inputs)
                 calls = {n: partial(call, self, like) for n, call in self.implementations.items()}
-                close = {n: call for n, call in calls.items() if _agree(call, calls["float"])}
-                stored = measure(close, "float")
+                with without_autocast(inputs.device):  # a stored time must not depend on it
+                    close = {n: call for n, call in calls.items() if _agree(call, calls["float"])}
+                    stored = measure(close, "float")
                 if inputs.device.type == "cpu":
                     store_timing(text, stored)
             _timings[key] = stored

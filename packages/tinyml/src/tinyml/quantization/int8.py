@@ -175,6 +175,8 @@ def smoothquant(
     by s, so that the weights take over part of the inputs' range (Xiao et al., "SmoothQuant", 2023,
     equation 4). Layers that share their weight with another layer are not smoothed.
     """
+    if activations not in ("dynamic", "auto"):
+        raise ValueError(f"expected activations 'dynamic' or 'auto', got {activations!r}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"expected 0 <= alpha <= 1, got {alpha}")
     model, divide = dense_copy(model, (nn.Linear,)), {}

@@ -191,7 +191,8 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     takes k n^2 steps and n^2 numbers for n points, so n should be at most several thousand.
     """
     n, k = points.numel(), min(k, points.numel())
-    error = _interval_errors(points, counts)
+    # Squares of scaled points neither overflow nor vanish.
+    error = _interval_errors(points / points.abs().max(), counts)
     cost, starts = error[0], []
     for _ in range(k - 1):
         # The last cluster is points j..i; the points before j are already clustered.
@@ -221,13 +222,20 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
-    """Return error[j, i] of the points j..i around their mean; infinite if j > i."""
-    zero = points.new_zeros(1)
-    centered = points - points.mean()  # reduces cancellation in differences of prefix sums
-    weight = torch.cat([zero, counts.double().cumsum(0)])
-    total = torch.cat([zero, (counts * centered).cumsum(0)])
-    square = torch.cat([zero, (counts * centered.square()).cumsum(0)])
-    w = weight[None, 1:] - weight[:-1, None]
-    t = total[None, 1:] - total[:-1, None]
-    s = square[None, 1:] - square[:-1, None]
-    return torch.where(w > 0, (s - t.square() / w).clamp(min=0), torch.inf)
+    """Return error[j, i] of the points j..i around their mean; infinite if j > i.
+
+    Each point is added to the means and errors of all intervals that end there (Welford's update).
+    Differences of prefix sums would lose the errors of small points next to an outlier.
+    """
+    n = points.numel()
+    errors = points.new_full((n, n), torch.inf)  # [i, j]
+    mean, weight, error = points.new_zeros(3, n)
+    for i, (point, count) in enumerate(zip(points.tolist(), counts.tolist(), strict=True)):
+        distance = point - mean[: i + 1]
+        total = weight[: i + 1] + count
+        fraction = count / total
+        error[: i + 1] += distance.square() * weight[: i + 1] * fraction
+        mean[: i + 1] += distance * fraction
+        weight[: i + 1] = total
+        errors[i, : i + 1] = error[: i + 1]
+    return errors.t()

@@ -53,39 +53,42 @@ def quantize(
     `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
     or left unchanged.
     """
-    if activations == "auto" and bits == 4:
-        group_size = 32 if group_size is None else group_size
+    if activations not in ("float", "dynamic", "auto"):
+        raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
+    if activations != "float" and nn.Linear not in layers:
+        raise ValueError(
+            f"expected nn.Linear in layers for activations={activations!r}, which replaces linear "
+            f"layers only, got {list(layers)}"
+        )
     model = plain_copy(model)
     protected = protected_modules(model, protect)
-
-    def gridded(layer: nn.Module, width: int) -> GridWeight:
-        weight = weight_of(layer)
-        rows = as_rows(outputs_first(layer, weight).float(), group_size)
-        grid = grid_of(rows, width, symmetric=symmetric).stored_as(weight.dtype)
-        codes, transposed = grid.quantize(rows), is_conv1d(layer)
-        return GridWeight(codes, grid, weight, width, transposed=transposed)
-
     if activations == "auto" and bits == 4:
+        groups_of = 32 if group_size is None else group_size
 
         def packed(_: str, layer: nn.Module) -> Int4Linear | None:
-            table = Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
+            grid = _on_grid(layer, 4, groups_of, symmetric)
+            table = Int4Linear(grid, cast(Tensor | None, layer.bias))
             return table if table.gains() else None
 
         return with_fastest_linears(model, packed, protected, progress)
-    if activations in ("dynamic", "auto"):
+    if activations != "float":
         if bits != 8 or group_size is not None or not symmetric:
             raise ValueError(
                 f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
                 f"got bits={bits}, group_size={group_size}, symmetric={symmetric}"
             )
         return with_int8_linears(model, activations, protected, progress=progress)
-    if activations != "float":
-        raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
     widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-        if name not in widths:
-            return None
-        return gridded(layer, widths[name])
+        return _on_grid(layer, widths[name], group_size, symmetric) if name in widths else None
 
     return compress_weights(model, layers, compress, protect)
+
+
+def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:
+    """Return the weight of a layer, rounded to the nearest codes."""
+    weight = weight_of(layer)
+    rows = as_rows(outputs_first(layer, weight).float(), group_size)
+    grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
+    return GridWeight(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))

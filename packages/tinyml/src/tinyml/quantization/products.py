@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyml.conversion import is_autocast, without_autocast
 from tinyml.timing import Timing, measure
 
 EXACT_IN_FLOAT32 = 2**24
@@ -84,6 +85,9 @@ class Exact:
 
     def product(self, inputs: Tensor) -> Tensor:
         """Return exact sums for integers stored as float32 or int8."""
+        if not torch.compiler.is_compiling() and is_autocast(inputs.device):
+            with without_autocast(inputs.device):  # which rounds the inputs to 16 bits
+                return self.product(inputs)
         return self.implementations()[self.implementation(inputs)](self, inputs)
 
     def implementation(self, inputs: Tensor) -> str:

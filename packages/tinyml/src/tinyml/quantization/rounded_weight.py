@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Grid, as_rows, grid_of
+from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
 
 
 class RoundedWeight(CompressedWeight):
@@ -50,7 +50,9 @@ class RoundedWeight(CompressedWeight):
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """Return the weight as rows, and their current grid."""
         rows = self._rows(weight)
-        grid = grid_of(rows.detach(), self.bits)
+        # The extremes of a 16-bit row may have a scale below the normal numbers of its type.
+        grid = grid_of(wide(rows.detach()), self.bits).stored_as(rows.dtype)
+        grid = Grid(grid.scale.to(rows), grid.zero.to(rows), grid.low, grid.high)
         if self.step is not None:
             scale = positive(self.step.detach())
             grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
