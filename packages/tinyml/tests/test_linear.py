@@ -340,3 +340,39 @@ def test_weights_of_other_kinds_of_layers_are_named(compress, layer):
     with pytest.warns(UserWarning, match=r"stay dense: 0.weight; protect"):
         small = compress(model)
     assert torch.equal(small[0].weight, layer.weight)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda model, **options: quantize(model, 8, activations="dynamic", **options),
+        lambda model, **options: quantize(model, 4, **options),
+        lambda model, **options: smoothquant(model, [torch.arange(4)], **options),
+        lambda model, **options: prune(model, 0.5, **options).model,
+    ],
+)
+@pytest.mark.parametrize("protected", ["0", "3", "again"])
+def test_layers_that_share_a_protected_weight_are_unchanged(compress, protected):
+    model = nn.Sequential(
+        nn.Embedding(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8)
+    )
+    model[1].weight = model[3].weight = model[0].weight
+    model.again = model[1]
+    small = compress(model, protect=[protected])
+    for number in (0, 1, 3):
+        assert type(small[number]) is type(model[number])
+        assert torch.equal(small[number].weight, model[number].weight)
+    assert not torch.equal(small[4].weight, model[4].weight)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda model: quantize(model, 4),
+        lambda model: quantize(model, 8, activations="dynamic"),
+        lambda model: gptq(model, [torch.randn(4, 8, dtype=torch.complex64)]),
+    ],
+)
+def test_complex_weights_are_refused(compress):
+    with pytest.raises(ValueError, match=r"real weights, got 0.weight of torch.complex64"):
+        compress(nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)))

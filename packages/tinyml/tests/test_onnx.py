@@ -54,3 +54,13 @@ def test_a_single_product_differs_at_halves_alone(tmp_path):
     session = runtime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
     theirs = session.run(None, {"input": codes.numpy()})[0]
     assert (model.integers(codes).numpy() == theirs).mean() > 0.9999
+
+
+def test_a_summand_of_a_small_scale_is_exported(tmp_path):
+    pytest.importorskip("onnx", reason="onnx is not installed")
+
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            return x + 1e-5 * super().forward(x)
+
+    to_onnx(IntegerModel(Scaled(nn.Conv2d(2, 2, 1)), [torch.randn(9, 2, 4, 4)]), tmp_path / "net")

@@ -176,7 +176,11 @@ def test_integers_are_where_training_rounded(bits, activation_bits, learn_scale)
     images, targets = labeled()
     model = fit(Graph(), images, targets, 10).eval()
     trained = prepare_qat(
-        model, bits, batches=[images], activation_bits=activation_bits, learn_scale=learn_scale
+        model,
+        bits,
+        batches=iter([images]),
+        activation_bits=activation_bits,
+        learn_scale=learn_scale,
     )
     before = [parameter.clone() for parameter in trained.parameters()]
     fit(trained, images, targets, 5)

@@ -26,7 +26,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.state_dict_check import check_before_loading
-from tinyml.validation import check_finite, first_names
+from tinyml.validation import check_weight, first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -45,7 +45,7 @@ def compress_weights(
     """
     chosen = layers_of(model, kinds, protect)
     for name, layer in chosen.items():
-        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+        check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
     stored = {name: compress(name, layer) for name, layer in chosen.items()}
     for name, compressed in stored.items():
         if compressed is None:

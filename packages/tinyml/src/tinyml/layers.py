@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def layers_of(
     """
     layers: dict[str, nn.Module] = {}
     protected = protected_modules(model, protect)
-    seen = {weight_identity(m) for n, m in model.named_modules() if n in protected} - {None}
+    seen = weights_of_modules(model, protected)
     for name, module in model.named_modules():
         if is_instance_of(module, kinds) and (key := weight_identity(module)) is not None:
             if key not in seen:
@@ -80,6 +80,12 @@ def weight_identity(layer: nn.Module) -> int | None:
         return id(compressed)
     weight = layer._parameters.get("weight")
     return None if weight is None else id(weight)
+
+
+def weights_of_modules(model: nn.Module, names: Collection[str]) -> set[int | None]:
+    """Return the identities of the weights of the modules with these names."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {weight_identity(module) for name, module in modules if name in names} - {None}
 
 
 def named_layers(

@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,10 @@ class Timing:
     out_of_cache: dict[str, float]
     #: True if the rounds disagree, in which case the reference is used.
     disagree: bool = False
-    #: The least milliseconds of the reference, with which the others are compared.
-    at_best: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         cold = f"; weights out of the cache: {listed(self.out_of_cache)}"
-        best = f"; at best {listed(self.at_best)}"
-        text = f"{self.selected} ({listed(self.milliseconds)}{best if self.at_best else ''}"
+        text = f"{self.selected} ({listed(self.milliseconds)}"
         text += cold if self.out_of_cache else ""
         return text + ("; rounds disagree)" if self.disagree else ")")
 
@@ -110,11 +107,10 @@ def measure(
             break
     median = once | {name: statistics.median(ms) for name, ms in warm.items()}
     cold_median = {name: statistics.median(ms) for name, ms in cold.items() if ms}
-    at_best = {reference: min(warm[reference])} if reference else {}
     if reference and not winners:
-        return Timing(reference, median, cold_median, disagree=bool(undecided), at_best=at_best)
+        return Timing(reference, median, cold_median, disagree=bool(undecided))
     best = min(winners or candidates, key=lambda name: median[name] + cold_median.get(name, 0.0))
-    return Timing(best, median, cold_median, at_best=at_best)
+    return Timing(best, median, cold_median)
 
 
 def _fraction_won(ours: Sequence[float], others: Sequence[float]) -> float:

@@ -38,6 +38,13 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
+def check_weight(name: str, weight: Tensor) -> None:
+    """Raise `ValueError` unless a weight to quantize is real and finite."""
+    if weight.is_complex():
+        raise ValueError(f"expected real weights, got {name} of {weight.dtype}; protect its layer")
+    check_finite(name, weight)
+
+
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 

@@ -98,7 +98,10 @@ class _Writer:
                 for step, scale in zip(steps, layer.before, strict=True)
                 if isinstance(scale, Scale)
             ]
-            if any(abs(abs(factor) - 1) > 1e-3 for factor in factors):
+            # A small multiplier is rounded by a large part of itself.
+            tolerances = (1e-3 + 1 / layer.multiplier.abs()).tolist()
+            pairs = zip(factors, tolerances, strict=True)
+            if any(abs(abs(factor) - 1) > tolerance for factor, tolerance in pairs):
                 raise ValueError(f"a sum with factors {factors} has no ONNX form")
             return self._node("Add" if factors[1] > 0 else "Sub", floats, name)
         if isinstance(layer, integer_layers.IntegerCat):

@@ -20,6 +20,7 @@ from tinyml.integer.fixed_point import Scale, scales_for_bias
 from tinyml.integer.model import IntegerModel, calibrated
 from tinyml.integer.steps import Step
 from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive, same_value
+from tinyml.validation import require_batches
 
 
 class Rounding(nn.Module):
@@ -81,6 +82,7 @@ class IntegerTraining(nn.Module):
         learn_scale: bool,
     ) -> None:
         super().__init__()
+        batches = require_batches(batches)
         self.steps, scales = calibrated(model, batches, bits, activation_bits)
         dtype = next((s.weight.dtype for s in self.steps if s.weight is not None), batches[0].dtype)
         unique = {scale: Rounding(scale, learn_scale, dtype) for scale in scales}

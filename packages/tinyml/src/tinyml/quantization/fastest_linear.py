@@ -23,10 +23,10 @@ from tinyml.conversion import (
     warn_of_dense_weights,
     without_autocast,
 )
-from tinyml.layers import is_conv1d, weight_identity, weight_of
+from tinyml.layers import is_conv1d, weight_identity, weight_of, weights_of_modules
 from tinyml.state_dict_check import check_before_loading
 from tinyml.timing import Timing, measure, store_timing, stored_timing
-from tinyml.validation import Progress, check_finite
+from tinyml.validation import Progress, check_weight
 
 #: One token of a decoder, a small batch, a prompt.
 SHOWN_TOKENS = (1, 32, 512)
@@ -248,19 +248,21 @@ def with_fastest_linears(
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
     Layers that share a weight share the layer that `make(name, layer)` returns, so an embedding
-    that is tied to the head stays tied. Layers for which it returns None are unchanged.
+    that is tied to the head stays tied. Layers for which it returns None, and those that share
+    their weight with a protected layer, are unchanged.
     """
+    kept_weights = weights_of_modules(model, protected)
     linears = {
         module: name
         for name, module in model.named_modules()
-        if name not in protected
-        and (type(module) is nn.Linear or is_linear_alike(module))
+        if (type(module) is nn.Linear or is_linear_alike(module))
+        and weight_identity(module) not in kept_weights
         and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     for linear, name in linears.items():
-        check_finite(f"{name}.weight".lstrip("."), weight_of(linear))
+        check_weight(f"{name}.weight".lstrip("."), weight_of(linear))
     replacements: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):

@@ -25,7 +25,7 @@ from tinyml.layers import is_conv1d, layers_of, outputs_first, weight_of
 from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_bits, check_finite, require_batches
+from tinyml.validation import Progress, check_bits, check_weight, require_batches
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def gptq(
     model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
-        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+        check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
     stored: dict[str, GridWeight] = {}
     with evaluation_mode(model):
         visit_layers(model, require_batches(batches), layers, visit, progress)

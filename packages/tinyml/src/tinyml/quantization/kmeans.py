@@ -145,6 +145,8 @@ def kmeans(
 def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
     if not 1 <= k <= _MOST_CLUSTERS:
         raise ValueError(f"{k} clusters; give 1 to {_MOST_CLUSTERS:,}")
+    if values.is_complex():
+        raise ValueError(f"expected real values, got {values.dtype}")
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
     if init is not None and (init.numel() != k or not torch.isfinite(init).all()):
