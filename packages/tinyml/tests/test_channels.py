@@ -472,6 +472,18 @@ def test_units_that_the_example_does_not_excite_are_not_constant():
         torch.testing.assert_close(small(inputs), exact(inputs))
 
 
+@pytest.mark.parametrize("largest", [4e5, 0.9e5])  # with and without an example above the bias
+def test_units_that_only_large_inputs_excite_are_not_constant(largest):
+    model = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [1.0], [0.001], [0.001]]))
+        model[0].bias.copy_(torch.tensor([-1e5, -2e5, 0.0, 0.0]))
+    (group,) = channel_groups(model, torch.rand(32, 1) * largest)
+    assert (group.scores >= 0).all()
+    if largest > 2e5:
+        assert set(group.order[:2].tolist()) == {0, 1}
+
+
 def test_units_that_produce_little_go_before_units_that_are_read_little():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with torch.no_grad():
@@ -487,6 +499,9 @@ def test_bad_requests_say_what_to_ask_for():
         prune_channels(network(), 1.0, X)
     with pytest.raises(ValueError, match=r"channels of \['head'\] cannot be removed"):
         prune_channels(network(), {"head": 0.5}, X)
+    unbatched = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), 0.5, torch.randn(3, 9, 9)
+    with pytest.raises(ValueError, match="no channels between two layers"):
+        prune_channels(*unbatched)
     pair = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     with pytest.raises(ValueError, match="not protected, got one of '0'"):
         prune_channels(pair, {"0": 0.5}, torch.randn(2, 6), protect=["1"])

@@ -8,8 +8,9 @@
                Neural Network Pruning", Molchanov et al., 2019)
 
 By every criterion, a unit that never changes is dead and ranks last: its constant can be added to
-the biases of its readers. This is checked on noise in place of the inputs of every product, because
-an example may not excite every unit.
+the biases of its readers. This is checked on the example and on noise in place of the inputs of
+every product, because an example may not excite every unit. The noise is up to 100 times larger
+than the example.
 """
 
 from __future__ import annotations
@@ -104,17 +105,16 @@ def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
 
 def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inputs: Any) -> None:
     arguments = walk.graph.arguments(inputs)
-    example = _Probe(walk, None)
-    example.run(*arguments)
-    noise = torch.Generator().manual_seed(0)
-    probe = _Probe(walk, noise)
-    for _ in range(max(2, math.ceil(_SAMPLES / example.least_samples))):
+    probe = _Probe(walk)
+    probe.run(*arguments)
+    probe.noise = torch.Generator().manual_seed(0)
+    for _ in range(max(2, math.ceil(_SAMPLES / probe.least_samples))):
         probe.run(*arguments)
     for group in groups:
-        _rank(group, walk, model, example, probe)
+        _rank(group, walk, model, probe)
 
 
-def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _Probe) -> None:
+def _rank(group: Group, walk: Walk, model: nn.Module, probe: _Probe) -> None:
     norms, scores = torch.zeros(2, group.size, dtype=torch.float64)
     dead = torch.ones(group.size, dtype=torch.bool)
     values: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
         power = rows.square().sum(1)
         elements_read = slice(piece.start, piece.start + elements)
         norms += power.view(group.size, -1).sum(1)
-        scores += (power * example.squares[piece.tensor][elements_read]).view(group.size, -1).sum(1)
+        scores += (power * probe.squares[piece.tensor][elements_read]).view(group.size, -1).sum(1)
         low, high = probe.low[piece.tensor][elements_read], probe.high[piece.tensor][elements_read]
         fixed = high - low <= 1e-6 * torch.maximum(low.abs(), high.abs())
         if not _has_room(model, piece.tensor, product):
@@ -205,41 +205,49 @@ def _has_room(model: nn.Module, name: str, product: Product) -> bool:
 class _Probe(fx.Interpreter):
     """An interpreter that records the input of each product, by the name of the weight."""
 
-    def __init__(self, walk: Walk, noise: torch.Generator | None) -> None:
+    def __init__(self, walk: Walk) -> None:
         super().__init__(walk.graph.module)
         self._products = {product.node: (name, product) for name, product in walk.products.items()}
-        self._noise = noise
+        #: The generator of the noise that replaces the inputs of products, or None for the example.
+        self.noise: torch.Generator | None = None
+        #: The mean squares of the elements on the example.
         self.squares: dict[str, Tensor] = {}
+        #: The extremes of the elements in all runs.
         self.low: dict[str, Tensor] = {}
         self.high: dict[str, Tensor] = {}
         self.least_samples = _SAMPLES
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; the inputs of products are replaced by noise if a generator was given."""
+        """Run one node; the inputs of products are replaced by noise if there is a generator."""
         if n not in self._products:
             return super().run_node(n)
         name, product = self._products[n]
         value = self.env[product.source]
         self._record(name, value.detach().movedim(product.dim, 0).flatten(1).cpu().double())
-        if self._noise is None:
+        if self.noise is None:
             return super().run_node(n)
-        self.env[product.source] = self._noise_like(value, product.dim)
+        self.env[product.source] = self._noise_like(value, product.dim, self._size_of(name, value))
         result = super().run_node(n)
         self.env[product.source] = value
         return result
 
     def _record(self, name: str, values: Tensor) -> None:
-        self.least_samples = min(self.least_samples, max(1, values.shape[1]))
-        self.squares[name] = values.square().mean(1)
+        if self.noise is None:
+            self.least_samples = min(self.least_samples, max(1, values.shape[1]))
+            self.squares[name] = values.square().mean(1)
         low, high = values.amin(1), values.amax(1)
         self.low[name] = torch.minimum(low, self.low.get(name, low))
         self.high[name] = torch.maximum(high, self.high.get(name, high))
 
-    def _noise_like(self, value: Tensor, dim: int) -> Tensor:
+    def _size_of(self, name: str, value: Tensor) -> float:
+        """Return the size of the noise: 1, or the example's if it is larger and squares fit."""
+        most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
+        return max(1.0, min(most, float(self.squares[name].mean().sqrt())))
+
+    def _noise_like(self, value: Tensor, dim: int, size: float) -> Tensor:
         """Return normal numbers of several magnitudes, one magnitude per sample."""
-        noise = torch.randn(value.shape, generator=self._noise)
-        sample_shape = [1 if d == dim else size for d, size in enumerate(value.shape)]
-        scales = torch.tensor(_SCALES)
-        return (noise * scales[torch.randint(len(scales), sample_shape, generator=self._noise)]).to(
-            value
-        )
+        noise = torch.randn(value.shape, generator=self.noise)
+        sample_shape = [1 if d == dim else length for d, length in enumerate(value.shape)]
+        scales = size * torch.tensor(_SCALES)
+        number = torch.randint(len(scales), sample_shape, generator=self.noise)
+        return (noise * scales[number]).to(value)

@@ -42,6 +42,8 @@ def _conv(
     dilation: Any = 1,
     *rest: Any,
 ) -> Any:
+    if len(shape_of(x)) != len(shape_of(weight)):  # one image without a batch
+        return walk.stop(node)
     transposed = "transpose" in operator_name(node)
     groups = rest[0] if rest and not transposed else 1
     if transposed:  # (x, weight, bias, stride, padding, output_padding, groups, dilation)
