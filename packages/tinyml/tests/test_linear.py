@@ -11,6 +11,7 @@ from tinyml import (
     gptq,
     load,
     merge_and_unload,
+    prepare_qat,
     prune,
     quantize,
     save,
@@ -376,3 +377,13 @@ def test_layers_that_share_a_protected_weight_are_unchanged(compress, protected)
 def test_complex_weights_are_refused(compress):
     with pytest.raises(ValueError, match=r"real weights, got 0.weight of torch.complex64"):
         compress(nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize("compress", [lambda m: quantize(m, 4), lambda m: prepare_qat(m, 4)])
+def test_layer_with_another_parametrization_is_refused_and_unchanged(compress):
+    model = nn.Sequential(nn.Linear(8, 8))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Softplus())
+    before = model(torch.ones(1, 8))
+    with pytest.raises(ValueError, match=r"without parametrizations, .* one of \['bias'\]"):
+        compress(model)
+    assert torch.equal(model(torch.ones(1, 8)), before)

@@ -76,6 +76,21 @@ class CompressedWeight(nn.Module):
             )
 
 
+def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
+    """Make a dense layer compute its weight from the compressed one.
+
+    Raise `ValueError` if the layer has another parametrization: its copies share a generated class,
+    so a second one would also change the model from which the layer was copied.
+    """
+    if parametrize.is_parametrized(layer):
+        names = list(cast(Any, layer).parametrizations)
+        raise ValueError(
+            f"expected a layer without parametrizations, got a {type(layer).__name__} with one of "
+            f"{names}; remove it, or exclude the layer with protect"
+        )
+    install_parametrization(layer, "weight", compressed)
+
+
 def install_parametrization(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
     """Register a parametrization and keep the layer picklable, unlike torch's function."""
     parametrize.register_parametrization(layer, name, stored, unsafe=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tinyml.compressed_weight import (
     CompressedWeight,
+    compress_layer,
     compressed_weight,
-    install_parametrization,
     refuse_save_pretrained,
 )
 from tinyml.layers import (
@@ -52,7 +52,7 @@ def compress_weights(
             continue
         sharing = make_dense(model, chosen[name])
         for other in sharing:
-            install_parametrization(other, "weight", compressed)
+            compress_layer(other, compressed)
         first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
         for other in others:
             other.original = first.original

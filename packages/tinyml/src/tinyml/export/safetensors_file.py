@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tinyml.compressed_weight import compressed_weight, install_parametrization
+from tinyml.compressed_weight import CompressedWeight, compress_layer, compressed_weight
 from tinyml.conversion import dense_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
@@ -229,7 +229,7 @@ def _as_stored(
             restored[first] = Int4Linear(cast(GridWeight, restored[first]), layer.bias)
     if kind == "int4":
         return restored[first]
-    install_parametrization(layer, "weight", restored[first])
+    compress_layer(layer, cast(CompressedWeight, restored[first]))
     if first != name:
         other: Any = model.get_submodule(first)
         layer.parametrizations.weight.original = other.parametrizations.weight.original
