@@ -230,14 +230,15 @@ def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
     Differences of prefix sums would lose the errors of small points next to an outlier.
     """
     n = points.numel()
-    errors = points.new_full((n, n), torch.inf)  # [i, j]
-    mean, weight, error = points.new_zeros(3, n)
-    for i, (point, count) in enumerate(zip(points.tolist(), counts.tolist(), strict=True)):
-        distance = point - mean[: i + 1]
-        total = weight[: i + 1] + count
-        fraction = count / total
-        error[: i + 1] += distance.square() * weight[: i + 1] * fraction
-        mean[: i + 1] += distance * fraction
-        weight[: i + 1] = total
-        errors[i, : i + 1] = error[: i + 1]
-    return errors.t()
+    errors = np.full((n, n), np.inf)
+    mean, weight, error = np.zeros((3, n))
+    # Loops over small arrays are faster in numpy.
+    pairs = zip(points.tolist(), counts.tolist(), strict=True)
+    for i, (point, count) in enumerate(pairs, 1):
+        distance = point - mean[:i]
+        fraction = count / (weight[:i] + count)
+        error[:i] += distance * distance * weight[:i] * fraction
+        mean[:i] += distance * fraction
+        weight[:i] += count
+        errors[:i, i - 1] = error[:i]
+    return torch.from_numpy(errors).to(points.device)
