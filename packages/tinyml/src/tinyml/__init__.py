@@ -4,7 +4,9 @@ Every function that compresses a model returns a new model and leaves its argume
 Adapters are inserted into the model that they train.
 """
 
-from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, merge_and_unload, unmerge
+from tinyml.adapters.insertion import add_lora, lora_state_dict
+from tinyml.adapters.lora import LoRA
+from tinyml.adapters.merging import merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
 from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
 from tinyml.export.awq_checkpoint import save_awq

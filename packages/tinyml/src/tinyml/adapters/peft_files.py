@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA, adapters_of, insert_adapters, new_layer_adapter
+from tinyml.adapters.insertion import adapters_of, insert_adapters, new_layer_adapter
+from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
     matching_parameters,

@@ -1,0 +1,158 @@
+"""Insertion of adapters into a model, and their tensors.
+
+All adapters are created before the first one is installed, so an error leaves the model unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from tinyml.adapters.lora import LoRA
+from tinyml.adapters.parameter_lora import (
+    ParameterLoRA,
+    install,
+    matching_parameters,
+    new_adapter,
+    parameter_adapters,
+)
+from tinyml.conversion import replace_modules
+from tinyml.layers import is_instance_of, protected_modules
+from tinyml.validation import suggestion
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: Iterable[str] | None = None,
+    parameters: Iterable[str] = (),
+    kinds: Sequence[type[nn.Module]] = (nn.Linear,),
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
+
+    `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
+    does for "blocks.0.q_proj". Every entry has to match. A layer that the model contains twice has
+    one adapter. An error leaves the model unchanged.
+
+    `parameters` selects single parameters by the ends of their names, such as
+    "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
+    The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
+    of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
+    """
+    if single_names := sorted(parameter_adapters(model)):
+        raise ValueError(f"{single_names[0]} already has an adapter; add all adapters in one call")
+    wanted = (
+        targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
+    )
+    names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+    factor = float(rank if alpha is None else alpha)
+    single = {
+        (module, key): new_adapter(model, module, key, rank, factor)
+        for module, key in matching_parameters(model, names)
+    }
+    protected = protected_modules(model, protect)
+    chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
+    if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
+        raise ValueError(
+            f"dropout={dropout} would have no effect, because updates of embeddings and of single "
+            "parameters have no dropout; pass dropout=0"
+        )
+    return insert_adapters(
+        model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
+    )
+
+
+def new_layer_adapter(
+    base: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
+) -> LoRA:
+    """Return an adapter of a layer, without dropout if the layer is an embedding."""
+    has_dropout = not isinstance(base, nn.Embedding)
+    return LoRA(base, rank, alpha=alpha, dropout=dropout if has_dropout else 0.0)
+
+
+def insert_adapters(
+    model: nn.Module,
+    children: Iterable[nn.Module],
+    make: Callable[[nn.Module], LoRA],
+    parameters: Mapping[tuple[str, str], ParameterLoRA],
+) -> nn.Module:
+    """Freeze `model` and replace each of `children` by the adapter that `make` returns.
+
+    `parameters` are the adapters of single parameters, by module and parameter.
+
+    All adapters are created before the first is installed. A layer that the model contains twice
+    has one adapter in both positions, because its weight is merged once.
+    """
+    children = list(children)
+    owners = {model.get_submodule(module) for module, _ in parameters}
+    if not owners.isdisjoint(children):
+        raise ValueError("expected an adapter of a layer or of its parameter, got both")
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
+    except Exception:
+        for parameter, was in trained.items():
+            parameter.requires_grad_(was)
+        raise
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    install(model, parameters)
+    return replace_modules(model, replacements)
+
+
+def _chosen(
+    model: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    targets: tuple[str, ...] | None,
+    protected: set[str],
+) -> list[nn.Module]:
+    """Return the layers to adapt, without layers that also have a protected name."""
+    chosen: dict[nn.Module, None] = {}
+    unmatched = set(targets or ())
+    named_modules = list(model.named_modules(remove_duplicate=False))
+    protected_layers = {module for name, module in named_modules if name in protected}
+    for full, module in named_modules:
+        if isinstance(module, LoRA):
+            raise ValueError(
+                f"{full or 'the model'} already has an adapter; a layer can have only one"
+            )
+        matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
+        if (
+            full
+            and module not in protected_layers
+            and is_instance_of(module, kinds)
+            and (targets is None or matching)
+        ):
+            chosen[module] = None
+            unmatched -= set(matching)
+    named = [kind.__name__ for kind in kinds]
+    if unmatched:
+        known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
+        like = suggestion(min(unmatched), known)
+        raise ValueError(f"no layer of {named} has a name like {sorted(unmatched)}{like}")
+    if not chosen:
+        raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
+    return list(chosen)
+
+
+def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the adapters alone."""
+    adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
+    return {
+        f"{name}.{key}" if name else key: getattr(adapter, key).detach()
+        for name, adapter in adapters.items()
+        for key in ("lora_A", "lora_B")
+    }
+
+
+def adapters_of(model: nn.Module) -> dict[str, LoRA]:
+    """Return the adapters of layers by name; raise `ValueError` without any adapter."""
+    adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    if not adapters and not parameter_adapters(model):
+        raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
+    return adapters
