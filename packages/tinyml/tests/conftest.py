@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tinyml import timing
 
 # Instruction sets to which oneDNN and torch's kernels are limited, in a separate process each. AVX2
 # has no int8 dot products, like many machines.
@@ -71,3 +72,14 @@ def times_of_float(run_on):
 def stored_timings(tmp_path_factory, monkeypatch):
     """Store the timings of each test in its own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(request, monkeypatch):
+    """Measure implementations in a few rounds, except in tests that are about time."""
+    is_about_time = request.node.get_closest_marker("timing") or "test_timing" in request.path.name
+    if not is_about_time:
+        monkeypatch.setattr(timing, "ROUNDS", 4)
+        monkeypatch.setattr(timing, "_LEAST_ROUNDS", 1)
+        monkeypatch.setattr(timing, "_SECONDS", 0.02)
+        monkeypatch.setattr(timing, "_SHORT", 0.0)

@@ -99,13 +99,13 @@ def loss_ratio(bits, learn_scale, seed):
 
 
 def test_training_recovers_most_of_what_rounding_afterwards_loses():
-    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(3)]
+    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(2)]
     assert statistics.mean(ratios) < 0.4, ratios  # over 20 seeds 0.19 with a deviation of 0.08
 
 
 def test_training_with_the_scale_of_the_largest_weight_recovers_a_part():
     # Without a decay the weights keep moving between two codes, and the loss may grow.
-    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(4)]
+    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(2)]
     assert statistics.mean(ratios) < 0.92, ratios  # over 20 seeds 0.72, with a deviation of 0.08
 
 
@@ -165,11 +165,10 @@ def labeled(count=128, seed=1):
 @pytest.mark.parametrize(
     ("bits", "activation_bits", "learn_scale"),
     [
-        (8, 8, False),
         (4, 4, True),
         (2, 5, False),
         *(pytest.param(*sizes, marks=pytest.mark.exhaustive)
-          for sizes in ((8, 8, True), (4, 4, False), (2, 5, True))),
+          for sizes in ((8, 8, False), (8, 8, True), (4, 4, False), (2, 5, True))),
     ],
 )  # fmt: skip
 def test_integers_are_where_training_rounded(bits, activation_bits, learn_scale):
@@ -222,7 +221,7 @@ def test_the_gradient_passes_a_value_and_stops_at_the_ends_of_its_range():
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(5), marks=pytest.mark.exhaustive)], ids=["few", "many"]
+    "seeds", [range(1), pytest.param(range(5), marks=pytest.mark.exhaustive)], ids=["one", "many"]
 )
 def test_few_bits_are_right_more_often_after_training(seeds):
     wrong = {"float": 0.0, "afterwards": 0.0, "trained": 0.0}

@@ -62,6 +62,8 @@ def save_gguf(
 ) -> nn.Module:
     """Write `model` with linear weights as blocks of `kind`; return a copy with these weights.
 
+    The copy has the types of `model`, so 16-bit weights in it are rounded once more.
+
     Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4 bits ("Q4_0"), in groups of a
     multiple of 32 inputs and with float16 scales, are stored exactly. Dense weights are rounded.
     All other tensors, and rows that blocks do not divide, are stored as they are.

@@ -318,7 +318,7 @@ class _Walk:
 _RULES: dict[str, Callable[..., Step]] = {
     operator: rule
     for rule, operators in (
-        (_Walk._conv2d, "conv2d convolution"),
+        (_Walk._conv2d, "conv2d"),
         (_Walk._linear, "linear"),
         (_Walk._matmul, "matmul mm"),
         (_Walk._addmm, "addmm"),
