@@ -118,7 +118,7 @@ def test_a_tied_head_is_stored_once(tmp_path):
         (lambda m: quantize(m.float(), 4, group_size=32, **WEIGHTS), r"model.half\(\)"),
         (lambda m: quantize(m, 3, group_size=32, **WEIGHTS), "one number of bits"),
         (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
-        (lambda m: kmeans_quantize(m, 4, **WEIGHTS), "Linear with a Palette"),
+        (lambda m: kmeans_quantize(m, {"model.layers.0.mlp.up_proj": 4}), "Linear with a Palette"),
         (lambda m: add_lora(quantize(m, 4, **WEIGHTS), targets=["q_proj"]), "with a LoRA"),
         (lambda m: m, "got none"),
         (lambda m: nn.Sequential(m), "expected a transformers model"),

@@ -71,12 +71,12 @@ def test_the_palette_gets_the_sum_of_its_weights_gradients():
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_a_model_runs_and_takes_its_bits(bits):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 50))
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
     tokens = torch.arange(20)
     quantized = kmeans_quantize(model, bits)
     assert len(quantized[1].weight.unique()) == 2**bits
-    weights = [50 * 32, 32 * 64, 64 * 50]
-    expected = sum(n * bits // 8 + 4 * 2**bits for n in weights) + 4 * (64 + 50)
+    weights = [50 * 8, 8 * 64, 64 * 8]
+    expected = sum(n * bits // 8 + 4 * 2**bits for n in weights) + 4 * (64 + 8)
     assert size_of(quantized).bytes == expected
     assert size_of(quantized).parameters == size_of(model).parameters
     if bits == 8:

@@ -327,7 +327,7 @@ def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
     exact = merge(model)(inputs).detach()
     for compress in (
         lambda m: quantize(m, 8),
-        lambda m: kmeans_quantize(m, 8),
+        lambda m: kmeans_quantize(m, 6),
         lambda m: quantize(m, activations="dynamic"),
         lambda m: gptq(m, [inputs], 8),
         lambda m: prune(m, 0.02).model,
