@@ -352,13 +352,13 @@ def test_weights_of_other_kinds_of_layers_are_named(compress, layer):
         lambda model, **options: prune(model, 0.5, **options).model,
     ],
 )
-@pytest.mark.parametrize("protected", ["0", "3", "again"])
+@pytest.mark.parametrize("protected", ["0", "3", "second_name"])
 def test_layers_that_share_a_protected_weight_are_unchanged(compress, protected):
     model = nn.Sequential(
         nn.Embedding(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8)
     )
     model[1].weight = model[3].weight = model[0].weight
-    model.again = model[1]
+    model.second_name = model[1]
     small = compress(model, protect=[protected])
     for number in (0, 1, 3):
         assert type(small[number]) is type(model[number])
@@ -374,7 +374,11 @@ def test_layers_that_share_a_protected_weight_are_unchanged(compress, protected)
         lambda model: gptq(model, [torch.randn(4, 8, dtype=torch.complex64)]),
     ],
 )
-def test_complex_weights_are_refused(compress):
+def test_complex_and_empty_weights_are_refused(compress):
+    empty = nn.Sequential(nn.Linear(8, 8))
+    empty[0].weight = nn.Parameter(torch.empty(8, 0))
+    with pytest.raises(ValueError, match=r"with elements, got 0.weight of shape \(8, 0\)"):
+        compress(empty)
     with pytest.raises(ValueError, match=r"real weights, got 0.weight of torch.complex64"):
         compress(nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)))
 

@@ -71,6 +71,8 @@ def test_masks_hold_through_fine_tuning():
     assert not model[0].weight[~masks["0.weight"]].any()
     assert (model[0].weight != before)[masks["0.weight"]].all()
     assert prune(mlp(), {}).masks.sparsity == 0
+    with pytest.raises(ValueError, match=r"dense weights of the masks, got one without 0.weight"):
+        masks.apply(quantize(model, 4))
 
 
 def test_wanda_weighs_by_the_norm_of_the_inputs():

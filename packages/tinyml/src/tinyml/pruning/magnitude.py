@@ -33,7 +33,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.calibration import watch_inputs
-from tinyml.validation import check_finite, require_batches
+from tinyml.validation import check_finite, first_names, require_batches
 
 
 class Masks(dict[str, Tensor]):
@@ -52,7 +52,13 @@ class Masks(dict[str, Tensor]):
             parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
     def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        if missing := sorted(self.keys() - parameters.keys()):
+            raise ValueError(
+                f"expected a model with the dense weights of the masks, got one without "
+                f"{first_names(missing)}; apply the masks to the result of prune"
+            )
+        pairs = [(parameters[name], mask) for name, mask in self.items()]
         for name, (parameter, mask) in zip(self, pairs, strict=True):
             if parameter.shape != mask.shape:
                 raise ValueError(
@@ -74,8 +80,8 @@ class Masks(dict[str, Tensor]):
                 "none of the masked weights; create it from model.parameters() after prune"
             )
         devices = [parameter.device for parameter, _ in pairs]
-        here = Masks({n: m.to(d) for (n, m), d in zip(self.items(), devices, strict=True)})
-        optimizer.register_step_post_hook(lambda *_: here.apply(model))
+        moved = Masks({n: m.to(d) for (n, m), d in zip(self.items(), devices, strict=True)})
+        optimizer.register_step_post_hook(lambda *_: moved.apply(model))
 
 
 class Pruned(NamedTuple):
