@@ -251,7 +251,8 @@ def network():
 @pytest.mark.parametrize("kind", KINDS)
 def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
     model = network()
-    metadata = {"general.architecture": "test", "test.count": -3, "test.on": True, "test.f": 0.5}
+    metadata = {"general.architecture": "test", "test.count": np.int64(-3), "test.on": True}
+    metadata["test.f"] = torch.finfo(torch.float32).max
     rounded = save_gguf(
         model,
         tmp_path / "model.gguf",

@@ -48,6 +48,7 @@ _DENSE = {
 }  # fmt: skip
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
@@ -273,9 +274,9 @@ def _value(key: str, value: Value) -> bytes:
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
-    if isinstance(value, float) and not 3.4e38 < abs(value) < np.inf:
+    if isinstance(value, float | np.floating) and not _LARGEST < abs(value) < np.inf:
         return struct.pack("<If", 6, value)
-    if isinstance(value, int) and -(2**31) <= value < 2**32:
+    if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:
         return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
     raise ValueError(
         f"expected a string, a truth value, a float32 or a 32-bit integer as metadata[{key!r}], "
