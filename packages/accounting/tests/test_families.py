@@ -433,6 +433,9 @@ def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None
         ("mpt", {"expansion_ratio": 8}),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
         ("persimmon", {"num_key_value_heads": 2}),
+        ("apertus", {"hidden_act": "silu"}),
+        ("mt5", {"is_gated_act": None}),
+        ("electra", {"is_decoder": True}),
     ],
 )
 def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]) -> None:
@@ -441,6 +444,12 @@ def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -454,6 +463,7 @@ SLIDING = "sliding_attention"
         ("llama4_text", {"no_rope_layer_interval": 3}),
         ("ministral", {"layer_types": [SLIDING, FULL] * 3}),
         ("ministral", {"layer_types": None}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 4} | QWEN_EXPERTS),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
         ("smollm3", {"use_sliding_window": False, "sliding_window": 8}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1] * 6}),
@@ -469,13 +479,35 @@ def test_layers_with_a_window_are_those_of_the_class(family: str, changed: dict[
     assert Transformer.from_hf({"model_type": family, **sizes}).windowed_layers == windowed
 
 
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("qwen2", {"use_sliding_window": False, "layer_types": [SLIDING, FULL]}),
+        ("gemma2", {"sliding_window": None, "layer_types": [SLIDING, FULL]}),
+        ("recurrent_gemma", {"block_types": ["recurrent", "conv"]}),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}),
+    ],
+)
+def test_layers_that_the_family_does_not_have_are_refused(
+    family: str, changed: dict[str, Any]
+) -> None:
+    content = defaults(family) | {"architectures": None, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="|".join(changed)):
+        Transformer.from_hf(content | changed)
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
 def test_kinds_of_layers_are_checked_in_every_family(family: str) -> None:
     sizes = small(family) if family in ("lfm2_moe", "ministral") else NEEDED.get(family, {})
     content = defaults(family) | {"layer_types": None, "architectures": None} | sizes
     field = "layers_block_type" if content.get("layers_block_type") else "layer_types"
     layers = Transformer.from_hf(content).layers
+    known = {"lfm2": ("conv",), "lfm2_moe": ("conv",), "llama4_text": ("chunked_attention",)}.get(
+        family, ()
+    )
     wrong = [["ful_attention"] * layers]
+    # Kinds of other families.
+    wrong += [[kind] * layers for kind in ("conv", "chunked_attention") if kind not in known]
     if family != "nemotron_h":  # It has as many layers as are listed.
         wrong.append(["full_attention"] * (layers + 1))
     for kinds in wrong:

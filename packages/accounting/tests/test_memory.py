@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -447,3 +448,30 @@ def test_integers_of_numpy_and_torch_do_not_overflow(integer: Any) -> None:
     expected = peak_memory(shape, batch=1024, seq=4096).total
     assert peak_memory(shape, batch=integer(1024), seq=integer(4096)).total == expected
     assert type(Plan(data=integer(4)).data) is int
+
+
+def mixture_with_dense_layers(width: int = 64, dense: int = 64) -> Transformer:
+    experts = Experts(count=16, per_token=2, width=width, layers=(1, 2))
+    return Transformer(layers=3, d_model=32, heads=4, vocab_size=500, d_ff=dense, experts=experts)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_gathered_ends_do_not_depend_on_the_kinds_of_blocks(pipeline: int) -> None:
+    model = mixture_with_dense_layers()
+    plan = Plan(data=4, zero=3, pipeline=pipeline, microbatches=2, reshard_after_forward=False)
+    memory = training_memory(model, plan, batch=8, seq=16, precision="bf16", stage=0)
+    ends = 500 * 32 * (1 if pipeline > 1 else 2) + (0 if pipeline > 1 else 32)
+    assert memory["gathered/weights of the ends"].total == 2 * ends
+    weights = sum(part.total for part in memory["gathered"] if "weights" in part.name)
+    # At the fullest moment of a pipeline, the weights of a block may be resharded already.
+    whole = 2 * sum(device_parameters(model, plan))
+    assert weights == whole if pipeline == 1 else weights <= whole
+
+
+def test_tensor_parallelism_divides_the_widths_that_the_model_has() -> None:
+    plan = Plan(tensor=2)
+    everywhere = replace(mixture_with_dense_layers(dense=1), mlp_layers=())
+    plan.check(everywhere)
+    assert plans_that_fit(everywhere, hardware="H100", devices=2, batch=2, seq=8, tensor=2)
+    with pytest.raises(ValueError, match=r"tensor to divide experts\.width=33"):
+        plan.check(mixture_with_dense_layers(width=33))

@@ -158,7 +158,7 @@ class Plan:
             )
 
     def _check_shards(self, model: Shape) -> None:
-        for name, size in (("heads", model.heads), ("d_ff", model.d_ff)):
+        for name, size in tensor_parallel_sizes(model).items():
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
         if model.heads and model.kv_heads % self.tensor and self.tensor % model.kv_heads:
@@ -298,6 +298,16 @@ def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)
     return plan
+
+
+def tensor_parallel_sizes(model: Shape) -> dict[str, int]:
+    """Return the sizes of the model that a tensor-parallel degree must divide, by name."""
+    sizes = {"heads": model.heads}
+    if model.mlp_layers:
+        sizes["d_ff"] = model.d_ff
+    if model.experts:
+        sizes |= {"experts.width": model.experts.width, "experts.shared": model.experts.shared}
+    return sizes
 
 
 def split(count: int, ranks: int) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from accounting.breakdown import Breakdown, Sizes, product, total
+from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
 from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
 from accounting.memory.states import fsdp_groups, stage_states
@@ -34,7 +34,8 @@ class FsdpStage:
         self.plan, self.kind = plan, work.kind
         stage_model = plan.stage_model(model, stage)
         self.layers = stage_model.layers
-        self.ends, self.block = fsdp_groups(model, plan, stage)
+        self.groups = fsdp_groups(model, plan, stage)
+        self.ends, self.block, self.blocks = self.groups
         self.states = stage_states(model, plan, work.kind, stage)
         self.saved = activations(model, plan, work, stage=stage)
         self.recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
@@ -107,7 +108,7 @@ class FsdpStage:
         ends = product(
             "gradients being reduced", "B", parameters=self.block + self.ends, bytes=size
         )
-        others = split(self.block * self.layers, self.plan.replicas)
+        others = split(self.blocks, self.plan.replicas)
         reduced = product("gradients", "B", parameters=self.ends + others, bytes=size)
         return [
             self._moment(0, self._gathered(self.layers - 1), grown, block),
@@ -122,7 +123,7 @@ class FsdpStage:
         return max(moments, key=lambda moment: moment.total)
 
     def _gradients(self, accumulated: bool, missing: int = 0) -> Breakdown:
-        count = (self.ends + self.block * self.layers - missing) * accumulated
+        count = (self.ends + self.blocks - missing) * accumulated
         return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
 
     def _fresh(self, count: int, accumulated: bool) -> Breakdown:
@@ -135,13 +136,13 @@ class FsdpStage:
         return bytes_of(self.kind.cast_weights or self.kind.weights)
 
     def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
-        blocks, size = min(blocks, self.layers), self._size
-        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": size}
+        size = self._size
+        inside = self.groups.of_blocks(blocks)
         return total(
             "gathered",
             "B",
             product("weights of the ends", "B", parameters=self.ends, bytes=size),
-            product("weights of blocks", "B", **several),
+            product("weights of blocks", "B", parameters=inside, bytes=size),
             product("buffer of the last gather", "B", parameters=self.block * buffer, bytes=size),
         )
 

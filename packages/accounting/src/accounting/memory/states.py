@@ -5,10 +5,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.matrices import all_matrices, matrices
+from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 from accounting.plan import Plan, split
 from accounting.precision import Precision, bytes_of, recipe
@@ -49,12 +51,17 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     """Return the parameters per device before ZeRO: all except experts, and the experts."""
     dense = routed = 0
     for matrix in all_matrices(plan.stage_model(model, stage)):
-        cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         if matrix.routed:
-            routed += split(matrix.size, cut * plan.expert)
+            routed += _device_size(matrix, model, plan)
         else:
-            dense += split(matrix.size, cut)
+            dense += _device_size(matrix, model, plan)
     return dense, routed
+
+
+def _device_size(matrix: Matrix, model: Shape, plan: Plan) -> int:
+    """Return the parameters of a matrix per device before ZeRO shards them."""
+    ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
+    return split(matrix.size, ranks * (plan.expert if matrix.routed else 1))
 
 
 def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> Breakdown | None:
@@ -65,11 +72,11 @@ def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> B
     if not kind.cast_weights or (plan.zero == 3 and plan.replicas > 1):
         return None
     stage_model = plan.stage_model(model, stage)
-    count = 0
-    for matrix in all_matrices(stage_model):
-        if matrix.kind == "matrix":
-            cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
-            count += split(matrix.size, cut * (plan.expert if matrix.routed else 1))
+    count = sum(
+        _device_size(matrix, model, plan)
+        for matrix in all_matrices(stage_model)
+        if matrix.kind == "matrix"
+    )
     if stage_model.tied and stage_model.lm_head:
         count += split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
     return product("cast weights", "B", parameters=count, bytes=bytes_of(kind.cast_weights))
@@ -159,14 +166,35 @@ def alone(plan: Plan) -> Plan:
     return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
 
 
-def fsdp_groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
-    """Return the unsharded parameters of FSDP's two kinds of groups: the ends, and one block.
+class FsdpGroups(NamedTuple):
+    """The unsharded parameters of the groups that FSDP gathers on a stage.
 
-    All replicas shard a block's dense weights; the ranks with the same experts shard its experts.
+    All replicas shard the dense weights of a block; the ranks with the same experts shard its
+    experts.
     """
+
+    #: Parameters outside the decoder's blocks, and those of an encoder.
+    ends: int
+    #: Parameters of the largest block.
+    block: int
+    #: Parameters of all blocks.
+    blocks: int
+
+    def of_blocks(self, count: int) -> int:
+        """Return the parameters of the `count` largest blocks, at most those of all blocks."""
+        return min(count * self.block, self.blocks)
+
+
+def fsdp_groups(model: Shape, plan: Plan, stage: int) -> FsdpGroups:
+    """Return the groups of FSDP on a stage: one per block, and one for the ends."""
     stage_model = plan.stage_model(model, stage)
-    inside = replace(
-        one_layer(stage_model), vocab_size=0, positions=0, final_norm=False, encoder=None
+    block = _blocks_parameters(one_layer(stage_model), plan)
+    blocks = _blocks_parameters(stage_model, plan)
+    return FsdpGroups(sum(device_parameters(model, plan, stage)) - blocks, block, blocks)
+
+
+def _blocks_parameters(model: Shape, plan: Plan) -> int:
+    """Return the parameters per device of all decoder blocks of a model of one stage."""
+    return sum(
+        _device_size(matrix, model, plan) for matrix in matrices(model) if matrix.layers is not None
     )
-    block = sum(device_parameters(inside, alone(plan)))
-    return max(0, sum(device_parameters(model, plan, stage)) - block * stage_model.layers), block

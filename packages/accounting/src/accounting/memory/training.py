@@ -75,14 +75,16 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
     if plan.zero < 3 or plan.replicas == 1:
         return None
     layers = plan.stage_model(model, stage).layers
-    root, block = fsdp_groups(model, plan, stage)
-    blocks = min(2, layers) if plan.reshard_after_forward else layers
+    groups = fsdp_groups(model, plan, stage)
+    inside = groups.of_blocks(2 if plan.reshard_after_forward else layers)
     size = bytes_of(kind.cast_weights or kind.weights)
     return total(
         "gathered",
         "B",
-        product("weights of the ends", "B", parameters=root, bytes=size),
-        product("weights of blocks", "B", blocks=blocks, parameters=block, bytes=size),
-        product("gradients of a block", "B", parameters=block, bytes=size),
-        product("gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)),
+        product("weights of the ends", "B", parameters=groups.ends, bytes=size),
+        product("weights of blocks", "B", parameters=inside, bytes=size),
+        product("gradients of a block", "B", parameters=groups.block, bytes=size),
+        product(
+            "gradients being reduced", "B", parameters=groups.block, bytes=bytes_of(kind.gradients)
+        ),
     )

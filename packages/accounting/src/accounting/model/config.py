@@ -10,12 +10,8 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.shape import Shape
 
 # Keys of a table that are not fields of a `Transformer`.
-_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
-_ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
-_KINDS = (
-    *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
-    *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
-)
+_ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
+_ATTENTION = ("attention", "full_attention")
 # Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
 # their input and output, and a squared ReLU saves the output of its ReLU and the square.
 _ACTIVATIONS = {
@@ -159,7 +155,9 @@ class Config:
                 f"{len(self.types)}"
             )
         for kind in self.types:
-            checks.choice("a kind in layer_types", kind, _KINDS)
+            checks.choice(
+                f"a kind in layer_types of {self.family}", kind, table.get("kinds", _ATTENTION)
+            )
         arguments: Table = {}
         for key, entry in table.items():
             if key in _DERIVED:
@@ -196,17 +194,25 @@ class Config:
     def record(self, kind: type, entry: Table) -> Any:
         """Return experts, a window or a latent, or None if the model does not have it."""
         if not self.value(entry.get("if", True)):
-            return None
+            return self._absent(kind)
         layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
         if layers == {"layers": ()}:
             return None
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
         if "size" in sizes and sizes["size"] is None:
-            return None
+            return self._absent(kind)
         for name in ("width", "q_rank"):
             if sizes.get(name) is not None:
                 self.positive(entry[name], sizes[name])
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
+
+    def _absent(self, kind: type) -> None:
+        """Return None for a missing record; raise `ValueError` if layer_types requires a window."""
+        if kind is Window and "sliding_attention" in self.types:
+            raise ValueError(
+                f"layer_types of this {self.family} config.json has sliding_attention, but "
+                "sliding_window is null or switched off; pass a size, or full_attention layers"
+            )
 
     def positive(self, entry: Any, value: Any) -> Any:
         """Return a size, and raise `ValueError` for 0, which `Shape` would take as missing."""

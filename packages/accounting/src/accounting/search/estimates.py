@@ -14,7 +14,7 @@ from accounting.hardware import Hardware
 from accounting.memory.activations import activations
 from accounting.memory.states import device_parameters, one_layer
 from accounting.model.shape import Shape
-from accounting.plan import Plan, even
+from accounting.plan import Plan, even, tensor_parallel_sizes
 from accounting.precision import bytes_of
 from accounting.workload import Workload
 
@@ -164,7 +164,8 @@ class Estimator:
         """Yield tensor-parallel degrees inside a node that divide the model."""
         largest = min(self.device.devices_per_node, self.devices)
         for tensor in self._choices("tensor", powers_of_two(largest)):
-            divides = self.model.heads % tensor == 0 and self.model.d_ff % tensor == 0
+            sizes = tensor_parallel_sizes(self.model).values()
+            divides = all(size % tensor == 0 for size in sizes)
             if divides or "tensor" in self.fixed:
                 yield tensor
 
