@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_sequence_parallelism_moves_half_as_much_again_in_the_backward() -> None
     assert plain["tensor-parallel forward"].count == 2 * 4 + 1
 
 
+def test_model_without_head_has_no_all_reduce_for_it() -> None:
+    counts = {}
+    for head in (True, False):
+        model = replace(SMALL, lm_head=head)
+        for collective in communication(model, Plan(tensor=2), batch=1, seq=8):
+            counts[head, collective.name] = collective.count
+    assert counts[True, "tensor-parallel backward"] == 2 * SMALL.layers + 1
+    assert counts[False, "tensor-parallel backward"] == 2 * SMALL.layers
+    assert counts[False, "tensor-parallel forward"] == 2 * SMALL.layers + 1
+
+
 def test_parallel_block_has_one_all_reduce() -> None:
     shape = Transformer(layers=4, d_model=64, heads=8, vocab_size=0, parallel_block=True)
     assert communication(shape, Plan(tensor=4), batch=1, seq=4).payload.total == (
@@ -170,6 +182,10 @@ def test_stage_boundaries_are_named_by_direction() -> None:
     assert [part.name for part in boundaries][:2] == ["forward 0 to 1", "backward 1 to 0"]
     assert {part.total for part in boundaries} == {8 * 16 * 64 * 2}
     assert len(boundaries.parts) == 6
+    # 4-bit numbers of 3 tokens do not fill a byte.
+    narrow = Transformer(layers=2, d_model=65, heads=5, vocab_size=100)
+    halves = communication(narrow, Plan(pipeline=2), batch=1, seq=3, activations="int4")
+    assert {part.total for part in halves.boundaries} == {97.5}
     ends = [communication(SMALL, plan, batch=8, seq=16, stage=s).collectives for s in (0, 1, 3)]
     assert [[c.name.split()[0] for c in end] for end in ends] == [
         ["activations"],

@@ -407,3 +407,9 @@ def test_an_explicit_zero_on_the_command_line_is_refused(option: str) -> None:
     assert main([sizes, option, "0"]) == 2
     assert main(["plan", sizes, "--gpus", "8", option, "0"]) == 2
     assert main([sizes, "--precision", ""]) == 2
+
+
+def test_list_of_many_layers_is_not_the_name_of_a_file() -> None:
+    layers = "+".join(map(str, range(100)))
+    sizes = "layers=100,d_model=64,heads=4,vocab_size=9,experts.count=4,experts.per_token=2"
+    assert read_model(f"{sizes},experts.layers={layers}").expert_layers == set(range(100))

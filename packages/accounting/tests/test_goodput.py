@@ -86,6 +86,20 @@ def test_the_best_interval_beats_its_neighbors_and_approaches_youngs(c: float, m
     )
 
 
+def test_rare_failures_have_the_interval_of_young() -> None:
+    for ratio in (1e-20, 1e-16, 1e-12):
+        best = best_interval_hours(ratio, 1.0)
+        assert best == pytest.approx(young_daly_hours(ratio, 1.0), rel=1e-6)
+    rare = Run(
+        work_hours=100,
+        devices=1,
+        failures_per_device_hour=1e-18,
+        checkpoint_hours=0.1,
+        restart_hours=0.1,
+    )
+    assert goodput(rare).wall_clock_hours == pytest.approx(100.1)
+
+
 def test_llama_3_405b_stays_above_nine_tenths() -> None:
     assert LLAMA3_405B.hours_between_failures == pytest.approx(3.09, abs=0.01)
     expected = goodput(LLAMA3_405B)

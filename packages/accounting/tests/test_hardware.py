@@ -154,6 +154,12 @@ def test_at_the_least_batch_arithmetic_and_links_take_the_same_time(
     assert best_mesh(x * y, d_ff=f, **links).per_device <= result.per_device * (1 + 1e-9)
 
 
+def test_zero_speed_is_refused_and_not_replaced_by_that_of_the_hardware() -> None:
+    for speed in ("flops_per_second", "axis_bytes_per_second"):
+        with pytest.raises(ValueError, match=rf"expected 0 < {speed} < inf, got 0"):
+            compute_bound_batch(fsdp=4, tensor=1, d_ff=4096, hardware="H100", **{speed: 0})
+
+
 def test_range_propagates_to_result() -> None:
     price = fermi.training_usd(
         fermi.training_flops(175e9, 300e9),

@@ -243,3 +243,20 @@ def test_fits_refuses_parameters_that_it_cannot_follow() -> None:
         fully_shard(sharded, mesh=mesh)
         with pytest.raises(ValueError, match="expected plain dense tensors, got DTensor"):
             fits(sharded, torch.ones(4, 8))
+
+
+def test_fits_does_not_depend_on_modes_of_the_caller() -> None:
+    module, sample = nn.Linear(4, 4), torch.zeros(2, 4)
+    expected = fits(module, sample).peak.total
+    modes = (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16))
+    for caller in modes:
+        with caller:
+            assert fits(module, sample).peak.total == expected
+
+
+def test_loss_without_gradient_is_refused() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="expected a loss with a gradient"):
+        fits(frozen, torch.zeros(2, 4), None)
+    with pytest.raises(ValueError, match="expected rounding >= 1, got 0"):
+        Ledger(rounding=0)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from accounting import Transformer, parameters
+from accounting import Experts, Transformer, parameters
 from hypothesis import given, settings
 from random_shapes import shapes
 from torch import nn
@@ -77,3 +77,15 @@ def test_active_is_all_without_the_experts_not_chosen(shape: Transformer) -> Non
     width = shape.experts.width
     bias = (shape.mlp_matrices - 1) * width + shape.d_model if shape.mlp_bias else 0
     assert everything - active == idle * (shape.mlp_matrices * shape.d_model * width + bias)
+
+
+def test_path_names_one_part_and_is_tested_like_it_is_read() -> None:
+    experts = Experts(count=4, per_token=2, shared=64, shared_gate=True)
+    model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100, experts=experts)
+    counted = parameters(model)
+    assert "attention/query" in counted
+    assert "attention/gate" not in counted
+    assert "query" not in counted
+    assert "attention/query/x" not in counted
+    names = [part.name for part in counted["experts"]]
+    assert len(set(names)) == len(names)

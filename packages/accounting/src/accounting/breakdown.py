@@ -43,7 +43,9 @@ class Breakdown:
         raise KeyError(f"{self.name!r} has no part {first!r}; its parts are {known}")
 
     def __contains__(self, name: object) -> bool:
-        return any(part.name == name for part in self.parts)
+        """Return True if `self[name]` is a part."""
+        first, _, rest = str(name).partition("/")
+        return any(part.name == first and (not rest or rest in part) for part in self.parts)
 
     def __iter__(self) -> Iterator[Breakdown]:
         return iter(self.parts)

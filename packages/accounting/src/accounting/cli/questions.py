@@ -1,8 +1,8 @@
 """Differences between two models, and models and amounts as text."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from accounting import checks
@@ -55,7 +55,7 @@ def amount(text: str) -> float:
 @checks.entry()
 def read_model(text: str) -> Transformer:
     """Read a model from the path of a config.json, or from `name=value` sizes with commas."""
-    if Path(text).exists() or "=" not in text:
+    if "=" not in text or _is_path(text):
         return Transformer.from_hf(text)
     sizes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -81,6 +81,11 @@ def read_model(text: str) -> Transformer:
     return model
 
 
+def _is_path(text: str) -> bool:
+    """Return True if a file or folder exists; unlike `Path.exists`, for a text of any length."""
+    return os.path.exists(text)
+
+
 def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """Return a record of these fields; raise `ValueError` if a required field is missing."""
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
@@ -98,7 +103,7 @@ def stored_dtype(text: str) -> str:
 
     With fp8, tables, norms and scales count as fp8 too. Other methods raise `ValueError`.
     """
-    if not Path(text).exists():
+    if not _is_path(text):
         return "bf16"
     content = content_of(text)
     # A multimodal file may state the quantization of its language model inside that model's part.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,9 @@ class Fit:
     __str__ = explain
 
 
+# The step must not depend on modes of the caller.
+@torch.inference_mode(False)
+@torch.enable_grad()
 @checks.entry()
 def fits(
     module: nn.Module,
@@ -146,7 +149,7 @@ def fits(
     for parameter in shadow.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(ledger.name_gradient)
-    mixed = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    devices = {tensor.device.type for tensor in fakes.copies}
     ledger.hold("weights", *shadow.parameters(), *shadow.buffers())
     ledger.hold("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
     ledger.hold("attributes", *fakes.copies)
@@ -155,18 +158,13 @@ def fits(
     try:
         with mode, ledger:
             for _ in range(2):
-                with mixed:
-                    ledger.phase = "activations"
+                ledger.phase = "activations"
+                with _autocast(devices, autocast):
                     result = (loss or _loss)(_call(shadow, inputs))
-                ledger.phase = "backward"
-                result.backward()
+                _backward(result, ledger)
                 del result
-                if optimizer_copy is not None:
-                    ledger.phase = "optimizer"
-                    optimizer_copy.step()
-                    optimizer_copy.zero_grad()
-                else:
-                    shadow.zero_grad()
+                ledger.phase = "optimizer"
+                _update(shadow, optimizer_copy)
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -351,10 +349,36 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
         ) from error
 
 
+def _autocast(devices: Iterable[str], dtype: torch.dtype | None) -> ExitStack:
+    """Return a context with autocast to `dtype` on each kind of device, or without autocast."""
+    stack = ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+    return stack
+
+
 def _call(module: nn.Module, sample: Any) -> Any:
     if isinstance(sample, dict):
         return module(**sample)
     return module(*sample) if isinstance(sample, tuple | list) else module(sample)
+
+
+def _backward(result: Tensor, ledger: Ledger) -> None:
+    if not result.requires_grad:
+        raise ValueError(
+            "expected a loss with a gradient, got one that depends on no parameter and no input "
+            "that requires a gradient"
+        )
+    ledger.phase = "backward"
+    result.backward()
+
+
+def _update(module: nn.Module, optimizer: optim.Optimizer | None) -> None:
+    if optimizer is None:
+        module.zero_grad()
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _loss(output: Any) -> Tensor:

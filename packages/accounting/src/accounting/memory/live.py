@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from accounting import checks
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -42,6 +44,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        checks.whole("rounding", rounding)
         self.live_bytes = self.peak_bytes = 0
         self.phase = self.when = ""
         self.rounding = rounding

@@ -138,7 +138,7 @@ def plan_for(
     batch: int | None = None,
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
-    precision: str | None = None,
+    precision: str | Precision | None = None,
     time_limit: float | None = None,
     progress: Callable[[int, int], None] | None = None,
     **fixed: Any,

@@ -191,7 +191,8 @@ class Estimator:
                 data, remainder = divmod(devices, tensor * pipeline * context)
                 if remainder or not data or self.work.batch % data:
                     continue
-                if self.fixed.get("data", data) == data:
+                # As in `Plan`, data=0 means that the other degrees determine it.
+                if (self.fixed.get("data") or data) == data:
                     yield from self._schedules(tensor, pipeline, context, data)
 
     def _schedules(

@@ -101,8 +101,9 @@ def _tensor(
         if model.parallel_block
         else len(mixing_layers) + len(mlp_layers)
     )
-    ends = int(bool(model.vocab_size))
-    first, last = ends * (stage == 0), ends * (stage == plan.pipeline - 1)
+    # The embedding ends in a sum, and so does the gradient of the head's input.
+    first = int(stage == 0 and stage_model.vocab_size > 0)
+    last = int(stage == plan.pipeline - 1 and stage_model.lm_head and stage_model.vocab_size > 0)
     recomputed = blocks if plan.recompute == "full" else 0
     forward, backward = blocks + recomputed + first, blocks + last
     rows = [
@@ -158,9 +159,7 @@ def _pipeline(plan: Plan, hop: int | Fraction, stage: int) -> Iterator[Collectiv
 
 
 def _boundaries(plan: Plan, hop: int | Fraction) -> Breakdown:
-    boundary_bytes = hop * plan.tensor * plan.context
-    if not plan.sequence_parallel:
-        boundary_bytes = boundary_bytes // plan.tensor
+    boundary_bytes = hop * plan.context * (plan.tensor if plan.sequence_parallel else 1)
     parts = []
     for left in range(plan.pipeline * plan.virtual_stages - 1 if plan.pipeline > 1 else 0):
         stage, next_stage = left % plan.pipeline, (left + 1) % plan.pipeline

@@ -100,15 +100,15 @@ def young_daly_hours(checkpoint_hours: float, hours_between_failures: float) -> 
 def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """Return the hours of work between checkpoints that minimize the expected duration.
 
-    Young's interval approaches this optimum for C << M. The derivative is zero for (1 - x) e^x =
-    e^(-C/M) with x = tau / M, solved by bisection.
+    Young's interval approaches this optimum for C << M. The derivative is zero for log(1 - x) + x =
+    -C/M with x = tau / M, solved by bisection below x = sqrt(2 C/M), Young's interval.
     """
-    target = math.exp(-checkpoint_hours / hours_between_failures)
-    low, high = 0.0, 1.0
-    for _ in range(100):
+    ratio = checkpoint_hours / hours_between_failures
+    low, high = 0.0, min(1.0, math.sqrt(2 * ratio))
+    for _ in range(50):
         x = (low + high) / 2
-        low, high = (x, high) if (1 - x) * math.exp(x) > target else (low, x)
-    return low * hours_between_failures
+        low, high = (x, high) if math.log1p(-x) + x > -ratio else (low, x)
+    return high * hours_between_failures
 
 
 @checks.entry()
@@ -120,8 +120,6 @@ def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
         interval_hours = mean
         if math.isfinite(mean):
             interval_hours = best_interval_hours(run.checkpoint_hours, mean)
-    if not math.isinf(interval_hours):
-        checks.number("interval_hours", interval_hours)
     interval_hours = min(interval_hours, run.work_hours)
     segment = interval_hours + run.checkpoint_hours
     if math.isinf(mean):

@@ -120,9 +120,11 @@ def _alpha(
 ) -> float:
     if hardware is not None:
         device = find(hardware)
-        flops_per_second = flops_per_second or device.peak("bf16")
-        axis_bytes_per_second = axis_bytes_per_second or device.node_link.bandwidth
-    if not flops_per_second or not axis_bytes_per_second:
+        if flops_per_second is None:
+            flops_per_second = device.peak("bf16")
+        if axis_bytes_per_second is None:
+            axis_bytes_per_second = device.node_link.bandwidth
+    if flops_per_second is None or axis_bytes_per_second is None:
         raise ValueError(
             "expected hardware, or flops_per_second and axis_bytes_per_second, got neither"
         )
