@@ -475,3 +475,12 @@ def test_tensor_parallelism_divides_the_widths_that_the_model_has() -> None:
     assert plans_that_fit(everywhere, hardware="H100", devices=2, batch=2, seq=8, tensor=2)
     with pytest.raises(ValueError, match=r"tensor to divide experts\.width=33"):
         plan.check(mixture_with_dense_layers(width=33))
+
+
+def test_one_device_may_need_less_memory_than_two() -> None:
+    model = Transformer(layers=1, d_model=256, heads=4, vocab_size=10)
+    budget = 18 * parameters(model).total
+    question: dict[str, Any] = {"memory_bytes": budget, "batch": 1, "seq": 1}
+    two = training_memory(model, Plan(data=2, zero=3), batch=2, seq=1).total
+    assert two > budget
+    assert fewest_devices(model, **question) == 1

@@ -30,7 +30,12 @@ def test_packed_weights_are_refused() -> None:
     quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear})
     with pytest.raises(ValueError, match="those of '0' are quantized and packed"):
         parameters(quantized)
-    for attribute, reason in (("quant_state", "quantized"), ("ds_numel", "sharded by DeepSpeed")):
+    for attribute, reason in (
+        ("quant_state", "quantized"),
+        ("ds_numel", "sharded by DeepSpeed"),
+        ("qweight", "quantized"),
+        ("_fsdp_wrapped_module", "flattened"),
+    ):
         module = nn.Sequential(nn.Linear(8, 8))
         setattr(module[0].weight, attribute, 64)
         with pytest.raises(ValueError, match=f"those of '0' are {reason}"):

@@ -19,6 +19,7 @@ from accounting import (
     Plan,
     Transformer,
     Window,
+    Workload,
     flops,
     kv_cache,
     plan_for,
@@ -27,10 +28,12 @@ from accounting import (
 from accounting.cli.main import main
 from accounting.cli.questions import amount, stored_dtype
 from accounting.cli.serving import serving
+from accounting.hardware import find
 from accounting.memory.states import device_parameters
 from accounting.plan import even
+from accounting.search.estimates import MEMORY_TOLERANCE, Estimator
 from accounting.search.launch import command_lines
-from accounting.search.plans import plans_that_fit
+from accounting.search.plans import _valid_plan, plans_that_fit
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -561,3 +564,27 @@ def test_search_reads_fields_like_a_plan() -> None:
     assert plans_that_fit(model, **question, data=0) == plans_that_fit(model, **question)
     recipe = replace(PRECISIONS["fp32"], name="mine")
     assert plan_for(model, gpus=1, seq=8, batch=2, precision=recipe).precision == "mine"
+
+
+HYBRID = {
+    "model_type": "jamba",
+    **{"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 1000},
+    **{"intermediate_size": 1024, "num_key_value_heads": 2},
+}
+CODER = {"model_type": "t5", "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128}
+
+
+@pytest.mark.parametrize("config", [HYBRID, CODER | {"num_layers": 2, "vocab_size": 100}])
+def test_no_plan_that_fits_is_dropped_by_its_estimate(config: dict[str, Any]) -> None:
+    model = Transformer.from_hf(config)
+    work = Workload(batch=16, seq=64, precision="megatron_bf16", fused_gate=True)
+    estimator = Estimator(model, find("H100"), 8, work, 1e15, {})
+    compared = 0
+    estimates = list(estimator.estimates())
+    for estimate in random.Random(0).sample(estimates, min(60, len(estimates))):
+        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
+        if plan is not None:
+            needed = training_memory(model, plan, work).total
+            assert estimate.memory_bytes <= MEMORY_TOLERANCE * needed, plan
+            compared += 1
+    assert compared > 5

@@ -31,6 +31,10 @@ def training_memory(
     `stage` selects one pipeline stage. `run` are the fields of a `Workload`; `batch` is the whole
     batch in sequences, and 0 selects the model states between two steps. With ZeRO-3 the result
     includes the weights and gradients that are gathered and reduced during a step.
+
+    The optimizer is a fused one, such as that of the printed commands. `foreach`, torch's default,
+    needs another copy of the second moments when activations are freed already; `peak_memory`
+    counts it.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)

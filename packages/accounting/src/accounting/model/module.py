@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 UNIT = "parameters"
 
 #: Attributes of modules and parameters whose weights are stored in fewer elements than they have:
-#: those of torch's quantized modules, of bitsandbytes with 4 bits, and of DeepSpeed's ZeRO-3.
+#: those of torch's quantized modules, of GPTQ and AWQ, of bitsandbytes with 4 bits, of DeepSpeed's
+#: ZeRO-3, and of torch's FSDP1.
 _PACKED = {
+    "_fsdp_wrapped_module": "flattened by FullyShardedDataParallel",
+    "qweight": "quantized and packed",
     "_packed_params": "quantized and packed",
     "quant_state": "quantized and packed",
     "ds_numel": "sharded by DeepSpeed",

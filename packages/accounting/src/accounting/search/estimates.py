@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.memory.activations import activations
-from accounting.memory.states import device_parameters, one_layer
+from accounting.memory.states import device_parameters
 from accounting.model.shape import Shape
 from accounting.plan import Plan, even, tensor_parallel_sizes
 from accounting.precision import bytes_of
@@ -52,14 +52,14 @@ class Candidate(NamedTuple):
         return min(self.microbatches, self.pipeline)
 
     @property
-    def shards_weights(self) -> bool:
-        """True if weights stay sharded; FSDP2 in a pipeline keeps them whole during a step."""
-        return self.zero == 3 and self.pipeline == 1
+    def keeps_weights_whole(self) -> bool:
+        """True for FSDP2 in a pipeline, whose weights and gradients stay whole during a step."""
+        return self.zero == 3 and self.pipeline > 1
 
     @property
     def shards_gradients(self) -> bool:
         """True if each micro-batch reduces and shards its gradients."""
-        return self.zero == 2 or self.shards_weights
+        return self.zero >= 2 and not self.keeps_weights_whole
 
     @property
     def gathers(self) -> int:
@@ -86,7 +86,7 @@ class TensorShard(NamedTuple):
     dense: int
     #: Parameters of the experts per device, before pipeline and expert parallelism divide them.
     routed: int
-    #: Bytes of saved activations per token and layer, by kind of recomputation.
+    #: Mean bytes of saved activations per token and layer, by kind of recomputation.
     activation_bytes: dict[str, float]
 
 
@@ -141,7 +141,9 @@ class Estimator:
                 stored_tokens = self._tokens(candidate) * candidate.in_flight
                 layers = self.model.layers / candidate.pipeline
                 for recompute, token_bytes in shard.activation_bytes.items():
-                    needed = state_bytes + token_bytes * stored_tokens * layers
+                    saved = token_bytes * stored_tokens * layers
+                    # The last backward ends with all weights gathered and no saved tensors.
+                    needed = state_bytes + max(saved, self._gathered_bytes(candidate, whole))
                     busy = self.compute_seconds * RECOMPUTE_FACTOR[recompute] + exposed
                     yield Estimate(busy * (1 + idle), needed, candidate, recompute)
 
@@ -155,7 +157,12 @@ class Estimator:
         }
 
     def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
-        return [self.fixed[name]] if name in self.fixed else list(default)
+        if name in self.fixed:
+            return [self.fixed[name]]
+        # Only the data parallelism of a model with an encoder is described.
+        if self.model.encoder and name in ("tensor", "pipeline", "context"):
+            return [1]
+        return list(default)
 
     def _sequence_parallel(self, tensor: int) -> bool:
         return bool(self.fixed.get("sequence_parallel", tensor > 1))
@@ -173,13 +180,13 @@ class Estimator:
         dense, routed = device_parameters(self.model, Plan(tensor=tensor))
         if self.offload == "activations":
             return TensorShard(dense, routed, {"full": 0.0})
-        layer = one_layer(self.model)
-        token = replace(self.work, batch=1, seq=1, fused_gate=False)
+        sequence = replace(self.work, batch=1)
+        numbers = self.work.seq * self.model.layers
         sequence_parallel = self._sequence_parallel(tensor)
         saved = {}
         for recompute in self._choices("recompute", RECOMPUTE_FACTOR):
             plan = Plan(tensor=tensor, sequence_parallel=sequence_parallel, recompute=recompute)
-            saved[recompute] = float(activations(layer, plan, token).total)
+            saved[recompute] = float(activations(self.model, plan, sequence).total) / numbers
         return TensorShard(dense, routed, saved)
 
     def _candidates(self, tensor: int) -> Iterator[Candidate]:
@@ -246,7 +253,7 @@ class Estimator:
     def _state_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
         """Return the bytes of weights, gradients and optimizer state."""
         sharded = (shard.dense + shard.routed) / candidate.pipeline / candidate.replicas
-        weights = sharded if candidate.shards_weights else whole
+        weights = sharded if candidate.zero == 3 else whole
         gradients = sharded if candidate.shards_gradients else whole
         states = sharded if candidate.zero else whole
         cast = whole if candidate.zero < 3 else 0.0
@@ -256,6 +263,10 @@ class Estimator:
             + self.optimizer_bytes * states
             + self.cast_bytes * cast
         )
+
+    def _gathered_bytes(self, candidate: Candidate, whole: float) -> float:
+        """Return the bytes of gathered weights at the end of a backward."""
+        return (self.cast_bytes or self.weight_bytes) * whole * candidate.keeps_weights_whole
 
     def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:
         """Return the seconds of traffic that compute does not hide, and of reading the weights."""

@@ -157,13 +157,15 @@ def fewest_devices(
         whole = activation_bytes * (1 - sharded_activations + sharded_activations / devices)
         return need.total + whole <= memory_bytes
 
+    # One device gathers no weights, so it may need less memory than two.
+    if fits(1):
+        return 1
     if not fits(most):
         raise ValueError(
             f"{model.name} does not fit {memory_bytes:,.0f} bytes per device on up to {most:,} "
             f"devices at zero={zero}; shard more (zero, tensor, pipeline) or pass a smaller batch"
         )
-    low = 1
-    high = most
+    low, high = 2, most
     while low < high:
         middle = (low + high) // 2
         if fits(middle):

@@ -57,7 +57,7 @@ def stage_seconds(
         repeats = passes * matrix.times
         # Keys and values of cross-attention are computed for the tokens of the encoder.
         rows = source if matrix.applies_to == "source" else tokens
-        split = 1 if matrix.split == "none" else plan.tensor
+        split = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         copies = matrix.chosen
         entries = matrix.entries / split
         compute += repeats * 2 * rows * copies * entries

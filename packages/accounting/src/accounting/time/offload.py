@@ -14,7 +14,7 @@ from accounting.workload import Workload
 HOST_BANDWIDTH = 40e9
 
 
-def held_parameters(model: Shape, plan: Plan) -> int:
+def updated_parameters(model: Shape, plan: Plan) -> int:
     """Return the parameters that a device updates; with ZeRO, a shard."""
     dense, routed = device_parameters(model, plan)
     if plan.zero:
@@ -33,7 +33,7 @@ def offload_seconds(
     """
     link, kind = device.host_link, work.kind
     if plan.offload == "optimizer":
-        count = held_parameters(model, plan)
+        count = updated_parameters(model, plan)
         down, up = bytes_of(kind.gradients), bytes_of(kind.cast_weights or kind.weights)
         moved = 2 * kind.bytes_per_parameter
         seconds_per_byte = 1 / link.bandwidth

@@ -23,7 +23,7 @@ from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
 from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
-from accounting.time.offload import held_parameters, offload_seconds
+from accounting.time.offload import offload_seconds, updated_parameters
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -151,7 +151,7 @@ def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> B
     if plan.offload == "optimizer":
         return None
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
-    count, moved = held_parameters(model, plan), 2 * kind.bytes_per_parameter
+    count, moved = updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
     )
