@@ -188,7 +188,7 @@ def test_fits_follows_an_optimizer_of_some_parameters() -> None:
     assert not optimizer.state
     assert predicted == pytest.approx(real_peak(module, x, optimizer), rel=0.02)
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="parameters that module does not own"):
+    with pytest.raises(ValueError, match="got one with other parameters"):
         fits(module, x, stranger)
 
 

@@ -68,8 +68,8 @@ def peaks(family: str, batch: int, seq: int, vocab_size: int) -> tuple[int, floa
     return int(peak["Total"]), float(predicted.total)
 
 
-#: Qwen3-MoE also has the norms of Qwen3 and the experts of Mixtral.
-SLOW = ("mistral", "mixtral", "qwen3")
+#: Gemma 3 has the norms of Llama and Qwen3, and DeepSeek-V3 the experts of Mixtral and Qwen3-MoE.
+SLOW = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Size of the KV cache, and of the state that recurrent layers keep in its place."""
+"""Size of the KV cache, and of the state that recurrent layers store instead."""
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total

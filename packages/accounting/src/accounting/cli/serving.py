@@ -84,7 +84,7 @@ def serving(
     weight_bytes = tensor * sum(stage.weight_bytes for stage in loads)
     cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
-        raise ValueError(f"expected a decoder, got {model.name}, which keeps no cache")
+        raise ValueError(f"expected a decoder, got {model.name}, which has no cache")
     usable = 0.9 * device.memory_bytes
     read = sum(_read_parameters(x.model, tensor, "decode") * size + x.read_bytes for x in loads)
     room = math.inf

@@ -35,7 +35,8 @@ class Ledger(LiveMemory):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and _is_out_of_memory(error):
-            error.add_note(f"alive when it came, {binary_size(self.live_bytes)}:\n{self.table()}")
+            size = binary_size(self.live_bytes)
+            error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
     def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
         """Return the live blocks as text, the largest first, by kind, module and operator."""
@@ -170,8 +171,8 @@ def fits(
         fake_tensor.DynamicOutputShapeException,
     ) as error:
         raise ValueError(
-            f"{type(module).__name__} looks at the values of tensors ({error}), which fake ones do "
-            "not have; use Ledger around a real step"
+            f"{type(module).__name__} depends on the values of tensors ({error}), which fake "
+            "tensors do not have; use Ledger around a real step"
         ) from None
     sizes: Counter[str] = Counter()
     for block in ledger.at_peak:
@@ -335,7 +336,10 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
     for group in optimizer.param_groups:
         copies = [fakes.of(parameter) for parameter in group["params"]]
         if not all(id(parameter) in owned for parameter in copies):
-            raise ValueError("optimizer has parameters that module does not own; give its class")
+            raise ValueError(
+                "expected an optimizer of parameters of the module, got one with other parameters; "
+                "pass its class"
+            )
         groups.append(group | {"params": copies})
     # Some classes list more defaults than their arguments: AdamW has `decoupled_weight_decay`.
     taken = inspect.signature(type(optimizer)).parameters
@@ -344,7 +348,7 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
         return type(optimizer)(groups, **options)
     except TypeError as error:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be built from its defaults ({error}); give its "
+            f"{type(optimizer).__name__} cannot be built from its defaults ({error}); pass its "
             "class, or functools.partial(...) of it"
         ) from error
 

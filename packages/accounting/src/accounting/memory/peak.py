@@ -34,10 +34,10 @@ def peak_memory(
     Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
     of the backward, and activations are freed before the optimizer runs. Each block of the backward
     frees its activations and allocates its gradients. The peak is therefore at the start of the
-    backward, in the last, the last but one or the first block (which is run again if
-    `checkpointed`), or in the optimizer. `gradients_kept` is for loops that keep gradients
-    (accumulation, buckets). `foreach` is torch's default on a GPU: the optimizer computes the
-    square roots of all second moments at once.
+    backward, in the last, the last but one or the first block, or in the optimizer.
+    `checkpointed=True` means `Plan(recompute="full")`: each block runs again. `gradients_kept` is
+    for loops that keep gradients (accumulation, buckets). `foreach` is torch's default on a GPU:
+    the optimizer computes the square roots of all second moments at once.
 
     A `plan` may shard states over data ranks. ZeRO-3 is torch's FSDP2 with one group per block and
     one for the ends. The ends stay gathered during the backward together with the whole gradient of
