@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
 from accounting.hardware import Link
+from accounting.memory.states import device_parameters
 from accounting.time.collective import Collective
 from accounting.time.efficiency import ATTENTION_SHARE, MATMUL_SHARE, POWER_SHARE
 from accounting.time.step import (
@@ -185,3 +186,12 @@ def test_all_to_all_uses_one_port_per_device(expert: int, size: int) -> None:
 def test_pipeline_send_uses_one_port() -> None:
     link = group_link(H100, stride=1, ranks=16, operation="send")
     assert link.bandwidth == H100.network.bandwidth
+
+
+def test_optimizer_takes_the_time_of_the_largest_stage() -> None:
+    # The first and the last of four stages have one layer, and the others have two.
+    model = Transformer(layers=6, d_model=64, heads=4, vocab_size=10)
+    plan = Plan(pipeline=4, microbatches=4)
+    stages = [sum(device_parameters(model, plan, stage)) for stage in range(4)]
+    step = step_time(model, plan, batch=4, seq=64, hardware=H100)
+    assert stages[0] < max(stages) == dict(step["optimizer"].factors)["parameters"]

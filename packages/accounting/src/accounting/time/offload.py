@@ -15,11 +15,17 @@ HOST_BANDWIDTH = 40e9
 
 
 def updated_parameters(model: Shape, plan: Plan) -> int:
-    """Return the parameters that a device updates; with ZeRO, a shard."""
-    dense, routed = device_parameters(model, plan)
-    if plan.zero:
-        dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
-    return dense + routed
+    """Return the parameters that a device of the first, middle or last stage updates, the largest.
+
+    With ZeRO, these are a shard.
+    """
+    largest = 0
+    for stage in {0, plan.pipeline // 2, plan.pipeline - 1}:
+        dense, routed = device_parameters(model, plan, stage)
+        if plan.zero:
+            dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+        largest = max(largest, dense + routed)
+    return largest
 
 
 def offload_seconds(
