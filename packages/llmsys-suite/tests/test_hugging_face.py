@@ -73,7 +73,7 @@ def test_missing_files_and_other_tensors_are_refused(exported, tmp_path):
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="config.json has no 'max_position_embeddings'"):
+    with pytest.raises(UsageError, match=r"config\.json has no 'max_position_embeddings'"):
         import_model(tmp_path)
     save_file({"model.other.weight": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(UsageError, match="expected the tensors of a Llama model"):

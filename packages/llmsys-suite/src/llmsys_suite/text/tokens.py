@@ -170,7 +170,7 @@ def _last_boundary(line: bytes, stop: int) -> int:
     if stop >= len(line):
         return len(line)
     # A character has at most three continuation bytes, which begin with the bits 10.
-    starts = [place for place in range(stop, stop - 4, -1) if line[place] & 0xC0 != 0x80]
+    starts = [index for index in range(stop, stop - 4, -1) if line[index] & 0xC0 != 0x80]
     return starts[0] if starts else stop
 
 
