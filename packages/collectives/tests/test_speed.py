@@ -121,9 +121,12 @@ def test_auto_between_hosts_is_at_least_as_fast_as_gloo(count, sizes, tmp_path):
         assert run_everywhere(hosts, command, environment, seconds=300) == [0] * count
     measured = json.loads(path.read_text())
     assert len(measured) == 6 * len(sizes)
-    slowest = max(measured, key=measured.get)
-    figure = f"collectives: auto over gloo between {count} hosts, {slowest} bytes"
-    assert_at_most(figure, 1.05, measured[slowest])
+    for size in sizes:
+        ratios = {name: r for name, r in measured.items() if name.endswith(f" {size}")}
+        slowest = max(ratios, key=ratios.get)
+        figure = f"collectives: auto over gloo between {count} hosts, {slowest} bytes"
+        # The Python of a call is as long as the send of a short message: 1.56 on an Intel Xeon.
+        assert_at_most(figure, 1.5 if size == KIB else 1.05, ratios[slowest])
 
 
 def cost_of_a_call():
@@ -160,7 +163,8 @@ def cost_of_gloos():
 
 def test_call_on_gloo_costs_a_few_microseconds_more_than_torchs():
     microseconds = 1e6 * run_ranks(cost_of_gloos, 1)[0]
-    assert_at_most("collectives: a call on gloo beyond torch's", 8, microseconds, "us")
+    # 4 us on an AMD EPYC, 13 us on an Intel Xeon.
+    assert_at_most("collectives: a call on gloo beyond torch's", 12, microseconds, "us")
 
 
 def test_mpi_library_is_at_most_as_fast(tmp_path):
