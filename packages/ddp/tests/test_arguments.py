@@ -3,8 +3,31 @@
 import pytest
 import torch
 from ddp import DDP, all_reduce_gradients
+from ddp.options import BucketSize, select_bucket_size
 from torch import nn
 from worker_pool import try_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "selected"),
+    [
+        ((BucketSize.DEFAULT, None, None), 25.0),
+        ((BucketSize.DEFAULT, 10.0, None), 10.0),
+        ((BucketSize.DEFAULT, 10.0, [1.0, 5.0]), (1.0, 5.0)),
+        ((None, None, None), None),
+        ((5.0, 5.0, []), 5.0),
+    ],
+)
+def test_bucket_size_has_one_value(arguments: tuple, selected: object) -> None:
+    assert select_bucket_size(*arguments) == selected
+
+
+@pytest.mark.parametrize("size", [5.0, 25.0, None])
+def test_two_bucket_sizes_are_refused(size: float | None) -> None:
+    with pytest.raises(ValueError, match=f"bucket_size_mb={size} and bucket_cap_mb=10.0; pass one"):
+        DDP(nn.Linear(2, 2), bucket_size_mb=size, bucket_cap_mb=10.0)
+    with pytest.raises(ValueError, match=f"bucket_size_mb={size} and bucket_cap_mb_list="):
+        DDP(nn.Linear(2, 2), bucket_size_mb=size, bucket_cap_mb_list=[1.0, 10.0])
 
 
 def pass_invalid_arguments() -> list[str]:

@@ -27,6 +27,7 @@ from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
 from ddp.consistency.uneven_inputs import ZeroContribution
 from ddp.metering.meter import Meter
 from ddp.options import (
+    BucketSize,
     Options,
     check_module,
     check_restricted_arguments,
@@ -57,7 +58,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With 25, the first of several buckets has at most 1.
+            parameter separately. With 25, the default, the first of several buckets has at most 1.
+            torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
         all_reduce: function with the signature of `torch.distributed.all_reduce`.
@@ -89,7 +91,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
-        bucket_size_mb: float | Sequence[Any] | None = 25.0,
+        bucket_size_mb: float | Sequence[Any] | BucketSize | None = BucketSize.DEFAULT,
         *,
         group: dist.ProcessGroup | None = None,
         all_reduce: AllReduce | None = None,
@@ -119,7 +121,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if isinstance(bucket_size_mb, Sequence):
             # The second positional argument of torch's DDP is `device_ids`.
             device_ids = bucket_size_mb
-            bucket_size_mb = 25.0
+            bucket_size_mb = BucketSize.DEFAULT
         if broadcast_buffers is not None:
             warnings.warn(
                 "broadcast_buffers is called forward_sync_buffers since torch 2.13; pass that",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ RESTRICTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 DEFAULT_SIZE_MB = 25.0
 FIRST_SIZE_MB = 1.0
+
+
+class BucketSize(Enum):
+    """The type of a size that is not passed. None is already taken: see `bucket_size_mb`."""
+
+    DEFAULT = DEFAULT_SIZE_MB
 
 
 @dataclass(frozen=True)
@@ -147,12 +154,22 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
 
 
 def select_bucket_size(
-    bucket_size_mb: float | None, cap: float | None, caps: Sequence[float] | None
+    bucket_size_mb: float | BucketSize | None, cap: float | None, caps: Sequence[float] | None
 ) -> float | tuple[float, ...] | None:
-    """Return the size of all buckets, or the size of each. As in torch, `caps` overrides `cap`."""
-    if caps:
-        return tuple(caps)
-    return bucket_size_mb if cap is None else cap
+    """Return the size of all buckets, or the size of each; raise `ValueError` for two values.
+
+    As in torch, `caps` overrides `cap`.
+    """
+    selected = tuple(caps) if caps else cap
+    if isinstance(bucket_size_mb, BucketSize):
+        return DEFAULT_SIZE_MB if selected is None else selected
+    if selected is None or selected == bucket_size_mb:
+        return bucket_size_mb
+    name = "bucket_cap_mb_list" if caps else "bucket_cap_mb"
+    raise ValueError(
+        f"expected one size of buckets, got bucket_size_mb={bucket_size_mb} and "
+        f"{name}={selected}; pass one of them"
+    )
 
 
 def select_group(
