@@ -12,6 +12,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.algorithms import dispatch
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES
 from figures import assert_at_least
@@ -241,6 +242,42 @@ def many_threads():
 
 def test_synchronous_and_asynchronous_threads_share_a_group():
     run_ranks(many_threads, 1)
+
+
+def slices_of_one_buffer():
+    """Return whether the engine runs asynchronous calls on parts of one buffer, and the results."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    jobs = []
+    make_job = dispatch.make_job
+
+    def recorded(*args):
+        jobs.append(make_job(*args))
+        return jobs[-1]
+
+    dispatch.make_job = recorded
+    buffer = torch.arange(16.0) + 100 * rank
+    whole, local = buffer[: 4 * world], buffer[4 * world : 4 * world + 4]
+    collectives.reduce_scatter_tensor(local, whole, async_op=True).wait()
+    reduced = local.tolist()
+    local.fill_(rank)
+    collectives.all_gather_into_tensor(whole, local, async_op=True).wait()
+    gathered = whole.tolist()
+    # A shifted input overlaps the output, so it must be copied.
+    shifted = buffer[4 * world - 2 : 4 * world + 2]
+    expected = whole.new_empty(4 * world)
+    collectives.all_gather_into_tensor(expected, shifted.clone())
+    collectives.all_gather_into_tensor(whole, shifted, async_op=True).wait()
+    return [job is not None for job in jobs], reduced, gathered, torch.equal(whole, expected)
+
+
+def test_engine_runs_calls_on_separate_slices_of_one_buffer():
+    for rank, (in_engine, reduced, gathered, is_shifted) in enumerate(
+        run_ranks(slices_of_one_buffer, 2)
+    ):
+        assert in_engine == [True, True]
+        assert reduced == [100.0 + 2 * (4 * rank + i) for i in range(4)]
+        assert gathered == [0.0] * 4 + [1.0] * 4
+        assert is_shifted
 
 
 def computes_until_over(work):

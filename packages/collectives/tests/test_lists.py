@@ -5,11 +5,13 @@ import warnings
 from datetime import timedelta
 
 import collectives
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import COMBINE
+from collectives.arguments import may_overlap
 from collectives.shared_memory import segment
 from collectives.shared_memory.fingerprint import DTYPES as DTYPES_OF_TORCH
 from torch._subclasses import FakeTensorMode
@@ -421,6 +423,20 @@ def overlapping_in_order():
 
 def test_overlapping_input_is_read_after_earlier_calls():
     assert run_ranks(overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
+
+
+def test_overlap_is_that_of_bytes_not_of_storages():
+    array = np.zeros(12, dtype=np.float32)
+    flat = torch.from_numpy(array)
+    assert not may_overlap(flat[:4], [flat[4:8], flat[8:]])
+    assert may_overlap(flat[:5], [flat[8:], flat[4:8]])
+    # The storages of NumPy arrays differ even if they share memory.
+    assert may_overlap(flat[:4], [torch.from_numpy(array[3:])])
+    assert not may_overlap(flat[:4], [torch.from_numpy(array[4:])])
+    # A tensor with gaps counts as a whole.
+    assert may_overlap(flat[1:2], [flat[::2]])
+    assert may_overlap(flat[:1].expand(4), [flat])
+    assert not may_overlap(flat[4:4], [flat])
 
 
 def with_default_device():

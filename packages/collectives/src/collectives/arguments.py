@@ -162,21 +162,25 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
 
 def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return True if the tensor's storage overlaps that of an output."""
-    start, stop = _storage_range(tensor)
+    """Return True if the tensor's range of bytes overlaps that of an output.
+
+    Tensors may overlap without sharing a storage, such as two tensors of one NumPy array.
+    """
+    start, stop = _byte_range(tensor)
     for output in outputs:
-        output_start, output_stop = _storage_range(output)
-        # Storages of NumPy arrays and other buffers may overlap without being the same.
+        output_start, output_stop = _byte_range(output)
         if start < output_stop and output_start < stop:
             return True
     return False
 
 
-def _storage_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor's storage and of the byte after it."""
-    storage = tensor.untyped_storage()
-    start = storage.data_ptr()
-    return start, start + storage.nbytes()
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last element."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
