@@ -29,11 +29,11 @@ class PeerProcess:
         self._handle: int | None = None
         self._start_time = ""
         try:
-            # The handle comes last: it is used if it exists, so nothing after it may be missing.
-            readable = select.POLLIN
             self._poll = select.poll()
+            # The constant is read first: a handle that is not registered would never report an end.
+            event = select.POLLIN
             self._handle = os.pidfd_open(pid)
-            self._poll.register(self._handle, readable)
+            self._poll.register(self._handle, event)
         except ProcessLookupError:
             raise
         except (AttributeError, OSError):
