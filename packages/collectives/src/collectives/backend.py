@@ -56,31 +56,29 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         world = options.group_size
         timeout = options.timeout
         deadline = time.monotonic() + timeout.total_seconds()
-        store = fresh_store(options.store, world, deadline)
-        options = copy_options(options, store=store)
         # Up to torch 2.11 the constructor that takes the store cannot create a Python subclass.
         super().__init__(rank, world)
-        # Needed to create a backend of another device, or a group from this one.
-        self._options = options
         self._backend_options = backend_options
-        self._gloo: Any = connect_gloo(store, rank, world, deadline)
-        self._gloo._set_default_timeout(timeout)
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
         # The handles of the calls since `_start_coalescing`; None outside of it.
         self._coalescing: deque[dist.Work] | None = None
-        # torch's C++ code obtains the backend of a device from the base class.
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(CPU, kind, self._gloo)
-        self._set_default_backend(kind)
-        replaced = getattr(options, "process_group", None)
-        bound = getattr(replaced, "bound_device_id", None)
+        bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
-        #: The state of this group's collectives.
-        self.communicator = Communicator(
-            self._gloo, store=store, timeout=timeout, deadline=deadline
-        )
+        with fresh_store(options.store, world, deadline) as store:
+            # Needed to create a backend of another device, or a group from this one.
+            self._options = copy_options(options, store=store)
+            self._gloo: Any = connect_gloo(store, rank, world, deadline)
+            self._gloo._set_default_timeout(timeout)
+            # torch's C++ code obtains the backend of a device from the base class.
+            kind = dist.ProcessGroup.BackendType.GLOO
+            self._register_backend(CPU, kind, self._gloo)
+            self._set_default_backend(kind)
+            #: The state of this group's collectives.
+            self.communicator = Communicator(
+                self._gloo, store=store, timeout=timeout, deadline=deadline
+            )
 
     # ----- ours: collectives of one tensor per rank -----
 

@@ -69,17 +69,17 @@ class Communicator:
         self.timeout = self.group_timeout
         # One deadline, a value of time.monotonic, bounds all waits of this constructor.
         deadline = deadline or time.monotonic() + self.timeout
-        self.store = fresh_store(store, self.world, deadline)
-        self.gloo = GlooGroups(group, self.store)
-        self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
-        self.topology = Topology(
-            self.store,
-            self.rank,
-            self.world,
-            timeout=self.timeout,
-            deadline=deadline,
-            find_ended=self.point_to_point.disconnected_peers,
-        )
+        with fresh_store(store, self.world, deadline) as self.store:
+            self.gloo = GlooGroups(group, self.store)
+            self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
+            self.topology = Topology(
+                self.store,
+                self.rank,
+                self.world,
+                timeout=self.timeout,
+                deadline=deadline,
+                find_ended=self.point_to_point.disconnected_peers,
+            )
         self.failures = FailureDetector(
             self.store,
             self.rank,

@@ -7,8 +7,9 @@ abandoned if the store does not answer.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -24,6 +25,7 @@ MIN_PAUSE_SECONDS = 1e-3
 MAX_PAUSE_SECONDS = 0.1
 # Interval at which a rank that waits for another one checks whether that rank has ended.
 CHECK_SECONDS = 0.5
+GENERATION_KEY = "generation"
 STORE_LOST = (
     "the group's store does not answer: the process that serves it (a launcher, or rank 0 of the "
     "default group) has ended or hangs"
@@ -42,19 +44,48 @@ def clone_store(store: Store) -> Store:
         return store
 
 
-def fresh_store(store: Store, world: int, deadline: float) -> Store:
-    """Return a part of a store that no earlier group of the same ranks has written to.
+# Note [Generations of a store]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A store may outlive a group, and under an elastic launcher it may outlive the processes. Without a
+# separate prefix, the next group of the same ranks would read the addresses of ranks that have
+# ended. Every rank of a group increments a counter in the store once, so a counter of c belongs to
+# generation (c - 1) // world, whose number is the prefix.
+#
+# If the set-up of a group fails, some of its ranks may never increment the counter. A rank that
+# fails therefore completes the generation: it raises the counter to the last value of the
+# generation. Otherwise the ranks of the next group would disagree about their generation and wait
+# for each other. If all ranks end during the set-up, no rank completes the generation. The launcher
+# then starts new processes, with a higher restart count, which is a part of the prefix too.
 
-    A store may outlive a group, and under an elastic launcher it may outlive the processes. Without
-    a separate prefix, the next group would read the addresses of ranks that have ended. Every rank
-    of a group must call this function. The prefix starts with the launcher's restart count, because
-    ranks that died while they set up a group did not all increment the generation. `deadline` is a
-    value of time.monotonic.
+
+@contextmanager
+def fresh_store(store: Store, world: int, deadline: float) -> Iterator[Store]:
+    """Provide a part of a store that no earlier group of the same ranks has written to.
+
+    Every rank of a group must enter this context and set up the group in it. `deadline` is a value
+    of time.monotonic. See Note [Generations of a store].
     """
     attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     seconds = max(STORE_SECONDS, deadline - time.monotonic())
-    count = query_store(seconds, lambda: attempt.add("generation", 1))
-    return PrefixStore(str((count - 1) // world), attempt)
+    count = query_store(seconds, lambda: attempt.add(GENERATION_KEY, 1))
+    generation = (count - 1) // world
+    try:
+        yield PrefixStore(str(generation), attempt)
+    except BaseException as error:
+        # A store that does not answer is not queried again: the error would come later.
+        if not (isinstance(error, RankLost) and not error.ranks):
+            end = (generation + 1) * world
+            with suppress(RankLost):
+                query_store(STORE_SECONDS, lambda: _raise_counter(attempt, end))
+        raise
+
+
+def _raise_counter(store: Store, minimum: int) -> None:
+    """Raise the counter of generations to `minimum`, unless it is higher already."""
+    count = int(store.get(GENERATION_KEY))
+    while count < minimum:
+        # The result is the current value, which another rank may have changed.
+        count = int(store.compare_set(GENERATION_KEY, str(count), str(minimum)))
 
 
 def run_within(

@@ -143,19 +143,21 @@ class Topology:
         # A rank without room for a segment uses messages.
         with suppress(OSError):
             segment = memory.Segment(size) if is_available() else None
-        address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
-        texts = self._gather_texts(key, json.dumps(asdict(address)), ranks)
-        addresses = [Address(**json.loads(text)) for text in texts]
-        mappings: list[mmap.mmap | None] = [None] * len(addresses)
-        if segment is not None:
-            mappings = [
-                segment.mapping if rank == self._rank else memory.open_segment(address)
-                for rank, address in zip(ranks, addresses, strict=True)
-            ]
-        # A file may only be closed after all ranks have opened it.
-        self._gather_texts(f"{key}/opened", "", ranks)
-        if segment:
-            segment.seal()
+        try:
+            address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
+            texts = self._gather_texts(key, json.dumps(asdict(address)), ranks)
+            addresses = [Address(**json.loads(text)) for text in texts]
+            mappings: list[mmap.mmap | None] = [None] * len(addresses)
+            if segment is not None:
+                mappings = [
+                    segment.mapping if rank == self._rank else memory.open_segment(address)
+                    for rank, address in zip(ranks, addresses, strict=True)
+                ]
+            # A file may only be closed after all ranks have opened it, or after a failure.
+            self._gather_texts(f"{key}/opened", "", ranks)
+        finally:
+            if segment is not None:
+                segment.seal()
         return mappings, addresses
 
     def _gather_texts(self, key: str, text: str, ranks: Sequence[int]) -> list[bytes]:

@@ -117,6 +117,7 @@ class Arena:
             try:
                 self._processes[i] = PeerProcess(pids[i])
             except ProcessLookupError as error:
+                self.close()
                 message = f"rank {names[i]} (process {pids[i]}) died; {UNUSABLE}"
                 raise RankLost([names[i]], message) from error
         self._library = engine.library()
