@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention, flash_attention_varlen
+from flashattn2 import (
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 from option_pairs import SHAPES, tensors
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -87,6 +92,10 @@ def test_unsupported_split_size_is_an_error(interpreter):
     long = torch.zeros(1, 1, 32 * 1024 + 1, 16)
     with pytest.raises(ValueError, match=r"at most 1024 splits, got 1025 .* pass split_size=33"):
         flash_attention(q, long, long, split_size=32, backend="triton")
+    with pytest.raises(ValueError, match=r"at most 1024 splits, got 1025 .* pass split_size=33"):
+        flash_attention_with_kvcache(
+            q[:, :, :1], long, long, cache_seqlens=9, split_size=32, backend="triton"
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])

@@ -66,6 +66,7 @@ def decode(
     if split_size:
         flag = -launch.cdiv(split_size, block_n) * block_n
         splits = launch.cdiv(capacity, -flag)
+        launch.check_fixed_splits(splits, split_size, capacity)
     else:
         processors = launch.device_of(q.device).processors
         flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)

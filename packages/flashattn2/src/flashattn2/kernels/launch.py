@@ -157,12 +157,18 @@ def plan(
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    if fixed and splits > MAX_FIXED_SPLITS:
+    if fixed:
+        check_fixed_splits(splits, split_size, k.shape[2])
+    return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
+
+
+def check_fixed_splits(splits: int, split_size: int, keys: int) -> None:
+    """Raise `ValueError` if `split_size` divides the keys into too many splits."""
+    if splits > MAX_FIXED_SPLITS:
         raise ValueError(
             f"expected at most {MAX_FIXED_SPLITS} splits, got {splits} of split_size {split_size} "
-            f"for {k.shape[2]} keys; pass split_size={cdiv(k.shape[2], MAX_FIXED_SPLITS)} or more"
+            f"for {keys} keys; pass split_size={cdiv(keys, MAX_FIXED_SPLITS)} or more"
         )
-    return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
 
 def _paths(
