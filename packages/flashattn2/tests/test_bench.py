@@ -52,6 +52,21 @@ def test_implementation_out_of_memory_is_reported_in_its_row():
     assert len(rows) == 6
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_failure_of_ours_is_reported_and_the_others_are_timed(error):
+    def refused(q, k, v):
+        raise error("expected another shape\nin detail")
+
+    every = {"ours": refused, "other": implementations.naive}
+    rows = list(rounds.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
+    assert [row["impl"] for row in rows] == ["ours", "other"] * 3
+    for ours, other in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["time_ms"] == ours["peak_mib"] == "expected another shape"
+        assert other["time_ms"] > 0
+        assert {other[name] for name in rounds.RATIOS} == {rounds.OURS_FAILED}
+        assert tuple(ours) == tuple(other)
+
+
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
     monkeypatch.setattr(cases, "measured_rows", lambda *_: rows)
     monkeypatch.chdir(tmp_path)

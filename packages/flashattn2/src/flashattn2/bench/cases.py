@@ -21,8 +21,9 @@ from flashattn2.bench.rounds import (
     compare,
     flops,
     interleave,
+    make_failed_row,
     make_row,
-    passes,
+    prepare_runs,
 )
 from flashattn2.kvcache import flash_attention_with_kvcache
 
@@ -120,16 +121,15 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
             for _ in range(4)
         )
         leaves = tuple(x.requires_grad_() for x in (q, k, v))
-        runs = {
-            key: run
-            for name, attention in every.items()
-            for key, run in passes(name, attention, leaves, grad).items()
-        }
+        runs, failures, _ = prepare_runs(every, leaves, grad, device)
         times = interleave(runs, 3, device)
         for which, name in itertools.product(PASSES, every):
             head: Row = {"case": "packed", "dim": dim, "pass": which, "impl": name}
             work = sum(flops((1, 2048 // dim, n, dim), which) for n in lengths)
-            yield make_row(head, work, times[name, which], times["ours", which])
+            if name in failures:
+                yield make_failed_row(head, failures[name])
+            else:
+                yield make_row(head, work, times[name, which], times.get(("ours", which)))
 
 
 def decode(device: str, quick: bool) -> Iterator[Row]:

@@ -2,7 +2,8 @@
 
 The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
 causal, and 2.5 times that backward.  A `ratio_*` is a row's time divided by the time of ours in
-the same round, so that a change of the machine's speed does not change it.
+the same round, so that a change of the machine's speed does not change it.  An implementation that
+fails has the reason in its rows instead of times.
 """
 
 import itertools
@@ -22,6 +23,8 @@ Row = dict[str, float | int | str]
 Runs = dict[tuple[str, str], Callable[[], Any]]
 PASSES = ("forward", "backward", "both")
 OUT_OF_MEMORY = "out of memory"
+OURS_FAILED = "ours failed"
+RATIOS = ("ratio_p50", "ratio_p10", "ratio_p90")
 
 
 def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) -> float:
@@ -42,7 +45,9 @@ def compare(
 ) -> Iterator[Row]:
     """Yield the rows of all implementations of one shape, timed in interleaved rounds."""
     batch, heads, seq, dim = shape
-    runs, failures, peaks = _prepare_runs(every, shape, dtype, device)
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    runs, failures, peaks = prepare_runs(every, leaves, grad, device)
     # On a GPU, each time is already a median of many.
     times = interleave(runs, 3 if quick or device == "cuda" else 5, device)
     for which, name in itertools.product(PASSES, every):
@@ -57,12 +62,11 @@ def compare(
             "pass": which,
             "impl": name,
         }
+        work = flops(shape, which, is_causal)
         if name in failures:
-            columns = ("time_ms", "tflops", "ratio_p50", "ratio_p10", "ratio_p90", "peak_mib")
-            yield {**head, **dict.fromkeys(columns, failures[name])}
-        elif (name, which) in times:
-            work = flops(shape, which, is_causal)
-            row = make_row(head, work, times[name, which], times["ours", which])
+            yield {**make_failed_row(head, failures[name]), "peak_mib": failures[name]}
+        else:
+            row = make_row(head, work, times[name, which], times.get(("ours", which)))
             yield {**row, "peak_mib": peaks[name]}
 
 
@@ -75,43 +79,48 @@ def interleave(runs: Runs | dict[str, Callable[[], Any]], rounds: int, device: s
     return times
 
 
-def make_row(head: Row, work: float, times: list[float], reference_times: list[float]) -> Row:
-    """Return the row of one implementation and pass, which takes `work` FLOPs."""
-    ratios = sorted(t / r for t, r in zip(times, reference_times, strict=True))
+def make_row(
+    head: Row, work: float, times: list[float], reference_times: list[float] | None
+) -> Row:
+    """Return the row of one implementation and pass, which takes `work` FLOPs.
+
+    The reference times are those of ours, or None if ours failed.
+    """
     milliseconds = statistics.median(times)
+    row = {**head, "time_ms": milliseconds, "tflops": work / milliseconds / 1e9}
+    if reference_times is None:
+        return {**row, **dict.fromkeys(RATIOS, OURS_FAILED)}
+    ratios = sorted(t / r for t, r in zip(times, reference_times, strict=True))
     return {
-        **head,
-        "time_ms": milliseconds,
-        "tflops": work / milliseconds / 1e9,
+        **row,
         "ratio_p50": statistics.median(ratios),
         "ratio_p10": ratios[len(ratios) // 10],
         "ratio_p90": ratios[math.ceil(0.9 * len(ratios)) - 1],
     }
 
 
-def _prepare_runs(
-    every: dict[str, Attention],
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: str,
+def make_failed_row(head: Row, reason: str) -> Row:
+    """Return the row of an implementation that failed for this reason."""
+    return {**head, **dict.fromkeys(("time_ms", "tflops", *RATIOS), reason)}
+
+
+def prepare_runs(
+    every: dict[str, Attention], leaves: tuple[Tensor, ...], grad: Tensor, device: str
 ) -> tuple[Runs, dict[str, str], dict[str, float]]:
     """Return the runs of each implementation, the failures and the peak memory in MiB."""
-    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    leaves = tuple(x.requires_grad_() for x in (q, k, v))
     runs: Runs = {}
     failures: dict[str, str] = {}
     peaks: dict[str, float] = {}
     for name, attention in every.items():
         try:
-            runs.update(passes(name, attention, leaves, grad))
-            peaks[name] = peak_extra_bytes(runs[name, "both"], device) / 2**20
+            prepared = passes(name, attention, leaves, grad)
+            peaks[name] = peak_extra_bytes(prepared[name, "both"], device) / 2**20
         except torch.OutOfMemoryError:
             failures[name] = OUT_OF_MEMORY
-        except RuntimeError as error:
-            failures[name] = str(error).splitlines()[0][:60]
-        if name in failures:
-            for which in PASSES:
-                runs.pop((name, which), None)
+        except (RuntimeError, TypeError, ValueError) as error:
+            failures[name] = f"{error}".partition("\n")[0][:60] or type(error).__name__
+        else:
+            runs.update(prepared)
     return runs, failures, peaks
 
 
