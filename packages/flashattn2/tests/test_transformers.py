@@ -120,6 +120,12 @@ def test_packed_sequences_are_recognized_by_position_ids(models):
         compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
+def test_repeated_registration_wraps_the_choice_of_attention_once():
+    choose = transformers.PreTrainedModel.get_correct_attn_implementation
+    ours.register()
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is choose
+
+
 def test_registration_name_with_flash_is_refused():
     with pytest.raises(ValueError, match="reserves such names"):
         ours.register("flashattn2")

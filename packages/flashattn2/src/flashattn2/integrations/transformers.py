@@ -25,6 +25,8 @@ REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "s
 READS_PADDING = ("RecurrentGemmaConfig",)
 #: Tensors that models pass along and that no attention function needs.
 IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
+#: Names that models with a table of classes already refuse.
+_refused_names: set[str] = set()
 
 
 def register(name: str = "linear_memory") -> None:
@@ -51,6 +53,10 @@ def _refuse_tables_of_classes(name: str) -> None:
     """
     from transformers import PreTrainedModel
 
+    # A second wrapper for the same name would only repeat the check.
+    if name in _refused_names:
+        return
+    _refused_names.add(name)
     choose: Any = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(choose)
