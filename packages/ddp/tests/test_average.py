@@ -69,6 +69,35 @@ def test_uneven_tokens_give_the_gradient_of_the_mean_over_all_tokens(
     assert run_ranks(train_on_uneven_tokens, world, average) == [True] * world
 
 
+def exclude_a_rank_without_tokens(sparse: bool) -> list[bool]:
+    rank, module = dist.get_rank(), net()
+    module[0].sparse = sparse
+    count, equal = [0], []
+    twin = copy.deepcopy(module)
+    model = DDP(module, average=lambda: count[0])
+    for step in range(3):
+        model.zero_grad()
+        twin.zero_grad()
+        # Rank 1 has no tokens in the first pass, and rank 0 none in the second.
+        for part in range(2):
+            model.require_backward_grad_sync = part == 1
+            tokens = torch.arange(2 + step + part)
+            count[0] = len(tokens) - 1 if rank == part else 0
+            # Without tokens, this mean over a mask is 0 / 0, and so are its gradients.
+            mask = torch.full((len(tokens) - 1,), float(count[0] > 0)).double()
+            losses = F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none")
+            ((losses * mask).sum() / mask.sum()).backward()
+            (loss_of(twin, tokens, "sum") / (3 + 2 * step)).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            equal.append(torch.allclose(ours.grad.to_dense(), theirs.grad.to_dense()))
+    return equal
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_weight_0_are_ignored_even_if_they_are_nan(sparse: bool) -> None:
+    assert run_ranks(exclude_a_rank_without_tokens, 2, sparse) == [[True] * 9] * 2
+
+
 def pass_unsupported_averages() -> list[str]:
     errors = []
     for average in ("mean", None):

@@ -69,7 +69,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             their own dtype, or in `gradient_dtype` if that is wider.
         compression: another method to reduce a bucket, such as `PowerSGD(rank)`.
         average: "ranks" for the mean over the ranks, "sum", or a function that returns the weight
-            of a backward pass, such as its number of tokens.
+            of a backward pass, such as its number of tokens. Gradients of weight 0 are ignored,
+            also if they are NaN.
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.

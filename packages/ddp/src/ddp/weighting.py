@@ -3,7 +3,8 @@
 # Note [Weighted averages]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # If ranks have different numbers of tokens, the mean over ranks of means over tokens is not the
-# mean over all tokens. With a weight w, the gradient g of each backward pass counts w times:
+# mean over all tokens. With a weight w, the gradient g of each backward pass counts w times, and
+# not at all if w is 0, whatever its values:
 #
 #     .grad = sum of w g over ranks and passes / sum of w over ranks and passes
 #
@@ -64,7 +65,11 @@ class GradientWeighting:
         if not self._is_in_step:
             self._try_open_step()
         self.unscale_average(parameter)
-        return gradient * self._current_weight() if self._weight_function else gradient
+        if not self._weight_function:
+            return gradient
+        weight = self._current_weight()
+        # The gradient of a mean over no tokens is NaN, and 0 times NaN would be NaN on every rank.
+        return gradient * weight if weight else torch.zeros_like(gradient)
 
     def unscale_average(self, parameter: nn.Parameter) -> None:
         """Divide an average in `.grad` by the factor that the next sum multiplies it by."""
