@@ -67,6 +67,18 @@ def test_failure_of_ours_is_reported_and_the_others_are_timed(error):
         assert tuple(ours) == tuple(other)
 
 
+def test_failure_of_ours_in_decoding_is_reported(monkeypatch):
+    def refused(*_, **__):
+        raise ValueError("expected fewer keys")
+
+    monkeypatch.setattr(cases, "flash_attention_with_kvcache", refused)
+    ours, sdpa = cases.decode("cpu", quick=True)
+    assert (ours["impl"], ours["time_ms"]) == ("ours", "expected fewer keys")
+    assert sdpa["time_ms"] > 0
+    assert sdpa["ratio_p50"] == rounds.OURS_FAILED
+    assert tuple(ours) == tuple(sdpa)
+
+
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
     monkeypatch.setattr(cases, "measured_rows", lambda *_: rows)
     monkeypatch.chdir(tmp_path)

@@ -15,10 +15,13 @@ from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels, naive
 from flashattn2.bench.measure import elapsed_ms, graph_ms, processor, saved_bytes
 from flashattn2.bench.rounds import (
+    FAILURES,
+    OURS_FAILED,
     OUT_OF_MEMORY,
     PASSES,
     Row,
     compare,
+    describe_failure,
     flops,
     interleave,
     make_failed_row,
@@ -155,6 +158,7 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
             ),
             "sdpa": functools.partial(_append_and_attend, q, k, v, new, keys),
         }
+        failures = _remove_failing(runs)
         if device == "cuda":
             times = interleave(runs, 9, device)
         else:
@@ -166,23 +170,48 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
         if device == "cuda":
             graph_times = {name: [graph_ms(run) for _ in range(3)] for name, run in runs.items()}
         size = 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize
+        head: Row = {
+            "case": "decode",
+            "dtype": str(dtype).removeprefix("torch."),
+            "batch": batch,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "keys": keys,
+            "dim": dim,
+        }
+        for name, reason in failures.items():
+            columns = dict.fromkeys(("time_ms", "gbps", "ratio_p50"), reason)
+            yield {**head, "impl": name, **columns}
         for group, suffix in ((times, ""), (graph_times, ", CUDA graph")):
             for name, values in group.items():
-                ratios = [t / ours for t, ours in zip(values, group["ours"], strict=True)]
                 milliseconds = statistics.median(values)
                 yield {
-                    "case": "decode",
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "batch": batch,
-                    "heads": heads,
-                    "kv_heads": kv_heads,
-                    "keys": keys,
-                    "dim": dim,
+                    **head,
                     "impl": name + suffix,
                     "time_ms": milliseconds,
                     "gbps": size / milliseconds / 1e6,
-                    "ratio_p50": statistics.median(ratios),
+                    "ratio_p50": _median_ratio(values, group.get("ours")),
                 }
+
+
+def _remove_failing(runs: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Call each run once; remove those that fail and return their reasons."""
+    failures = {}
+    for name, run in runs.items():
+        try:
+            run()
+        except FAILURES as error:
+            failures[name] = describe_failure(error)
+    for name in failures:
+        del runs[name]
+    return failures
+
+
+def _median_ratio(times: list[float], reference_times: list[float] | None) -> float | str:
+    """Return the median of the times divided by those of ours."""
+    if reference_times is None:
+        return OURS_FAILED
+    return statistics.median(t / r for t, r in zip(times, reference_times, strict=True))
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:

@@ -24,6 +24,8 @@ Runs = dict[tuple[str, str], Callable[[], Any]]
 PASSES = ("forward", "backward", "both")
 OUT_OF_MEMORY = "out of memory"
 OURS_FAILED = "ours failed"
+#: The errors of an implementation that are reported in its rows.
+FAILURES = (RuntimeError, TypeError, ValueError)
 RATIOS = ("ratio_p50", "ratio_p10", "ratio_p90")
 
 
@@ -104,6 +106,13 @@ def make_failed_row(head: Row, reason: str) -> Row:
     return {**head, **dict.fromkeys(("time_ms", "tflops", *RATIOS), reason)}
 
 
+def describe_failure(error: Exception) -> str:
+    """Return the start of the error's message, which is short enough for a table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return str(error).partition("\n")[0][:60] or type(error).__name__
+
+
 def prepare_runs(
     every: dict[str, Attention], leaves: tuple[Tensor, ...], grad: Tensor, device: str
 ) -> tuple[Runs, dict[str, str], dict[str, float]]:
@@ -115,10 +124,8 @@ def prepare_runs(
         try:
             prepared = passes(name, attention, leaves, grad)
             peaks[name] = peak_extra_bytes(prepared[name, "both"], device) / 2**20
-        except torch.OutOfMemoryError:
-            failures[name] = OUT_OF_MEMORY
-        except (RuntimeError, TypeError, ValueError) as error:
-            failures[name] = f"{error}".partition("\n")[0][:60] or type(error).__name__
+        except FAILURES as error:
+            failures[name] = describe_failure(error)
         else:
             runs.update(prepared)
     return runs, failures, peaks
