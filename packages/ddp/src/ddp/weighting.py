@@ -4,7 +4,7 @@
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # If ranks have different numbers of tokens, the mean over ranks of means over tokens is not the
 # mean over all tokens. With a weight w, the gradient g of each backward pass counts w times, and
-# not at all if w is 0, whatever its values:
+# not at all if w is 0, even if it is NaN:
 #
 #     .grad = sum of w g over ranks and passes / sum of w over ranks and passes
 #
