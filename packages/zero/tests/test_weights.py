@@ -272,6 +272,54 @@ def test_prefixes_are_found_and_mismatches_are_reported(tmp_path):
     assert all(run_ranks(two_models, 1, str(tmp_path), timeout=DEADLINE))
 
 
+def choose_between_prefixes(folder):
+    """Load only if one prefix can be meant, although several fit some names."""
+
+    def without(state, *names):
+        return {name: value for name, value in state.items() if name not in names}
+
+    def load(content, model, **options):
+        path = f"{folder}/{len(os.listdir(folder))}"
+        dcp.save(content, checkpoint_id=path)
+        load_checkpoint(path, model, **options)
+        return model
+
+    first, second = make(1).state_dict(), make(2).state_dict()
+    nested = {f"ema.{name}": value for name, value in first.items()}
+    uncertain = [
+        ({"ema": first, "model": without(second, "2.bias")}, {}),
+        ({"model": {**without(second, "2.bias"), **nested}}, {}),
+        ({"module": first, "model": second}, {}),
+        (
+            {"ema": without(first, "2.bias"), "live": without(second, "2.bias", "2.weight")},
+            {"strict": False},
+        ),
+    ]
+    for content, options in uncertain:
+        with pytest.raises(RuntimeError, match=r"expected one prefix .*: pass prefix="):
+            load(content, make(), **options)
+    # Only one of two models has all names.
+    whole = load({"encoder": first, "decoder": without(second, "2.bias")}, make())
+    assert same(whole.state_dict(), first)
+
+    def tie(seed):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[0].weight.data.fill_(seed)
+        model[1].weight = model[0].weight
+        return model
+
+    # A tied tensor counts once, whether it is stored under one or two names.
+    states = tie(1).state_dict(), without(tie(2).state_dict(), "1.weight")
+    with pytest.raises(RuntimeError, match=r"got 'ema\.', 'live\.': pass prefix="):
+        load({"ema": states[0], "live": states[1]}, tie(3))
+    assert same(load({"ema": states[0], "model": states[1]}, tie(3)).state_dict(), states[1])
+    return True
+
+
+def test_a_prefix_is_inferred_only_if_no_other_can_be_meant(tmp_path):
+    assert all(run_ranks(choose_between_prefixes, 1, str(tmp_path), timeout=DEADLINE))
+
+
 def torch_files(folder):
     if dist.get_rank() == 0:
         torch.save({"model": make().state_dict(), "epoch": 3}, f"{folder}/new.pt")

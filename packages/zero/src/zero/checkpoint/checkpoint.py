@@ -256,7 +256,7 @@ def load_checkpoint(
 
     strict: False warns of tensors that only the model or only the checkpoint has, and skips them.
     prefix: the prefix of the model's names in other programs' checkpoints; by default the one that
-        fits.
+        fits. If several fit, it is none, `model.` or `module.`, or the load is refused.
     """
     _publish_until(os.path.realpath(path))
     failure = f"checkpoint {path} was not loaded"
@@ -304,7 +304,7 @@ def _open(
     """Match the checkpoint with the model and the optimizer, and verify the stored bytes."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    names = [*(part.name for part in model_parts(model)[0]), *tied_names(model)]
+    names = {part.name: part.name for part in model_parts(model)[0]} | tied_names(model)
     contents = read_contents(weights or find(path), names, prefix)
     loading = Loading(contents, model, optimizer, strict)
     loading.verify()

@@ -1,16 +1,16 @@
 """The contents of any program's checkpoint, by the model's names.
 
 The model's names may have a prefix in the checkpoint (`model.`), which is the one that fits most
-names. An optimizer's names may have all, part or none of that prefix, even if the model's own
-names begin with it. An optimizer's state may be stored under names or numbers of parameters,
-nested or flat, as torch's `get_optimizer_state_dict` and `Optimizer.state_dict` return it.
+tensors. If another prefix may be meant, the load is refused. An optimizer's names may have all,
+part or none of that prefix, even if the model's own names begin with it. An optimizer's state may
+be stored under names or numbers of parameters, nested or flat, as torch's
+`get_optimizer_state_dict` and `Optimizer.state_dict` return it.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +56,13 @@ class Contents:
         return stored if isinstance(stored, tuple) else (stored.shape, stored.dtype)
 
 
-def read_contents(source: Folder | Weights, names: Sequence[str], prefix: str | None) -> Contents:
-    """Find the tensors of a model with these names, and the state that belongs to them."""
+def read_contents(
+    source: Folder | Weights, names: Mapping[str, str], prefix: str | None
+) -> Contents:
+    """Find the tensors of a model, and the state that belongs to them.
+
+    names: the first name of each of the model's tensors, by all its names.
+    """
     if isinstance(source, Folder) and HEADER in source.objects:
         return _read_native(source)
     stored = list(source.tensors)
@@ -261,22 +266,39 @@ def _read_native_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
     return [{"names": group.pop("params"), "options": group} for group in groups]
 
 
-def _find_prefix(stored: Iterable[str], names: Sequence[str]) -> str:
-    """Return the prefix that fits most of the names."""
-    wanted = set(names)
-    count = Counter[str]()
+def _find_prefix(stored: Sequence[str], names: Mapping[str, str]) -> str:
+    """Return the prefix that fits most of the model's tensors; raise if another may be meant.
+
+    A usual prefix is preferred to other prefixes that fit as many tensors.
+    """
+    # The stored names with each prefix that the model has without it.
+    fitting: dict[str, list[str]] = {}
     for name in stored:
-        starts = [0, *(match.end() for match in re.finditer(r"\.", name))]
-        count.update(name[:start] for start in starts if name[start:] in wanted)
+        for start in [0, *(match.end() for match in re.finditer(r"\.", name))]:
+            if name[start:] in names:
+                fitting.setdefault(name[:start], []).append(name)
+    # Tied tensors count once, because other programs store them under one or all of their names.
+    count = {
+        prefix: len({names[name.removeprefix(prefix)] for name in fits})
+        for prefix, fits in fitting.items()
+    }
     most = max(count.values(), default=0)
     best = [prefix for prefix, number in count.items() if number == most]
     usual = [prefix for prefix in USUAL_PREFIXES if prefix in best]
-    if len(best) > 1 and not usual:
-        candidates = ", ".join(repr(prefix) for prefix in sorted(best))
+    chosen = (usual or best or [""])[0]
+    rivals = usual
+    if not usual:
+        # A usual prefix that fits in part may be meant, although another one fits better.
+        is_whole = most == len(set(names.values()))
+        rivals = [p for p in fitting if p in best or p in USUAL_PREFIXES or not is_whole]
+    # Names that begin with the chosen prefix are part of the chosen model.
+    others = [p for p in rivals if any(not name.startswith(chosen) for name in fitting[p])]
+    if others:
+        candidates = ", ".join(repr(prefix) for prefix in sorted({chosen, *others}))
         raise ValueError(
             f"expected one prefix of the model's names, got {candidates}: pass prefix=..."
         )
-    return (usual or best or [""])[0]
+    return chosen
 
 
 def _make_group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
