@@ -807,6 +807,22 @@ class Wrapping(torch.optim.Optimizer):
         self.wrapped.step()
 
 
+class Bare(Wrapping):
+    """A wrapper without `defaults`."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        del self.defaults
+
+
+class Copying(Signs):
+    """An optimizer that stores another value under the name of its argument, as SAM does."""
+
+    def __init__(self, params, lr=0.1, base=torch.optim.SGD, **further):
+        super().__init__(params, lr)
+        self.base = base(self.param_groups, lr=lr, **further)
+
+
 class Forgetful(Signs):
     """An optimizer that hides an argument from its groups and attributes."""
 
@@ -888,11 +904,14 @@ def refuse_unknown(stage):
     ):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
             stepped(stage, cls, 1)
+    for cls in (Wrapping, Bare):
+        with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: it wraps another"):
+            stepped(stage, cls, 1)
     if stage == 3:
         with pytest.raises(RuntimeError, match="Prepared cannot be sharded"):
             stepped(3, Prepared, 1)
-        with pytest.raises(RuntimeError, match="Wrapping cannot be sharded: it wraps another"):
-            stepped(3, Wrapping, 1)
+        with pytest.raises(RuntimeError, match=r"Copying cannot be verified .* from its options"):
+            stepped(3, Copying, 1)
         model = FSDP(small())
         optimizer = Twice(model.parameters())
 

@@ -34,6 +34,7 @@ from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
     WHOLE_PARAMETERS,
+    check_constructed,
     how_to_split,
     options_from,
 )
@@ -64,11 +65,10 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
                 "no module uses: construct the optimizer after FSDP(module) or fully_shard(module)"
             )
         if any(find_unit(parameter) for parameter in parameters):
-            if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} cannot be sharded: it wraps another optimizer and "
-                    "does not call torch.optim.Optimizer.__init__; use the wrapped optimizer"
-                )
+            try:
+                check_constructed(optimizer)
+            except ValueError as error:
+                raise RuntimeError(str(error)) from error
             shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
             shard_optimizer.update(optimizer)
         _known[optimizer] = shard_optimizer, len(parameters)

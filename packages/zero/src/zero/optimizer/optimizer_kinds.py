@@ -138,7 +138,14 @@ def _check_further_arguments(
     """Raise ValueError if arguments without a name in the signature have set an attribute."""
     cls = type(optimizer)
     example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-    rebuilt = vars(cls([{**group, "params": [example]}], **options))
+    try:
+        rebuilt = vars(cls([{**group, "params": [example]}], **options))
+    except Exception as error:
+        raise ValueError(
+            f"{cls.__name__} cannot be verified on FSDP's shards: constructing it from its options "
+            f"and attributes fails ({error}); store each argument unchanged under its name, or "
+            "use ShardedOptimizer (stages 1 and 2), which constructs the optimizer itself"
+        ) from error
     for name, value in vars(optimizer).items():
         is_plain = isinstance(value, str | int | float)
         # Schedulers of torch add private attributes.
@@ -296,6 +303,15 @@ class _Trial:
                     parameter.grad = None
                     parameter.data = _column(values[chosen[position]])
         return optimizer, wholes
+
+
+def check_constructed(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer has not called the constructor of its base class."""
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be sharded: it wraps another optimizer and does "
+            "not call torch.optim.Optimizer.__init__; use the wrapped optimizer"
+        )
 
 
 def check_state(optimizer: Optimizer) -> None:

@@ -24,7 +24,13 @@ from zero.cpu_offload import to_host
 from zero.fsdp.shard import Shard
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
-from zero.optimizer.optimizer_kinds import ELEMENTWISE, WHOLE_PARAMETERS, Split, how_to_split
+from zero.optimizer.optimizer_kinds import (
+    ELEMENTWISE,
+    WHOLE_PARAMETERS,
+    Split,
+    check_constructed,
+    how_to_split,
+)
 from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.parameter_groups import (
     check_alike_on_all_ranks,
@@ -127,6 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
         example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
+        check_constructed(sample)
         # `optimizer_cls` may also be a function that constructs the optimizer.
         self._inner_cls = type(sample)
         super().__init__(params, sample.defaults)
