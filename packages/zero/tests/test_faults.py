@@ -21,6 +21,7 @@ from zero import (
     FSDP,
     Communicator,
     ShardedOptimizer,
+    broadcast_buffers,
     diagnostics,
     direct_reduce_scatter,
     fully_shard,
@@ -194,6 +195,10 @@ def refuse_shared_memory(stage):
     flat = torch.randn(6, 12)
     tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:, :6], flat[:, 6:].repeat(4, 1)
     build_sharded(tied, stage)
+    expanded = nn.Linear(6, 6)
+    expanded.bias = nn.Parameter(torch.zeros(1).expand(6))
+    with pytest.raises(ValueError, match="separate memory for each element of parameter"):
+        build_sharded(expanded, stage)
     return True
 
 
@@ -208,6 +213,36 @@ def build_sharded(model, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_share_memory_are_refused(stage):
     assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+
+
+def refuse_expanded_buffers(path):
+    """Refuse buffers that cannot be written to, before anything is changed."""
+
+    def build(buffer):
+        model = nn.Linear(4, 4)
+        model.register_buffer("mask", buffer)
+        return model
+
+    expanded = torch.arange(4.0).expand(3, 4)
+    expected = r"separate memory for each element of (buffer )?mask, got .*: register the result"
+    with pytest.raises(ValueError, match=expected):
+        FSDP(build(expanded))
+    with pytest.raises(ValueError, match=expected):
+        broadcast_buffers(build(expanded))
+    save(path, build(expanded.contiguous()))
+    model = build(expanded)
+    before = model.weight.clone()
+    with pytest.raises(RuntimeError, match=expected):
+        load_checkpoint(path, model)
+    assert torch.equal(model.weight, before)
+    # An expanded dimension of size 1 shares nothing.
+    load_checkpoint(path, FSDP(build(torch.zeros(3, 4))))
+    FSDP(build(torch.arange(4.0).expand(1, -1)))
+    return True
+
+
+def test_buffers_made_by_expand_are_refused(tmp_path):
+    assert all(run_ranks(refuse_expanded_buffers, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
 def refuse_parameters_of_before():

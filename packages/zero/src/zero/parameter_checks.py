@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero.diagnostics import describe_difference
 from zero.fsdp.shard import find_unit
-from zero.process_groups import Communicator
+from zero.process_groups import Communicator, check_separate_elements
 
 
 def is_trainable_dtype(dtype: torch.dtype) -> bool:
@@ -42,6 +42,8 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
                 "pass requires_grad=False, or use a wider dtype"
             )
+        if parameter.requires_grad:
+            check_separate_elements(f"parameter {name}", parameter)
         # The attribute exists since torch 2.10.
         grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
         if parameter.requires_grad and grad_dtype != parameter.dtype:
@@ -96,6 +98,8 @@ def check_module(
                 "whose forward writes to its weight, and stage 3 would lose the written values: "
                 "pass max_norm=None and renormalize the rows after each step"
             )
+    for name, buffer in module.named_buffers():
+        check_separate_elements(f"buffer {name}", buffer)
     for name, parameter in module.named_parameters():
         if find_unit(parameter) is not None and parameter not in adopted:
             raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")

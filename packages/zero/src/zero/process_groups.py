@@ -58,6 +58,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def check_separate_elements(description: str, tensor: Tensor) -> None:
+    """Raise ValueError if elements of a tensor share memory, so that it cannot be written to."""
+    is_expanded = any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    # On the meta device, allocating the tensor separates its elements.
+    if is_expanded and tensor.numel() and not tensor.is_meta:
+        raise ValueError(
+            f"expected separate memory for each element of {description}, got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}, as expand() makes it: "
+            "register the result of contiguous()"
+        )
+
+
 class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
@@ -298,7 +312,8 @@ class Communicator:
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Copy the first rank's buffers to all other ranks, in one message per dtype."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in module.buffers():
+        for name, buffer in module.named_buffers():
+            check_separate_elements(f"buffer {name}", buffer)
             if buffer.numel():
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for buffers in kinds.values():

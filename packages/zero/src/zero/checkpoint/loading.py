@@ -24,6 +24,7 @@ from zero.dtensors import NUMBERS
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
+from zero.process_groups import check_separate_elements
 
 
 class Loading:
@@ -138,6 +139,8 @@ class Loading:
                 f"{part.name} is on the meta device: allocate it first, with "
                 "model.to_empty(device=...) or FSDP(model, device=...)"
             )
+        assert part.target is not None
+        check_separate_elements(part.name, part.target)
 
     def _check_tied(self, part: Part, second: str) -> None:
         """Raise if a tied tensor's two names have different values in the checkpoint."""
