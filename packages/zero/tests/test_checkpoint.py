@@ -1,5 +1,6 @@
 """A checkpoint of any stage at any world size is resumed exactly at any other."""
 
+import copy
 import sys
 from math import prod
 from pathlib import Path
@@ -393,6 +394,49 @@ def continue_in_another_dtype(path):
                     assert torch.equal(state[name][key], entry[key].to(dtype))
                 assert state[name]["step"] == entry["step"]
     return True
+
+
+def load_in_inference_mode(path):
+    """Load a checkpoint and state dicts in inference mode: training continues as without it."""
+    for stage in (0, 1, 3):
+
+        def build(seed, steps, stage=stage):
+            model = make(seed)
+            if stage == 0:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            else:
+                model, optimizer, *_ = pair(stage, build=lambda: make(seed))
+            continue_training(model, optimizer, steps)
+            return model, optimizer
+
+        def continue_training(model, optimizer, steps):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                mean_square(model, batch(0, 0)).backward()
+                optimizer.step()
+
+        model, optimizer = build(0, 2)
+        folder = f"{path}-{stage}"
+        save_checkpoint(folder, model, optimizer)
+        states = model.state_dict(), optimizer.state_dict()
+        states = copy.deepcopy(states)
+        continue_training(model, optimizer, 2)
+        values = model.gather_full_params() if stage == 3 else model.state_dict()
+        for reads_file in (True, False):
+            ours, resumed = build(1, 1)
+            with torch.inference_mode():
+                if reads_file:
+                    load_checkpoint(folder, ours, resumed)
+                else:
+                    ours.load_state_dict(states[0])
+                    resumed.load_state_dict(states[1])
+            continue_training(ours, resumed, 2)
+            assert_alike(ours, cast(values, torch.float64))
+    return True
+
+
+def test_a_load_in_inference_mode_can_be_continued(tmp_path):
+    assert all(run_ranks(load_in_inference_mode, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
 def cast(values, dtype):

@@ -36,10 +36,13 @@ class Run:
         """
         if not isinstance(value, Tensor):
             return value
-        # A tensor that two runs of a parameter shared would be updated twice per step.
-        if value.shape != whole_shape or value.shape == self.shape or key in NUMBERS:
+        is_part = value.shape == whole_shape and value.shape != self.shape and key not in NUMBERS
+        # A tensor that two runs of a parameter shared would be updated twice per step. A copy that
+        # was made in inference mode could not be updated.
+        with torch.inference_mode(False), torch.no_grad():
+            if is_part:
+                return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
             return value.clone()
-        return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
 
 
 def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:

@@ -236,6 +236,8 @@ def _remove_older(path: Path, keep: int) -> None:
             lock.release()
 
 
+# State that is made in inference mode could not be stepped.
+@torch.inference_mode(False)
 @torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str],

@@ -27,6 +27,9 @@ class Sharded(Protocol):
         """Return each parameter, this rank's elements of it, and the inner optimizer's view."""
 
 
+# Tensors that are made in inference mode could not be stepped.
+@torch.inference_mode(False)
+@torch.no_grad()
 def load_state_dict(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     """Load a state dict with DTensors."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
