@@ -38,6 +38,7 @@ PLAN = Plan(
     **dict.fromkeys((field.name for field in fields(Plan)), 0)
     | {
         "parameters": 100,
+        "variants_fit_together": True,
         "step_flops_full": 600,
         "step_flops_causal": 500,
         "gradient_bytes": 400,
@@ -420,13 +421,25 @@ def test_a_step_that_ends_before_another_rank_begins_it_fails_but_at_the_server(
     def too_early(variant):
         def change(train, samples, evidence):
             for s in steps(samples, variant, rank=0):
-                s["began"], s["ended"] = s["began"] - 1, s["ended"] - 1
+                s["began"], s["ended"] = s["began"] - 0.3, s["ended"] - 0.3
 
         return change
 
     name = "no rank ends a step before all have begun it"
     assert tampered(too_early("ddp flat")) == [name]
     assert tampered(too_early("parameter server")) == []
+
+
+@pytest.mark.parametrize(("together", "failed"), [(True, True), (False, False)])
+def test_variants_that_ran_one_after_another_fail_unless_the_plan_says_so(together, failed):
+    plan, train, samples, evidence = honest()
+    for s in samples:
+        if "began" in s:
+            # One variant after the other, in hours.
+            later = 3600.0 * NAMES.index(s["variant"])
+            s["began"], s["ended"] = s["began"] + later, s["ended"] + later
+    names = red(replace(plan, variants_fit_together=together), train, samples, evidence)
+    assert ("variants are interleaved step by step" in names) is failed
 
 
 def test_a_phase_that_is_not_recorded_fails():

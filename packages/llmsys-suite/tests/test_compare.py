@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -33,7 +33,8 @@ OURS = ("ddp flat", "zero 1", "fsdp")
 
 def a_plan(parameters, peak, measured):
     rest = dict.fromkeys((field.name for field in fields(Plan)), 0)
-    return Plan(**rest | {"parameters": parameters, "peak": peak, "measured_peak_bytes": measured})
+    known = {"parameters": parameters, "peak": peak, "measured_peak_bytes": measured}
+    return Plan(**rest | known | {"variants_fit_together": True})
 
 
 def make_run(
@@ -364,6 +365,15 @@ def test_a_ratio_is_of_one_round_and_one_rank():
 def test_runs_that_do_not_compare_are_refused(tmp_path, difference, complaint):
     with pytest.raises(UsageError, match=complaint):
         compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", **difference)])
+
+
+def test_variants_that_ran_one_after_another_have_no_rounds_to_compare(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)]
+    runs[1].add_stage("plan", replace(a_plan(7, 1e9, 1), variants_fit_together=False))
+    runs[1].finish()
+    with pytest.raises(UsageError, match="one after another, so they have no rounds"):
+        compare_runs([runs[0]], [runs[1]])
+    assert [*differences(*runs)] == []
 
 
 def test_an_edited_run_is_refused(tmp_path):

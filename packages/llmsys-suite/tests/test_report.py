@@ -354,6 +354,10 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
 
     assert fastest(run_folder("few", 10)).startswith("ddp flat takes 0.50 of torch DDP's time")
     assert fastest(run_folder("many", 30)).startswith("Cannot tell which variant is the fastest")
+    apart = run_folder("apart", 10)
+    rest = dict.fromkeys((field.name for field in fields(of.Plan)), 0)
+    apart.add_stage("plan", of.Plan(**rest | {"variants_fit_together": False}))
+    assert "ran one after another" in fastest(apart)
 
 
 def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path):

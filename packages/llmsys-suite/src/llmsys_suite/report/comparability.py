@@ -10,7 +10,7 @@ from typing import Any
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import loss_curves
-from llmsys_suite.results import Audit, Train
+from llmsys_suite.results import Audit, Plan, Train
 
 #: Runs that differ in these are not comparable; a difference in the others is a warning.
 MUST_AGREE = {
@@ -106,6 +106,12 @@ def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = Tru
         if not isinstance(folder.results.get("train"), Train):
             raise UsageError(
                 f"{folder.path} has no stage train that ended; compare runs of that stage"
+            )
+        plan = folder.results.get("plan")
+        if times and isinstance(plan, Plan) and not plan.variants_fit_together:
+            raise UsageError(
+                f"the variants of {folder.path} did not fit in memory together and ran one after "
+                "another, so they have no rounds to compare; choose a smaller --size"
             )
     for name, keys in MUST_AGREE.items():
         if name == "env.json" and not times:

@@ -10,6 +10,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.report.compare import has_enough_rounds, round_ratios
+from llmsys_suite.results import Plan
 
 
 def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
@@ -48,7 +49,14 @@ def fastest(folder: RunFolder) -> str:
     """Return a sentence on the fastest variant, or an empty string if only one was trained.
 
     It uses the rounds that `llmsys compare` uses: those that other programs did not disturb.
+    Variants that ran one after another have no rounds in common.
     """
+    plan = folder.results.get("plan")
+    if isinstance(plan, Plan) and not plan.variants_fit_together:
+        return (
+            "Cannot tell which variant is the fastest: they do not fit in memory together and ran "
+            "one after another, so a ratio divides times of different moments."
+        )
     rounds = {
         name: pair
         for name, pair in round_ratios(folder.samples()).items()

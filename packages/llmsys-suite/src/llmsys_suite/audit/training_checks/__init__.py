@@ -29,6 +29,7 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
     times.steps,
     times.reported_times,
     times.order,
+    times.rounds,
     times.peers,
     times.phases,
     times.launcher,

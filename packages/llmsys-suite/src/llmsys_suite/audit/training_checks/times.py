@@ -95,6 +95,29 @@ def order(record: Record) -> Iterator[Check]:
     yield clocks.none("no rank ends a step before all have begun it", early if one_host else ())
 
 
+def rounds(record: Record) -> Iterator[Check]:
+    """Check that a rank ends the steps of all variants before it begins the next round.
+
+    Ratios divide times of one round, because a slow second affects neighboring steps alike.
+    """
+    if not record.plan.variants_fit_together:
+        return  # the report states that the variants ran one after another
+    began: dict[tuple[int, int], float] = {}
+    ended: dict[tuple[int, int], float] = {}
+    for (_, rank), rank_samples in record.steps.items():
+        for s in rank_samples:
+            key = rank, s["step"]
+            began[key] = min(began.get(key, math.inf), s["began"])
+            ended[key] = max(ended.get(key, -math.inf), s["ended"])
+    early = [
+        f"rank {rank} step {step}"
+        for (rank, step), began_at in began.items()
+        if began_at < ended.get((rank, step - 1), -math.inf)
+    ]
+    clock = Sources("each rank's clock", "the end of the round before")
+    yield clock.none("variants are interleaved step by step", early)
+
+
 def peers(record: Record) -> Iterator[Check]:
     """Compare the time of torch's DDP and FSDP2 with that of the audit's own.
 
