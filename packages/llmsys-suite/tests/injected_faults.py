@@ -26,6 +26,7 @@ from accounting.memory.live import LiveMemory
 from llmsys_suite import splits
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice
+from llmsys_suite.learning.state import CHECKPOINT
 from llmsys_suite.measure import phases, reference_matmul, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
@@ -639,6 +640,51 @@ def random_halves(model: Any) -> Any:
     return pruned
 
 
+def one_after_another(original: Any, run: Run) -> Any:
+    apart = replace(run.results["plan"], variants_fit_together=False)
+    return original(replace(run, results=run.results | {"plan": apart}))
+
+
+def checkpoint_state(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+    """Change the state of the training in the last checkpoint."""
+
+    def save(original: Any, run: Run, variant: Any, state: dict[str, Any], name: str) -> None:
+        original(run, variant, state | change(state) if name == CHECKPOINT else state, name)
+
+    return around(learn, "save", save)
+
+
+def half_of_the_rows(step: Step) -> None:
+    step.tokens = step.tokens[: len(step.tokens) // 2]
+
+
+def frozen_block(step: Step) -> None:
+    step.model.layers()[0].requires_grad_(False)
+
+
+def drawn_for_other_kinds(result: Any) -> None:
+    names = [name.partition(": ") for name in result.patterns]
+    others = [*names[1:], names[0]]
+    moved = [f"{kind}: {other}" for (kind, _, _), (_, _, other) in zip(names, others, strict=True)]
+    patterns = [*result.patterns.values()]
+    result.patterns.clear()
+    result.patterns.update(zip(moved, [*patterns[1:], patterns[0]], strict=True))
+
+
+def ablates_another_head(run: Run) -> Patch:
+    def change(result: Any) -> None:
+        model: Any = run.trained
+        context = min(64, model.config.context)
+        batch = run.corpus.heldout_batch(rows=4, context=context)
+        layer = result.ablation["layer"]
+        head = (result.ablation["head"] + 1) % model.config.num_heads
+        with torch.no_grad():
+            loss = inspect.loss_without(model, layer, head, *batch)
+        result.ablation.update(head=head, loss=loss)
+
+    return edit(inspect, change)
+
+
 # ---- the table -------------------------------------------------------------------------------
 
 FAULTS: list[Fault] = [
@@ -940,6 +986,21 @@ FAULTS: list[Fault] = [
     Fault("compress", "activations are not rounded", lambda run: mock.patch.dict(compress.METHODS, {"8 bits, activations too": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "the pruned half is drawn at random", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": random_halves})),
     Fault("compress", "k-means is a linear grid", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 4 bits": lambda model: tinyml.quantize(model, 4)})),
+    # Faults that a third outsider planted.
+    Fault("train", "variants run one after another, not interleaved", lambda run: around(train, "run", one_after_another)),
+    Fault("learn", "the checkpoint is said to be one step earlier", lambda run: checkpoint_state(lambda state: {"step": state["step"] - 1})),
+    Fault("learn", "the checkpoint's seed is another one", lambda run: checkpoint_state(lambda state: {"seed": state["seed"] + 1})),
+    Fault("learn", "the checkpoint lacks the last loss", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
+    Fault("parallel", "the time of all iterations is shorter by 15 %", lambda run:
+        rows(parallel, lambda row: {"iteration_ms": 0.85 * row["iteration_ms"], "seconds": [0.85 * s for s in row["seconds"]]})),
+    Fault("profile", "the timed steps have half of the rows", lambda run: other_step(half_of_the_rows)),
+    Fault("profile", "the timed steps do not train the first block", lambda run: other_step(frozen_block)),
+    Fault("scale", "the law is left out", lambda run: after(scale, "fit", lambda result, *_: replace(result, law={}, valleys=[], extrapolated={}))),
+    Fault("inspect", "heads are drawn for other kinds", lambda run: edit(inspect, drawn_for_other_kinds)),
+    Fault("inspect", "another head than that of the table is ablated", ablates_another_head),
+    Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
+    Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),
+    Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

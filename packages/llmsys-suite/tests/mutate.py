@@ -31,7 +31,7 @@ from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.check import Check
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.config import STAGES, RunConfig, UsageError
+from llmsys_suite.config import STAGES, RunConfig, UsageError, with_dependencies
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.learning import evaluation
 from llmsys_suite.ranks import worker
@@ -207,7 +207,8 @@ def _honest_outcome(run: Run, seed: int, attempts: int) -> Outcome:
 
 
 def _require_honest(run: Run, stages: set[str], attempts: int) -> None:
-    failed = _failed_in_all(run, {"plan", "train", *stages}, attempts)
+    stages = stages - {"folder"} | {"train"}
+    failed = _failed_in_all(run, {*with_dependencies([*stages])}, attempts)
     if failed:
         raise RuntimeError("checks failed without a fault: " + "; ".join(failed))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     "plan": {
         "the memory of all variants together": ("host_peak_bytes", "all_variants_bytes"),
+        "the derivation": (),
+        "the division of the peak into activations, head and loss": (),
     },
     "links": {
         "times": ("rows.time_us", "rows.p99_us"),
@@ -25,7 +27,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "wire bytes of other collectives and algorithms, and below 1 MiB": (),
         "the number of hosts": ("rows.hosts",),
     },
-    "attention": {},
+    "attention": {"whether times are too short by less than a factor of three": ()},
     "train": {
         "hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms"),
         "the boundaries between phases": (),
@@ -39,8 +41,12 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "losses before the resumed step": (),
         "which of the variants has trained": (),
         "the generated text": (),
+        "the moments of the last checkpoint": (),
     },
-    "parallel": {"waiting": ("rows.waiting",)},
+    "parallel": {
+        "waiting": ("rows.waiting",),
+        "the work in a timed iteration": (),
+    },
     "profile": {
         "the number of warm-up steps": ("protocol.warmup",),
         "the first step, its loss and the process": (
@@ -50,6 +56,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
             "protocol.threads",
         ),
         "times of sizes other than that of the run": (),
+        "whether times and rates are wrong by less than a factor of 2.5": (),
         "times under the profiler": ("operators.timer_ms", "operators.total_ms"),
         "operators and their shares": (
             "operators.top_calls",
@@ -62,7 +69,10 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
             "operators.share",
         ),
     },
-    "precision": {"what autocast does to other operators than those listed": ()},
+    "precision": {
+        "what autocast does to other operators than those listed": (),
+        "whether times are too short by less than a factor of three": (),
+    },
     "memory": {
         "peaks and the timeline of inference": (
             "models.inference_peak_mib",
@@ -75,6 +85,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "scale": {
         "losses of all runs but one short run": (),
+        "warnings of the fit": (),
         "the interval of the extrapolation": ("extrapolated.low", "extrapolated.high"),
     },
     "inspect": {

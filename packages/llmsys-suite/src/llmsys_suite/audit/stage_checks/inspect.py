@@ -35,12 +35,13 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
     tokens, targets = (t.to(run.device) for t in heldout)
     yield from _patterns(model, weights, tokens, result)
+    yield _names(result)
     loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     interps = Sources("interp", "the loss in float64")
     yield interps.equal("lens after the last layer", loss, lens, REPLAYED_LOSS)
     yield from _attribution(weights, tokens, targets, heads, result.attribution)
-    yield _scores(run, weights, heads, result.heads)
+    yield from _scores(run, weights, heads, result.heads)
     ablation = result.ablation
     without = reference.mean_loss(_cut(weights, ablation, heads), tokens, targets, heads)
     zeroed = Sources("interp", "its values set to zero in float64")
@@ -73,6 +74,17 @@ def _patterns(
     yield Sources("inspect", "float64").all_near("drawn patterns", drawn, HUNDREDTHS)
 
 
+def _names(result: results.Inspect) -> Check:
+    """Check that the drawn heads and the ablated head are those of the table of heads."""
+    heads = {row["kind"]: f"{row['layer']}.{row['head']}" for row in result.heads}
+    expected = [f"drawn {kind}: {head}" for kind, head in heads.items()]
+    expected.append(f"ablated {heads.get('previous')}")
+    ablation = result.ablation
+    named = [f"drawn {name}" for name in result.patterns]
+    named.append(f"ablated {ablation['layer']}.{ablation['head']}")
+    return same_rows("drawn and ablated heads", expected, named)
+
+
 def _attribution(
     weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, heads: int, rows: results.Rows
 ) -> Iterator[Check]:
@@ -99,20 +111,23 @@ def _attribution(
     yield Sources("their sum", "the logit in float64").near("all attributions", total, 10 * SUMS)
 
 
-def _scores(run: Run, weights: dict[str, Tensor], heads: int, rows: results.Rows) -> Check:
-    """Compare the scores of heads on repeated tokens with their patterns in float64."""
+def _scores(
+    run: Run, weights: dict[str, Tensor], heads: int, rows: results.Rows
+) -> Iterator[Check]:
+    """Compare the head for the token before with the patterns of all heads in float64."""
     assert isinstance(run.trained, Decoder)
     config = run.trained.config
     repeated = inspect.repeated(min(64, config.context), config.vocabulary).to(run.device)
     patterns = reference.patterns(weights, repeated, heads)
-    triples = []
-    for row in rows:
-        if row["kind"] == "previous":
-            pattern = patterns[row["layer"]][:, row["head"]]
-            by_hand = float(pattern.diagonal(-1, 1, 2).mean())
-            triples.append((by_hand, row["score"], row["kind"]))
+    by_hand = [layer.diagonal(-1, 2, 3).mean((0, 2)) for layer in patterns]
+    rows = [row for row in rows if row["kind"] == "previous"]
+    name = "the head for the token before"
+    scores = [(float(by_hand[row["layer"]][row["head"]]), row["score"], name) for row in rows]
     diagonal = Sources("interp", "its pattern's diagonal")
-    return diagonal.all_equal("score of the head for the token before", triples, 1e-4)
+    yield diagonal.all_equal(f"score of {name}", scores, 1e-4)
+    best = float(torch.stack(by_hand).max())
+    largest = Sources("interp", "the largest of all heads")
+    yield largest.all_equal(f"choice of {name}", [(best, row["score"], name) for row in rows], 1e-4)
 
 
 def _cut(weights: dict[str, Tensor], ablation: results.Row, heads: int) -> dict[str, Tensor]:

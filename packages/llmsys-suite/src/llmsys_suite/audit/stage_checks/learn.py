@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.audit.stage_checks.probed_step import rate, read_checkpoint
+from llmsys_suite.audit.stage_checks.probed_step import rate, read_checkpoint, read_state
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
@@ -33,7 +34,7 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
     yield from _configuration(run, result)
     yield from _losses(run, result)
     yield from _samples(run, result)
-    yield from _last_checkpoint(run, len(result.losses))
+    yield from _last_checkpoint(run, result)
     if result.probed_step is not None:
         yield from probed_step.checks(run, result, result.probed_step)
     elif result.begun_at < len(result.losses):
@@ -149,7 +150,9 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     yield sampler.none("ranks' rows", foreign)
 
 
-def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
+def _last_checkpoint(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare what a later run would continue with the results, the configuration and the file."""
+    total = len(result.losses)
     last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
@@ -158,3 +161,22 @@ def _last_checkpoint(run: Run, total: int) -> Iterator[Check]:
     different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
     weights = Sources("each weight", "the checkpoint")
     yield weights.none("weights of the model file", different)
+    config = run.config
+    train, _ = read_parts(config)
+    expected = {
+        "step": total,
+        "total": total,
+        "losses": result.losses,
+        "heldout": result.heldout,
+        "rows": result.rows,
+        "learning_rate": result.learning_rate,
+        "seed": config.seed,
+        "context": config.context,
+        "size": config.size,
+        "clip": config.clip,
+        "text": hashlib.sha256(train).hexdigest()[:12],
+    }
+    state = read_state(run.out / CHECKPOINT)
+    wrong = [name for name, value in expected.items() if state.get(name) != value]
+    continued = Sources("checkpoint", "the results and the configuration")
+    yield continued.none("state from which a run continues", wrong)

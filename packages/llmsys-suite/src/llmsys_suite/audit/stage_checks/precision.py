@@ -87,6 +87,8 @@ def _losses_and_times(run: Run, result: results.Precision) -> Iterator[Check]:
 
     calls = {"float32": lambda: step(autocast=False), "bfloat16": lambda: step(autocast=True)}
     seconds = peers.timed_in_turns(run, calls, ROUNDS)
+    for name in DTYPES:
+        yield timing.shortest(result.interleaved, name, seconds)
     yield from timing.timed_again(result.interleaved, "float32", seconds)
 
 

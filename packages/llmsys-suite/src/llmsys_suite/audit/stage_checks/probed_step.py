@@ -33,6 +33,8 @@ from llmsys_suite.audit.tolerances import (
 from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
 
+#: Name of the entry of a checkpoint that contains the state of the training.
+HEADER = "zero"
 #: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
 ROUNDING = 2**-23
 
@@ -124,3 +126,14 @@ def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
             parameter, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
             kinds[kind][parameter] = tensor
     return kinds
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state of the training that zero stores in the header of a checkpoint."""
+    reader = dcp.FileSystemReader(path)
+    state: dict[str, Any] = {HEADER: {}}
+    with warnings.catch_warnings():
+        # torch warns that this process loads alone, which is intended.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return dict(state[HEADER]["extra"])

@@ -10,6 +10,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite import results
 from llmsys_suite.audit import peers
@@ -21,6 +22,7 @@ from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import profile
 from llmsys_suite.step.case import PHASES, WARMUPS
+from llmsys_suite.step.training import Step
 
 #: Most steps of the audit's own timing after the first two.
 MOST_STEPS = 30
@@ -51,12 +53,21 @@ def checks(run: Run, result: results.Profile) -> Iterator[Check]:
     flops = _flops(run, run.config.size)
     first = result.operators[0]
     counter = Sources("profile", "torch's counter")
+    yield counter.equal("FLOPs of the timed step", flops.executed, _step_flops(run))
     yield counter.equal(
         "FLOPs of attention's products", flops.attention_forward, first["attention_product_flops"]
     )
     scores = flops.attention_forward / (4 * run.model.d_model // run.model.num_heads)
     five = Sources("profile", "five per score")
     yield five.equal("FLOPs of softmax", 5 * scores, first["softmax_flops"])
+
+
+def _step_flops(run: Run) -> int:
+    """Count the FLOPs of a step as the stage times it, so that no part of its work is left out."""
+    step = Step(profile.case_of(run))
+    with FlopCounterMode(display=False) as counter:
+        step.timed()
+    return counter.get_total_flops()
 
 
 def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:

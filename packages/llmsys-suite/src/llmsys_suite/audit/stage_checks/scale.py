@@ -37,7 +37,11 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
     yield from _fit("the runs", result.runs, result)
     # A short run may have no valley to fit, so known valleys are fitted as well.
-    yield from _fit("known valleys", KNOWN_VALLEYS, scale.fit(KNOWN_VALLEYS))
+    known = scale.fit(KNOWN_VALLEYS)
+    yield from _fit("known valleys", KNOWN_VALLEYS, known)
+    missing = [] if known.law else ["known valleys"]
+    missing += [] if result.law or result.warnings else ["the runs, without a reason"]
+    yield Sources("scaling", "the runs").none("laws that are missing", missing)
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:
@@ -73,6 +77,7 @@ def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check
     beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
     budgets = Sources("scaling", "the largest budget")
     yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
+    yield numpys.equal(f"number of minima of {what}", len(minima), len(fitted.valleys))
     sizes = []
     losses = []
     for valley in fitted.valleys:
