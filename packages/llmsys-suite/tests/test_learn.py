@@ -268,6 +268,8 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     ):
         with pytest.raises(UsageError, match=r"must be positive|at least one token"):
             generate_text(model, prompt, max_bytes, temperature=temperature)
+    with pytest.raises(UsageError, match=r"expected a seed of 64 bits, got 9{20}"):
+        generate_text(model, "a", 4, seed=10**20 - 1)
 
 
 def test_the_audit_clips_as_torch_does():

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -278,6 +278,12 @@ def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
     assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
         folder
     )
+    folder.add_stage("learn", replace(folder.results["learn"], begun_at=2))
+    assert (
+        "The training took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps of 3,072 "
+        "tokens in all. A checkpoint contains the first 2 steps; zero 1 took the other 1."
+    ) in write_report(folder)
+    assert "after 3 steps, 2 of a checkpoint and 1 of zero 1" in headline(folder.path)
     (row, _) = folder.results["parallel"].rows
     folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
     text = write_report(folder)

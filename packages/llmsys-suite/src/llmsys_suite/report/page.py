@@ -111,7 +111,11 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
-        yield f"held out: {loss:.3f} {config.loss_unit} after {_steps(steps)} of {learn.variant}"
+        taken = f"{_steps(steps)} of {learn.variant}"
+        if begun_at := learn.begun_at:
+            others = steps - begun_at
+            taken = f"{_steps(steps)}, {begun_at} of a checkpoint and {others} of {learn.variant}"
+        yield f"held out: {loss:.3f} {config.loss_unit} after {taken}"
 
 
 def _steps(count: int) -> str:

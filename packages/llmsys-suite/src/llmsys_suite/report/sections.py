@@ -117,10 +117,17 @@ def _stored(train: of.Train) -> list[Row]:
 def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
+    # The steps of a checkpoint may be those of another variant and number of ranks.
+    trained = "The training" if learn.begun_at else learn.variant
     finding = (
-        f"{learn.variant} took the held-out loss from {first:.2f} to {last:.2f} {unit} in "
+        f"{trained} took the held-out loss from {first:.2f} to {last:.2f} {unit} in "
         f"{steps} steps of {learn.tokens:,} tokens in all."
     )
+    if learn.begun_at:
+        finding += (
+            f" A checkpoint contains the first {learn.begun_at} steps; {learn.variant} took the "
+            f"other {steps - learn.begun_at}."
+        )
     shown = [{"step": step, f"held out, {unit}": loss} for step, loss in learn.heldout]
     return Section("learn", finding, shown, plots.learning(learn, unit))
 

@@ -40,6 +40,8 @@ def generate_text(
     """Return `max_bytes` generated tokens as text; raise UsageError for invalid arguments."""
     if not (max_bytes > 0 and 0 < temperature < math.inf):
         raise UsageError(f"max_bytes {max_bytes} and temperature {temperature:g} must be positive")
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"expected a seed of 64 bits, got {seed}")
     codec = codec or ByteCodec()
     tokens = codec.encode(prompt)
     if not tokens:
