@@ -1,7 +1,7 @@
-"""Copies in CPU memory of tensors that a device does not hold (CPU offload).
+"""Copies of tensors in CPU memory, which free memory of the device (CPU offload).
 
-On a machine without a GPU, device and host share one memory. The copies are made all the same, so
-that the program is the one that runs on a GPU, and `memory_report` can tell the two kinds apart.
+On a machine without a GPU, device and host share one memory. The copies are still made, so that the
+same code runs as on a GPU and `memory_report` can distinguish the two kinds of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """Return a copy in CPU memory, pinned if `tensor` is on a GPU."""
     device = torch.device("meta" if tensor.is_meta else "cpu")
     copied = torch.empty(0, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda)
-    # The storage is registered before it is resized, so that `memory_report` sees its kind when it
+    # The storage is registered before it is resized, so that `memory_report` knows its kind when it
     # counts the allocation.
     _offloaded.add(copied.untyped_storage())
     return copied.resize_(tensor.shape).copy_(tensor.detach())

@@ -17,7 +17,7 @@ REMEDY = "build the same model and the same groups on every rank"
 
 
 def describe_difference(everyone: Sequence[Sequence[Any]]) -> str:
-    """Describe the first entry in which a rank's list differs from rank 0's; "" if none differs."""
+    """Describe the first entry of a rank's list that differs from rank 0's; "" if all agree."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if len(other) != len(first):
@@ -34,9 +34,9 @@ def describe_difference(everyone: Sequence[Sequence[Any]]) -> str:
 def find_unresponsive_ranks(
     group: dist.ProcessGroup | None, description: str
 ) -> tuple[list[int], dict[int, str]]:
-    """Return the global ranks that do not answer, and the failed call of each rank that does.
+    """Return the global ranks that do not respond, and the failed call of each rank that does.
 
-    Every surviving rank of the group calls this function, because every one sees the failure.
+    Every surviving rank of the group calls this function, because each detects the failure.
     """
     answers: list[tuple[list[int], dict[int, str]]] = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -68,7 +68,7 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
-    """Return the error to raise for a collective that failed, with the ranks that caused it."""
+    """Return an error that names the ranks that caused a collective to fail."""
     absent, answers = find_unresponsive_ranks(group, description)
     if not absent and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))

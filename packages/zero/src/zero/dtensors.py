@@ -1,7 +1,8 @@
-"""Conversions between runs of elements, whole tensors and DTensors of rows.
+"""Conversions between runs of elements, whole tensors and DTensors sharded by rows.
 
-Between steps a shard is a run of elements, which no DTensor describes. In a state dict it is some
-rows of the whole tensor (`Shard(0)`), which torch's tools can gather, save and load.
+Between steps, a shard is a run of elements, which a DTensor cannot describe. In a state dict, a
+shard is a range of rows of the whole tensor (`Shard(0)`), which torch's tools can gather, save and
+load.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zero.process_groups import Communicator
 
-#: The state of torch's optimizers that is one number per parameter. It has the shape of a parameter
-#: without dimensions, and is not one of its elements.
+#: Entries of torch's optimizer state that are one number per parameter. They have the same shape as
+#: a 0-dimensional parameter, but are not its elements.
 NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
@@ -32,13 +33,13 @@ class Run:
     def select(self, whole_shape: torch.Size, key: str, value: Any) -> Any:
         """Return this run's part of a state entry of a parameter of shape `whole_shape`.
 
-        An entry of another shape, such as a count of steps, belongs to all runs.
+        An entry of another shape, such as a step count, belongs to all runs.
         """
         if not isinstance(value, Tensor):
             return value
         is_part = value.shape == whole_shape and value.shape != self.shape and key not in NUMBERS
-        # A tensor that two runs of a parameter shared would be updated twice per step. A copy that
-        # was made in inference mode could not be updated.
+        # If two runs of a parameter shared a tensor, it would be updated twice per step. A copy
+        # that is made in inference mode could not be updated.
         with torch.inference_mode(False), torch.no_grad():
             if is_part:
                 return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
@@ -46,7 +47,7 @@ class Run:
 
 
 def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
-    """Return `whole`, which every rank has, as a DTensor of rows."""
+    """Return `whole`, which every rank has, as a DTensor sharded by rows."""
     mesh = communicator.mesh
     if not whole.dim():
         return DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim)
@@ -93,7 +94,7 @@ def state_rows(
     parameter: Tensor,
     communicator: Communicator,
 ) -> dict[str, Any]:
-    """Return an optimizer's state for one parameter; tensors of its shape are DTensors of rows.
+    """Return the state of one parameter; tensors of its shape are DTensors sharded by rows.
 
     Every rank must call it.
     """

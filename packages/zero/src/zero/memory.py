@@ -6,8 +6,9 @@ allocations of operators on a CPU. `zero_stage_bytes` is the paper's formula, an
 reference for both.
 
 The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
-float32 master copy and two moments beside 2-byte parameters. This package steps parameters in
-their own dtype, so float32 AdamW has 4 + 4 + 8/n bytes per element. Both send 2 S.
+float32 master copy and two moments in addition to 2-byte parameters. This package steps parameters
+in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. Both send twice
+the size of the parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Loss = Callable[[nn.Module], Tensor]
 class Moment:
     """Bytes by kind at one moment of a step, and the peak since the previous moment.
 
-    `host` is the memory that cpu_offload moves to the CPU. It is not part of any other number.
+    `host` is the memory that cpu_offload moves to the CPU. The other fields do not include it.
     """
 
     name: str
@@ -101,11 +102,11 @@ def memory_report(
     device: str | torch.device = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> MemoryReport:
-    """Predict, and measure unless `world` is given, one rank's memory over a training step.
+    """Predict one rank's memory over a training step, and measure it unless `world` is passed.
 
     Two steps are run, and the second is reported.
 
-    build: returns model and optimizer for a group, which it passes to ShardedOptimizer or FSDP.
+    build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
     loss: runs the forward of the model. Both functions must use the default device, which is meta
         for the prediction and `device` for the measurement.
     world: predict only, for this number of ranks, which need not exist.
@@ -135,11 +136,12 @@ def zero_stage_bytes(
     gradient_bytes: float = 4,
     state_bytes: float = 8,
 ) -> float:
-    """Return the bytes of parameters, gradients and optimizer state of one rank, by ZeRO's formula.
+    """Return one rank's bytes of parameters, gradients and optimizer state by ZeRO's formula.
 
-    The formula is P (b_p + b_g + b_s). b_s is divided by the world size from stage 1 on, b_g from
-    stage 2 on, b_p at stage 3. With the paper's mixed-precision Adam (2, 2 and 12 bytes), 7.5e9
-    parameters on 64 ranks take 120, 31.4, 16.6 and 1.88 GB. Source: ZeRO, figure 1.
+    The formula is `parameters * (parameter_bytes + gradient_bytes + state_bytes)`. `state_bytes` is
+    divided by `world` at stages 1 to 3, `gradient_bytes` at stages 2 and 3, and `parameter_bytes`
+    at stage 3. With the paper's mixed-precision Adam (2, 2 and 12 bytes), 7.5e9 parameters on 64
+    ranks take 120, 31.4, 16.6 and 1.88 GB. Source: ZeRO, figure 1.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"expected a stage from 0 to 3, got {stage}")
@@ -192,7 +194,7 @@ def _moment(
 
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of each kind of tensors, each storage once."""
+    """Return the bytes of each kind of tensor, counting each storage once."""
     return {kind: _bytes(tensors) for kind, tensors in tensors_by_kind(model, optimizer).items()}
 
 
@@ -249,7 +251,7 @@ class _Counter:
 
 
 class _OperatorCounter(_Counter):
-    """A count of storages, from their allocation by an operator to their deletion."""
+    """A count of live storages, from their allocation by an operator to their deletion."""
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -271,7 +273,7 @@ class _AllocationMode(TorchDispatchMode):
         inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
         # Views and in-place results have the storage of an input.
         for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
-            # The result of an operator on offloaded tensors only is in CPU memory too.
+            # If all inputs of an operator are offloaded, its result is in CPU memory too.
             if inputs and all(is_offloaded(s) or s in self.counter.host for s in inputs):
                 self.counter.host.add(storage)
                 continue

@@ -65,7 +65,7 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         if parameter.is_meta or not parameter.numel():
             continue
         start = parameter.data_ptr()
-        # A non-contiguous tensor may leave elements out, so only its first element counts.
+        # A non-contiguous tensor may skip elements of its memory, so only its first element counts.
         size = parameter.nbytes if parameter.is_contiguous() else parameter.itemsize
         ranges.append((str(parameter.device), start, start + size, name, parameter))
     ranges.sort(key=lambda entry: entry[:3])
@@ -158,7 +158,7 @@ def check_dense(gradient: Tensor | None) -> None:
 
 
 def refuse_ddp(module: nn.Module) -> None:
-    """Let torch's DDP find no parameters in a sharded module, so that it refuses to wrap it.
+    """Hide a sharded module's parameters from torch's DDP, so that DDP refuses to wrap it.
 
     DDP would wait for gradients that autograd never computes, and would copy rank 0's shards to the
     other ranks.

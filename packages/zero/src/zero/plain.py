@@ -1,10 +1,10 @@
 """ZeRO's three stages in plain torch: shard, gather, step.
 
 Data parallelism keeps all parameters, gradients and optimizer state on each of n ranks, although
-all ranks update every element alike. Here rank r updates only the r-th part of the elements. It
-needs the optimizer state of its part only (stage 1), the averaged gradients of its part only
-(stage 2), and between uses the parameters of its part only (stage 3). The rest of this package
-makes these stages faster. Source: Rajbhandari et al. 2020, ZeRO, section 5.
+all ranks update every element alike. Here, rank r updates only the r-th part of the elements. For
+its part only, it stores the optimizer state (stage 1), the averaged gradients (stage 2) and,
+between uses, the parameters (stage 3). The rest of this package makes these stages faster. Source:
+Rajbhandari et al. 2020, ZeRO, section 5.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Communicator:
 
     @contextmanager
     def allow_collectives_in_join(self) -> Iterator[None]:
-        """Allow collectives in the block: ranks without inputs call them too."""
+        """Allow collectives within the context, where ranks without inputs call them too."""
         before = self.is_joining
         self.is_joining = False
         try:
@@ -152,7 +152,7 @@ class Communicator:
             self.is_joining = before
 
     def check_not_joining(self) -> None:
-        """Raise if a rank without inputs may not make the next collective."""
+        """Raise within `Join`, where ranks without inputs would not call the next collective."""
         if self.is_joining:
             raise RuntimeError(
                 "within Join, ranks without inputs do not take part in reductions and changes of "
@@ -162,7 +162,7 @@ class Communicator:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh for DTensors, whose last dimension shards."""
+        """The ranks as a mesh for DTensors, which are sharded over its last dimension."""
         if self._mesh is None:
             assert not isinstance(self.group, DryRun)
             self._mesh = DeviceMesh.from_group(self._process_group, self.device.type)
@@ -258,7 +258,7 @@ class Communicator:
         return WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Send `blocks[r]` to rank r; return the block from each rank, of the given lengths."""
+        """Send `blocks[r]` to rank r; return the block from each rank, of these `lengths`."""
         dtype = blocks[0].dtype
         if dtype not in NATIVE_DTYPES:
             byte_blocks = [as_bytes(block) for block in blocks]

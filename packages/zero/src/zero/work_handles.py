@@ -29,7 +29,7 @@ class ExplainedWork:
 
 
 class WorkThen:
-    """Work that calls a function when it has been waited for."""
+    """Work that calls a function after it has been waited for."""
 
     def __init__(self, work: Work, then: Callable[[], Any]) -> None:
         self.work = work
@@ -42,7 +42,7 @@ class WorkThen:
 
 
 class DryReduceScatter:
-    """The memory that a `direct_reduce_scatter` in progress allocates."""
+    """Simulated work with the memory that a `direct_reduce_scatter` in progress allocates."""
 
     def __init__(self, input: Tensor, world: int) -> None:
         self.received = input.new_empty(input.numel() // world * (world - 1))
@@ -54,7 +54,7 @@ class DryReduceScatter:
 
 class _FinishedWork:
     def wait(self) -> None:
-        """Return at once: the collective has finished."""
+        """Return immediately, because the collective has finished."""
 
 
 FINISHED = _FinishedWork()

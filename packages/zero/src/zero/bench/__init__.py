@@ -1,4 +1,4 @@
-"""The benchmark of all stages beside torch's implementations: `python -m zero.bench`."""
+"""Benchmark of all stages against torch's implementations: `python -m zero.bench`."""
 
 from zero.bench.rows import bench, main, table
 

@@ -1,8 +1,8 @@
 """One model, and the implementations of data parallelism that the benchmark compares.
 
-torch's implementations are set up as its documentation advises. DDP's gradients are
-views of its buckets, ZeroRedundancyOptimizer's parameters too, and FSDP2 shards each block and the
-root. `fsdp2_layers` shards the same modules as this package instead.
+torch's implementations are set up as its documentation advises. DDP's gradients and
+ZeroRedundancyOptimizer's parameters are views of buckets, and FSDP2 shards each block and the root.
+`fsdp2_layers` shards the same modules as this package instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
-#: Vocabulary, width, layers, and tokens per rank.
+#: Vocabulary size, width, number of layers, and tokens per rank.
 SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 NAMES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "fsdp2_layers", "stage3")
-#: torch's implementations that shard as much as each stage.
+#: torch's closest implementations of each stage.
 RIVALS = {
     "stage1": ("ddp_zero_redundancy",),
     "stage2": ("ddp_zero_redundancy",),
@@ -32,7 +32,7 @@ RIVALS = {
 
 
 class Block(nn.Module):
-    """A norm and two linear layers around a residual."""
+    """A norm and two linear layers with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def make_model(size: str) -> nn.Sequential:
-    """Return an embedding, blocks and a head: all weights of a language model."""
+    """Return an embedding, blocks and a head, as in a language model without attention."""
     vocabulary, width, layers, _ = SIZES[size]
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(layers)]
@@ -62,12 +62,12 @@ def loss_of(model: nn.Module, size: str) -> Tensor:
 
 
 def build(name: str, model: nn.Module) -> Trained:
-    """Return `model` wrapped by one of NAMES, and AdamW."""
+    """Return `model`, wrapped by the implementation called `name`, and its AdamW optimizer."""
     if name in ("ddp", "ddp_zero_redundancy"):
         return _ddp(model, sharded=name == "ddp_zero_redundancy")
     if name in ("fsdp2", "fsdp2_layers"):
         return _fsdp2(model, (Block,) if name == "fsdp2" else (nn.Linear, nn.Embedding))
-    # In one group, the reducers of several optimizers would wait for the end of backward.
+    # If several optimizers shared a group, their reducers would wait for the end of backward.
     return build_stage(int(name[-1]), model, dist.new_group())
 
 
@@ -83,7 +83,7 @@ def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:
 
 
 def payload_of(trained: Trained) -> Callable[[], dict[str, int]] | None:
-    """Return the function that reports payload bytes, for this package's implementations."""
+    """Return a function that reports payload bytes; None for torch's implementations."""
     for part in trained:
         if isinstance(part, FSDP | ShardedOptimizer):
             return part.communicator.pop_bytes

@@ -35,7 +35,7 @@ def bench(*, device: str = "cpu", quick: bool = False, rounds: int = 0) -> list[
     """Return the rows of the cases `memory` and `step`, on rank 0.
 
     It runs two processes, or one if there is only one GPU. `rounds` is the number of measured
-    steps of each implementation; 0 means 20, and 3 with `quick`.
+    steps of each implementation; 0 means 20, or 3 if `quick` is True.
     """
     rounds = rounds or (3 if quick else 20)
     if "RANK" in os.environ:
@@ -83,7 +83,7 @@ class _Samples:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
-    #: The payload of each collective in the latest step, if it is known.
+    #: Payload bytes of each collective in the latest step; None for torch's implementations.
     payload: dict[str, int] | None = None
 
 
@@ -105,7 +105,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
     for round_index in range(rounds + 2):
         for name in names:
             sample = samples[name] if round_index >= 2 else _Samples()
-            # The first step determines the orders, and the second is still a warm-up.
+            # The first step determines the order of collectives, and the second is another warm-up.
             _measure_step(steps[name], device, sample)
             pop = pop_payload.get(name)
             if pop is not None:
@@ -166,7 +166,7 @@ def _sent_bytes() -> Callable[[], int]:
     """Return a function that reads the kernel's count of bytes sent by the group's interface."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
-    # On the loopback all ranks send by the same interface.
+    # On loopback, all ranks share one interface.
     num_ranks = dist.get_world_size() if _is_loopback() else 1
     return lambda: int(path.read_text()) // num_ranks if path.exists() else 0
 
@@ -190,7 +190,7 @@ def _spawned(rank: int, folder: str, device: str, quick: bool, rounds: int, worl
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows as tables, and write them to a JSON file if one is given."""
+    """Print the rows as tables, and write them to a JSON file if its path is passed."""
     parser = argparse.ArgumentParser(prog="python -m zero.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")

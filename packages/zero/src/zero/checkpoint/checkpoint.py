@@ -1,10 +1,10 @@
-"""Checkpoints that any stage at any number of ranks writes, and any other loads exactly.
+"""Checkpoints that any stage saves and any other stage loads exactly, on any number of ranks.
 
 The folder is an ordinary torch.distributed.checkpoint with whole tensors under the unwrapped
-module's names, which each rank writes in boxes that cover its elements. It is written beside its
+module's names. Each rank writes boxes that cover its elements. The folder is written beside its
 final path and renamed when every rank is done, so the last good checkpoint survives any failure.
-A load checks everything before it changes anything. Weights of other programs can be loaded too;
-each rank reads its elements only.
+Loading checks everything before it changes anything, and each rank reads only its elements. Weights
+of other programs can be loaded too.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from zero.optimizer.state_dict import options_of
 
 
 class Saving:
-    """A save in progress, which `wait()` publishes; every rank must call it.
+    """A save in progress; every rank must call `wait()` to publish it.
 
-    Earlier saves are published first, in their order. A save that nobody waits for is published by
-    the next save to its path, and is discarded with a message when the program exits.
+    Earlier saves are published first, in order. If `wait()` is not called, the next save to the
+    same path publishes this one; at program exit it is discarded with a message.
     """
 
     def __init__(self, path: str, publish: Callable[[], None], discard: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class Saving:
                 self._error = error
 
 
-#: Asynchronous saves that were not published yet, in the order in which all ranks started them.
+#: Asynchronous saves not yet published, in the order in which all ranks started them.
 _pending_saves: list[Saving] = []
 
 
@@ -101,7 +101,7 @@ def _publish_until(path: str) -> None:
 
 @atexit.register
 def _report_unpublished() -> None:
-    """Report the saves that were never published, which needs all ranks."""
+    """Report the saves that were never published; publishing them would need all ranks."""
     for saving in _pending_saves:
         print(f"{saving.path} was not saved: call wait() before the end", file=sys.stderr)
         saving._discard()
@@ -119,13 +119,13 @@ def save_checkpoint(
 ) -> Saving | None:
     """Write model, optimizer and `extra` (plain values and tensors) to the folder `path`.
 
-    Every rank must call it. If a rank fails, RuntimeError is raised on every rank with the failed
+    Every rank must call it. If a rank fails, every rank raises a RuntimeError that names the failed
     ranks, and the folder is unchanged.
 
     async_op: copy the state, write in a thread, and return a Saving, whose `wait()` publishes the
         checkpoint; a later save to the same path publishes it first.
-    keep: the number of checkpoints to keep whose names differ from this one's in the last number
-        only, such as `step-100`; older ones are removed.
+    keep: the number of checkpoints to keep in a series, whose names differ only in the last number,
+        such as `step-100`; older checkpoints of the series are removed.
     """
     final = Path(os.path.abspath(path))
     real = os.path.realpath(path)
@@ -183,7 +183,7 @@ def _check_keep(keep: int | None, path: Path) -> None:
 def _header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the objects that rank 0 writes: options of groups, states of modules, and `extra`."""
+    """Return the objects of rank 0: group options, non-tensor module states, and `extra`."""
     objects: dict[str, Any] = {}
     groups = _groups(model, optimizer) if optimizer else []
     for index, group in enumerate(groups):
@@ -215,7 +215,7 @@ def _remove_older(path: Path, keep: int) -> None:
         if match is None or other.is_symlink() or os.path.samefile(other, path):
             continue
         if (other / ".metadata").exists():
-            # Some file systems count whole seconds; of one second, the larger number is newer.
+            # Some file systems store whole seconds; within one second, the larger number is newer.
             age = (other / ".metadata").stat().st_mtime_ns, int(match[1])
             others.append((age, other))
     others.sort(reverse=True)
@@ -227,7 +227,7 @@ def _remove_older(path: Path, keep: int) -> None:
             # Another job is saving to it, or has removed it.
             continue
         try:
-            # Renamed first: a half removed checkpoint must not be found under its name.
+            # Rename first, so that a partly removed checkpoint is never found under its name.
             removed = other.with_name(f".{other.name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             other.rename(removed)
@@ -250,15 +250,15 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill model and optimizer from `path`; return the `extra` that was saved.
 
-    `path` is a checkpoint of `save_checkpoint`, from any number of ranks and any stage; another
-    folder of torch.distributed.checkpoint; or weights in safetensors or torch files, as a folder
-    or one file. Every rank must call it, and reads its elements only. Values
-    are cast to the model's dtype. If the checkpoint is damaged, newer, or of another model,
-    RuntimeError is raised on every rank before anything is changed.
+    `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks; another
+    torch.distributed.checkpoint folder; or a safetensors or torch file of weights, or a folder of
+    such files. Every rank must call it, and reads only its elements. Values are cast to the model's
+    dtype. If the checkpoint is damaged, has another format version, or belongs to another model,
+    every rank raises RuntimeError before anything is changed.
 
-    strict: False warns of tensors that only the model or only the checkpoint has, and skips them.
-    prefix: the prefix of the model's names in other programs' checkpoints; by default the one that
-        fits. If several fit, it is none, `model.` or `module.`, or the load is refused.
+    strict: False skips tensors that only the model or only the checkpoint has, with a warning.
+    prefix: the prefix of the model's names in other programs' checkpoints. By default, the prefix
+        that fits most names is used; if another one may be meant, the load is refused.
     """
     _publish_until(os.path.realpath(path))
     failure = f"checkpoint {path} was not loaded"
@@ -337,8 +337,8 @@ def _collect_slot(
     run = slot.run
     if run is None:
         return
-    # Values that all ranks with a part of the parameter share, such as a count of steps, are
-    # written by the rank with its first element.
+    # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
+    # The rank with the parameter's first element writes them.
     has_first = run.stop > 0 or _writes_empty_parameter(slot, rank)
     is_first = not slot.is_copy and run.start == 0 and has_first
     for key, value in state.items():

@@ -1,8 +1,8 @@
 """Checksums of a checkpoint, one per stored range of bytes, so that no corrupted byte is loaded.
 
-They are in the file `checksums.json` beside the data. Its first line is the checksum of its
-second line. The second line contains the checksum of `.metadata` and, for each file, the offset,
-length and checksum of every box and object in it.
+The file `checksums.json` beside the data stores them. Its first line is the checksum of its second
+line. The second line contains the checksum of `.metadata` and, for each file, the offset, length
+and checksum of every box and object in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1 << 22
 crc32 = zlib.crc32
 
 T = TypeVar("T")
-#: (offset, length, checksum) of ranges, by the name of their file.
+#: Maps each file name to the (offset, length, checksum) of its ranges.
 Ranges = dict[str, list[tuple[int, int, int]]]
 #: File, offset and length.
 FileRange = tuple[Path, int, int]
@@ -35,7 +35,7 @@ def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
 
 
 def checksums_of(ranges: Sequence[FileRange], *, read_ahead: bool = False) -> list[int]:
-    """Return the CRC-32 of each range; `read_ahead` reads the next chunk while one is summed."""
+    """Return each range's CRC-32; `read_ahead` reads a chunk while the previous one is summed."""
     crcs = [0] * len(ranges)
     chunks = _read_chunks(ranges)
     if read_ahead and sum(length for _, _, length in ranges) > CHUNK:
@@ -67,7 +67,7 @@ def _read_chunks(ranges: Sequence[FileRange]) -> Iterator[tuple[int, memoryview]
 
 
 def _read_ahead(chunks: Iterator[T]) -> Iterator[T]:
-    """Yield the same items, each requested in a thread while the caller uses the previous one."""
+    """Yield the same items; a thread fetches each item while the caller uses the previous one."""
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
         pending = thread.submit(next, chunks, None)
         while (chunk := pending.result()) is not None:
@@ -111,11 +111,11 @@ def token_of(folder: Path) -> str | None:
 
 
 class Verifier:
-    """A comparison of bytes that will be loaded with the checksums from when they were written."""
+    """A verifier that compares stored bytes with the checksums recorded when they were written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        #: The checksums that were not compared yet, by (offset, length), of each file.
+        #: For each file, the checksums not yet compared, by (offset, length).
         self.known: dict[str, dict[tuple[int, int], int]] = {}
         self.present = (folder / NAME).exists()
         if not self.present:
@@ -135,21 +135,21 @@ class Verifier:
                 contents: dict[str, Any] = json.loads(text)
                 return contents
         except ValueError:
-            # The file is not text, or does not have two lines with a number first.
+            # The file is not text, or does not consist of a number and a second line.
             pass
         raise ValueError(f"{path} is damaged: use an older checkpoint")
 
     def check(self, wanted: Iterable[tuple[str, str, int, int]]) -> None:
         """Raise ValueError if any of (description, file, offset, length) is damaged.
 
-        All written ranges that overlap with these bytes are compared, each of them once.
+        Every written range that overlaps these bytes is compared, but only once.
         """
         due: dict[tuple[str, tuple[int, int]], str] = {}
         for name, file, offset, length in dict.fromkeys(wanted):
             known = self.known.get(file, {})
             for written in _overlapping(known, offset, length):
                 due.setdefault((file, written), name)
-        # In the order of the disk.
+        # Sort by file and offset, to read sequentially.
         ordered = sorted(due)
         ranges = [(self.folder / file, *written) for file, written in ordered]
         crcs = checksums_of(ranges, read_ahead=True)
@@ -164,7 +164,7 @@ class Verifier:
 def _overlapping(
     known: dict[tuple[int, int], int], offset: int, length: int
 ) -> list[tuple[int, int]]:
-    """Return the written ranges that share bytes with a range."""
+    """Return the written ranges that overlap a range."""
     if (offset, length) in known:
         return [(offset, length)]
     return [

@@ -1,9 +1,9 @@
-"""The contents of any program's checkpoint, by the model's names.
+"""The contents of any program's checkpoint, mapped to the model's names.
 
-The model's names may have a prefix in the checkpoint (`model.`), which is the one that fits most
-tensors. If another prefix may be meant, the load is refused. An optimizer's names may have all,
-part or none of that prefix, even if the model's own names begin with it. An optimizer's state may
-be stored under names or numbers of parameters, nested or flat, as torch's
+The model's names may have a prefix in the checkpoint, such as `model.`; the prefix that fits most
+tensors is used. If another prefix may be meant, the load is refused. An optimizer's names may have
+all, part or none of that prefix, even if the model's own names begin with it. An optimizer's state
+may be stored under parameter names or parameter numbers, nested or flat, as torch's
 `get_optimizer_state_dict` and `Optimizer.state_dict` return it.
 """
 
@@ -26,17 +26,17 @@ VERSION = 3
 HEADER = "zero"
 USUAL_PREFIXES = ("", "model.", "module.")
 
-#: (key, stored name) of each parameter's state, by its name in the model or its number in the
-#: optimizer.
+#: Maps a parameter's name in the model, or its number in the optimizer, to the (key, stored name)
+#: pairs of its state.
 States = dict[str | int, list[tuple[str, str]]]
 
 
 @dataclass
 class Contents:
-    """A source, and the mapping of its tensors and objects to those of a model and an optimizer."""
+    """A checkpoint, and the mapping of its entries to those of a model and an optimizer."""
 
     source: Folder | Weights
-    #: The stored name of each of the model's tensors, by its name in the model.
+    #: Maps the name of each tensor in the model to its stored name.
     model: dict[str, str]
     states: States = field(default_factory=dict)
     #: The optimizer's groups: names of parameters, and options.
@@ -59,9 +59,9 @@ class Contents:
 def read_contents(
     source: Folder | Weights, names: Mapping[str, str], prefix: str | None
 ) -> Contents:
-    """Find the tensors of a model, and the state that belongs to them.
+    """Find the stored tensors of a model, and their optimizer state.
 
-    names: the first name of each of the model's tensors, by all its names.
+    names: maps every name of a tensor of the model to the tensor's first name.
     """
     if isinstance(source, Folder) and HEADER in source.objects:
         return _read_native(source)
@@ -82,7 +82,7 @@ class _OtherFolder:
         self.contents = contents
         self.names = names
         self.prefix = prefix
-        #: The options of each parameter group by its number or its parameter's name.
+        #: The options of each parameter group, by group number or parameter name.
         self.groups: dict[str, dict[str, Any]] = {}
         #: Parameter, key and stored name of each entry of the optimizer's state.
         self.states: list[tuple[str, str, str]] = []
@@ -141,7 +141,7 @@ class _OtherFolder:
 
 
 def _numbers_by_value(key: str) -> tuple[int, str]:
-    """Return a sort key that puts "2" before "10", and names in the order of the alphabet."""
+    """Return a sort key that puts "2" before "10", and names in alphabetical order."""
     return (len(key), key) if key.isdigit() else (0, key)
 
 
@@ -149,7 +149,7 @@ def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) ->
     """Return the prefix of each optimizer: the part of its names before `param_groups`."""
     roots = {_before(name, "param_groups") for name in entries} - {None}
     if not roots:
-        # Without groups, an entry `state` counts if the model has its parameter.
+        # Without groups, a `state` entry counts only if the model has its parameter.
         suffixes = _suffixes(prefix)
         for name in entries:
             root = _before(name, "state")
@@ -169,7 +169,7 @@ def _before(name: str, word: str) -> str | None:
 
 
 def _suffixes(prefix: str) -> list[str]:
-    """Return the empty string and all endings of a prefix, shortest first."""
+    """Return all suffixes of a prefix, shortest first, including the empty string."""
     components = prefix.split(".")[:-1]
     suffixes = [""]
     for component in reversed(components):
@@ -178,7 +178,7 @@ def _suffixes(prefix: str) -> list[str]:
 
 
 def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
-    """Return the ending of the model's prefix that the optimizer's names have too.
+    """Return the suffix of the model's prefix that the optimizer's names also have.
 
     In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`, and the
     optimizer's state names them without it, even if the model's own names begin with `model.`.
@@ -217,7 +217,7 @@ def _find_name(
 
 
 def _read_entry(folder: Folder, name: str) -> Any:
-    """Return an object, or a whole tensor."""
+    """Read and return an object or a whole tensor."""
     if name in folder.objects:
         return folder.read([], [name])[name]
     shape, dtype = folder.tensors[name]
@@ -304,9 +304,9 @@ def _find_prefix(stored: Sequence[str], names: Mapping[str, str]) -> str:
 def _make_group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
     """Return a group's parameters and options.
 
-    Flattened dictionaries have the options of each parameter under its name, which is `key`.
+    A flattened dictionary has the options of each parameter under the parameter's name, `key`.
     """
-    # torch stores names beside numbers.
+    # torch stores names in addition to numbers.
     members = group.get("param_names") or group.get("params") or [key]
     names = [m.removeprefix(strip) if isinstance(m, str) else m for m in members]
     return {"names": names, "options": options_of(group)}

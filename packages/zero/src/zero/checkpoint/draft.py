@@ -2,8 +2,9 @@
 
 Note [Two jobs, one path]
 Each save writes to a separate folder, so the files of two saves never mix. The path is locked
-from the first file to the last rename, so a second job is refused instead of replacing what the
-first one has just saved. The operating system releases the lock when its process dies.
+from the first file to the last rename, so a second job is refused instead of replacing the
+checkpoint that the first one has just saved. The operating system releases the lock when the
+process that holds it dies.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _is_same_file(handle: int, file: Path) -> bool:
 
 
 class Draft:
-    """The folder in which one save is written. Rank 0 opens it and sends `token` to the others."""
+    """The folder in which one save is written. Rank 0 opens it and broadcasts `token`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,7 +108,7 @@ class Draft:
         self._lock.release()
 
     def _remove_stale(self) -> None:
-        """Remove the folders of saves that were killed: nobody else holds the lock."""
+        """Remove the folders of killed saves; the lock ensures that no other save is running."""
         name = re.compile(rf"\.{re.escape(self.path.name)}(\.[0-9a-f]{{16}})?\.(saving|writing)")
         for folder in self.path.parent.iterdir():
             if name.fullmatch(folder.name):
@@ -125,7 +126,7 @@ def previous(path: Path) -> Path:
 
 
 def current(path: Path) -> Path:
-    """Return the path of the checkpoint, also if a save was killed between its renames."""
+    """Return the path of the checkpoint, even if a save was killed between its renames."""
     real = Path(os.path.realpath(path))
     return previous(real) if not real.exists() and previous(real).exists() else path
 
@@ -153,7 +154,7 @@ def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> Non
 
 
 def _link_or_copy(file: str | Path, there: str | Path) -> None:
-    """Give a file a second name, or copy it where the file system has no hard links."""
+    """Hard-link a file, or copy it if the file system does not support hard links."""
     try:
         os.link(file, there, follow_symlinks=False)
     except OSError:
@@ -161,7 +162,7 @@ def _link_or_copy(file: str | Path, there: str | Path) -> None:
 
 
 def replace_folder(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; the old folder is at `previous(path)` until then."""
+    """Rename a finished folder to `path`; meanwhile, `previous(path)` is the old folder."""
     old = previous(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)

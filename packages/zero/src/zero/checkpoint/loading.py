@@ -1,4 +1,4 @@
-"""Filling a model and an optimizer from a checkpoint, after everything has been checked."""
+"""Loading of a checkpoint into a model and an optimizer, after everything has been checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero.process_groups import check_separate_elements
 
 
 class Loading:
-    """One load: the constructor matches and checks names and shapes, `fill()` reads the data."""
+    """One load. The constructor matches and checks names and shapes; `fill()` reads the data."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Loading:
         self.tied = tied_names(model)
         self.parts = self._match_model(model_parts(model)[0])
         self.groups: list[dict[str, Any]] = []
-        #: The optimizer's parameters, and (key, name in the checkpoint) of the state of each.
+        #: The slots of each parameter group, and the (key, name in the checkpoint) pairs of the
+        #: state of each parameter.
         self.slots: list[list[Slot]] = []
         self.states: list[list[tuple[str, str]]] = []
         if optimizer is not None:
@@ -89,12 +90,12 @@ class Loading:
             unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
-        """Return the model's parts that the checkpoint has; raise if it is of another model."""
+        """Return the model's parts that the checkpoint has; raise if it is another model's."""
         saved = self.contents.model
         part_of = {part.name: part for part in parts}
         for name, first in self.tied.items():
             if name in saved and first not in saved:
-                # Other programs store a tied tensor under one of its names.
+                # Other programs may store a tied tensor under only one of its names.
                 saved[first] = saved[name]
             elif name in saved and first in part_of:
                 self._check_tied(part_of[first], name)
@@ -121,8 +122,8 @@ class Loading:
     def _check_part(self, part: Part) -> None:
         """Raise if a stored tensor does not fit the model's."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
-        # Floating-point values are cast to the model's dtype, as a program may continue in another.
-        # Other programs may store integers and booleans in narrower or wider dtypes.
+        # Floating-point values are cast to the model's dtype, because training may continue in
+        # another dtype. Other programs may store integers and booleans in narrower or wider dtypes.
         current_dtype = part.values.dtype
         is_cast = saved_dtype.is_floating_point and current_dtype.is_floating_point
         if not self.contents.is_native:
@@ -237,7 +238,7 @@ class Loading:
     def _state_parts(
         self, device: str | None = None
     ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
-        """Return the optimizer's state to read: (parameter's number, key, part or object)."""
+        """Return the optimizer state to read, as (parameter number, key, part or object)."""
         tensors = []
         objects = []
         flat_slots = [slot for group in self.slots for slot in group]
@@ -284,7 +285,7 @@ class Loading:
 
 
 def _allocate_state(name: str, stored: Any, slot: Slot, key: str, device: str | None) -> Part:
-    """Return the part of a state tensor that this rank reads, with memory for it."""
+    """Return the part of a state tensor that this rank reads, with newly allocated memory."""
     shape, dtype = stored
     run = slot.run
     if run is not None and shape == slot.shape and key not in NUMBERS:
@@ -318,7 +319,7 @@ def _merge_groups(
 
 
 def _check_groups(saved: list[list[str]], current: list[list[str]]) -> None:
-    """Raise if the checkpoint's groups have other parameters than the optimizer's."""
+    """Raise if a group has other parameters in the checkpoint than in the optimizer."""
     if len(saved) != len(current):
         raise ValueError(
             f"expected {len(current)} parameter groups as in the optimizer, got {len(saved)} in "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_format(path: Path) -> None:
-    """Raise ValueError with the tool that converts the checkpoint, if it is not loaded here."""
+    """Raise ValueError that names the conversion tool if the format cannot be loaded."""
     if _is_deepspeed(path):
         raise ValueError(
             f"expected whole tensors, got DeepSpeed's files of partitions at {path}: run the "
@@ -21,7 +21,7 @@ def check_format(path: Path) -> None:
 
 
 def _is_deepspeed(path: Path) -> bool:
-    """Return True for a folder of one step, and for the folder of all steps."""
+    """Return True for DeepSpeed's folder of one step or of all steps."""
     if any(path.glob("*_optim_states.pt")):
         return True
     return (path / "latest").is_file() and any(path.glob("*/*_optim_states.pt"))

@@ -1,6 +1,6 @@
 """The part of a training state that this rank stores: runs of elements of named tensors.
 
-Every stage is described in the same form, so a checkpoint of one stage can be read by any other.
+All stages use the same description, so a checkpoint of one stage can be read by any other.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Part:
     is_replicated: bool = False
     #: True if another row of a mesh has the same shard and writes it.
     is_copy: bool = False
-    #: The tensor that `values` are the elements of; `values` are a copy if it is not contiguous.
+    #: The tensor whose elements are `values`; `values` is a copy if it is not contiguous.
     target: Tensor | None = None
-    #: True for buffers, which may differ between ranks, so that all of them are saved from rank 0.
+    #: True for buffers. They may differ between ranks, so rank 0 writes all of them.
     is_buffer: bool = False
 
     def is_written_by(self, rank: int, world: int) -> bool:
@@ -65,7 +65,7 @@ class Slot:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module whose names a checkpoint uses: without wrappers such as FSDP and DDP."""
+    """Return the module without wrappers such as FSDP and DDP; checkpoints use its names."""
     model = _compiled_from(model)
     while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
         model = _compiled_from(model.get_submodule("module"))
@@ -73,7 +73,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter with several names, by its other names."""
+    """Return a mapping from every further name of a tied parameter to its first name."""
     first_names: dict[nn.Parameter, str] = {}
     first_of = {}
     for name, parameter in _named_parameters(model, with_tied=True):
@@ -98,7 +98,7 @@ def _compiled_from(model: nn.Module) -> nn.Module:
 
 
 def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
-    """Return this rank's parameters and buffers, and the module's states that are not tensors."""
+    """Return this rank's parts of parameters and buffers, and the modules' non-tensor states."""
     parts = []
     for slot in _parameter_slots(model):
         assert slot.run is not None
@@ -193,7 +193,7 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
 
 
 def mark_changed(model: nn.Module) -> None:
-    """Let autograd refuse graphs that have saved earlier values of FSDP's parameters."""
+    """Make autograd refuse graphs that saved earlier values of FSDP's parameters."""
     fsdp = find_fsdp(_compiled_from(model))
     for unit in fsdp.units if fsdp else []:
         for parameter in unit.parameters:

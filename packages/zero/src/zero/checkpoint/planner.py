@@ -1,7 +1,7 @@
 """The boxes of a torch.distributed.checkpoint folder that each rank writes and reads.
 
-The format stores boxes of tensors. A run of elements of an n-dimensional tensor is at most 2n-1
-boxes, so the folder contains whole tensors that any other reader of the format can load.
+The format stores boxes of tensors. A run of elements of an n-dimensional tensor consists of at most
+2n-1 boxes, so the folder contains whole tensors that any other reader of the format can load.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan to write all parts, because they have been distributed before."""
+        """Return the plan to write all parts, which are already distributed over the ranks."""
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -133,7 +133,7 @@ def _boxes_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iter
 
 
 def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """Yield the boxes of a part, each with its values in its shape."""
+    """Yield the boxes of a part, each with its values in the box's shape."""
     start = 0
     wanted = boxes(part.shape, part.start, part.stop)
     if prod(part.shape) == 0:

@@ -1,4 +1,4 @@
-"""The format of safetensors files: a header in JSON, and tensors end to end.
+"""The format of safetensors files: a JSON header, followed by the tensors end to end.
 
 A run of elements of a row-major tensor is one range of bytes of the file.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.checkpoint import checksums
 from zero.checkpoint.storage import read_into
 
-#: All dtypes of the format that have whole bytes per element.
+#: All dtypes of the format whose elements are a whole number of bytes.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -30,7 +30,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BUFFER_BYTES = 1 << 24
 INDEX = "model.safetensors.index.json"
-#: The largest header that the format's reference implementation reads.
+#: The largest header, in bytes, that the format's reference implementation reads.
 LONGEST_HEADER = 100_000_000
 METADATA = {"format": "pt", "checksums": checksums.NAME}
 

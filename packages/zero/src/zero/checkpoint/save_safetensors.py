@@ -1,7 +1,7 @@
 """Weights written in Hugging Face's layout: safetensors files, with an index if there are several.
 
-Each rank writes its ranges of bytes, so it never needs more memory than its shard and a buffer. The
-files have one checksum for the header and one per run, as checkpoints have.
+Each rank writes only its ranges of bytes, so it never needs more memory than its shard and a
+buffer. As in a checkpoint, each file has one checksum for the header and one per run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def save_safetensors(
 
     Every rank must call it, and writes its shard. Nothing is gathered. `dtype` is the dtype of
     floating-point tensors in the files. Other files in the folder, such as config.json, are kept.
-    If a rank fails, RuntimeError is raised on every rank with the failed ranks, and the folder is
+    If a rank fails, every rank raises a RuntimeError that names the failed ranks, and the folder is
     unchanged.
     """
-    # The target of a symbolic link is written, and the link stays.
+    # If `path` is a symbolic link, its target is written and the link is kept.
     final = Path(os.path.realpath(path))
     drafts: list[Draft] = []
     parts, _ = model_parts(model)

@@ -30,7 +30,7 @@ from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
 
 T = TypeVar("T")
-#: Boxes of fewer bytes are read whole, because finding the offset of elements takes milliseconds.
+#: Smaller boxes are read whole, because finding the offset of elements takes milliseconds.
 DIRECT_READ_BYTES = 1 << 21
 
 
@@ -45,7 +45,7 @@ class Writer:
         group: dist.ProcessGroup | None,
         tied_names: dict[str, str],
     ) -> None:
-        # The target of a symbolic link is written, and the link stays.
+        # If `path` is a symbolic link, its target is written and the link is kept.
         self.path = Path(os.path.realpath(path))
         self.tied_names = tied_names
         self.group = group
@@ -58,7 +58,8 @@ class Writer:
         self.error: Exception | None = None
         self.results: list[Any] = []
         self.ranges: checksums.Ranges = {}
-        #: Identifies the save, so that ranks that survive rank 0 know whether it was published.
+        #: Identifies the save, so that the other ranks can check if it was published when rank 0
+        #: died.
         self.token = ""
         self.metadata: Metadata | None = None
         self.local_plan = SavePlan([])
@@ -94,7 +95,7 @@ class Writer:
             draft.close()
 
     def write(self) -> None:
-        """Write this rank's file; `publish` raises the error if it fails."""
+        """Write this rank's file; if this fails, `publish` raises the error."""
         try:
             done = self.storage.write_data(self.local_plan, self.planner)
             self.results = done.wait()
@@ -144,7 +145,7 @@ class Writer:
                 )
 
     def _add_tied_names(self, results: list[Any]) -> list[Any]:
-        """List the bytes of tied tensors under their other names too."""
+        """Add entries for the other names of tied tensors, with the same stored bytes."""
         assert self.metadata is not None
         contents = self.metadata.state_dict_metadata
         for name, first in self.tied_names.items():
@@ -187,7 +188,7 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint that was found: its path, metadata and checksums."""
+    """A checkpoint on disk: its path, metadata and checksums."""
 
     path: Path
     metadata: Metadata
@@ -240,7 +241,7 @@ class Folder:
         return planner.loaded
 
     def _read_direct(self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader) -> bool:
-        """Read the wanted elements of a large box only; return False if they are not contiguous.
+        """Read only the requested elements of a large box; return False if they are not contiguous.
 
         torch's reader allocates and reads the whole box.
         """
@@ -279,14 +280,14 @@ def read_into(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
+    """Return a memoryview of the bytes of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def find(path: Path) -> Folder:
     """Find the checkpoint at `path`, check the sizes of its files, and read its metadata.
 
-    If a save was interrupted between its two renames, this is the previous checkpoint.
+    If a save was interrupted between its two renames, the previous checkpoint is returned.
     """
     path = current(path)
     if not (path / ".metadata").exists():

@@ -1,6 +1,6 @@
 """Weights read from safetensors and torch files, by runs of elements.
 
-Each rank reads its ranges only, so it never needs more memory than its shard and a buffer. torch's
+Each rank reads only its ranges, so it never needs more memory than its shard and a buffer. torch's
 files are memory-mapped.
 """
 
@@ -137,7 +137,7 @@ def _map_torch_files(files: Sequence[Path]) -> dict[str, Stored]:
             except RuntimeError as error:
                 if "mmap" not in str(error):
                     raise
-                # The format that torch wrote before 2020 cannot be mapped.
+                # The format that torch wrote before 2020 cannot be memory-mapped.
                 content = torch.load(file, **options)
         except Exception as error:
             raise ValueError(

@@ -22,7 +22,7 @@ TYPES_WITHOUT_TENSORS = (
 def call_after_gradients(
     values: Any, hook: Callable[[], None], *, before_double_backward: Callable[[], None]
 ) -> Any:
-    """Return `values`, and call `hook()` when backward has the gradients of all their tensors.
+    """Return `values`; call `hook()` when backward has computed all gradients of their tensors.
 
     `before_double_backward()` is called before a backward through these gradients.
     """
@@ -32,15 +32,15 @@ def call_after_gradients(
             tensors[id(leaf)] = leaf
     if not tensors:
         return values
-    # One node of the graph for all tensors runs when the last gradient is computed. A tensor that
-    # occurs twice stays one object, on which the fast path of attention depends.
+    # A single graph node for all tensors runs when the last gradient has been computed. A repeated
+    # tensor stays the same object; the fast path of attention depends on this.
     outputs = _GradientHook.apply(hook, before_double_backward, *tensors.values())
     hooked = dict(zip(tensors, outputs, strict=True))
     return tree_map_only(Tensor, lambda tensor: hooked.get(id(tensor), tensor), values)
 
 
 def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = ()) -> Any:
-    """Return `values`, and call `hook()` before backward goes through one of their tensors.
+    """Return `values`, and call `hook()` before backward passes through any of their tensors.
 
     `inputs` are the values that a module computed `values` from.
     """
@@ -48,8 +48,8 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
         if not tensor.requires_grad:
             continue
         tensor.register_hook(lambda _: hook())
-        # An in-place change of a view replaces its node of the graph by one of its base, which does
-        # not have the hook.
+        # An in-place change of a view replaces its graph node by a node of its base, which does not
+        # have the hook.
         base = tensor._base
         if base is not None and base.grad_fn is not None and not _has_view_of(inputs, base):
             base.grad_fn.register_prehook(lambda _: hook())
@@ -62,7 +62,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def hides_tensors(values: Any) -> bool:
-    """Return True if no tensor is found in `values`, but an object that cannot be inspected is."""
+    """Return True if `values` has no visible tensor, but has an object that cannot be inspected."""
     tensors, has_opaque = _walk(values)
     return has_opaque and not tensors
 
@@ -115,7 +115,7 @@ def cast(dtype: torch.dtype, values: Any) -> Any:
 
 
 def _has_view_of(inputs: Any, base: Tensor) -> bool:
-    """Return True if an input is a view of `base`, which then was not computed by the module."""
+    """Return True if an input is a view of `base`; then the module did not compute `base`."""
     return any(isinstance(leaf, Tensor) and leaf._base is base for leaf in tree_leaves(inputs))
 
 
@@ -133,6 +133,6 @@ class _GradientHook(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.hook()
         if torch.is_grad_enabled():
-            # Gradients are enabled in backward with create_graph=True only.
+            # During backward, gradients are enabled only with create_graph=True.
             gradients = call_before_gradients(gradients, ctx.before_double_backward)
         return None, None, *gradients

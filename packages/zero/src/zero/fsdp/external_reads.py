@@ -2,14 +2,15 @@
 
 Note [Parameters that other modules read]
 Some modules read the parameter of another module without calling it: `nn.MultiheadAttention` reads
-`out_proj.weight`. The hooks that gather a unit before the forward of its module do not run then.
+`out_proj.weight`. In that case, the hooks that gather a unit before the forward of its module do
+not run.
 - `intercept_reads` calls `FSDP._full_if_running` for every read of a parameter as an attribute. If
-  the parameter is sharded at that time, its unit is gathered on the spot, is kept unsharded until
+  the parameter is sharded at that time, its unit is gathered immediately, is kept unsharded until
   forward ends, and is recorded in `uncalled`.
 - The module that reads the parameter is unknown. At the end of that forward, `assign_readers`
   assigns the unit to the module of the parameter, and the unit is gathered with that module from
   then on. If a later forward still reads the parameter while it is sharded, the unit is assigned to
-  the next module further out, up to the root.
+  the next enclosing module, up to the root.
 - The time at which autograd needs such a parameter is unknown too. A unit in `uncalled` is
   gathered when backward starts and is kept until backward ends. A unit with a reader
   (`units_read_by`) is kept from the start of the reader's backward until its end.
@@ -42,7 +43,7 @@ class ExternalReads:
     def assign_readers(
         self, root: nn.Module, units_of: dict[nn.Module, list[Unit]]
     ) -> list[nn.Module]:
-        """Assign each recorded unit to a module further out than before, in `units_of`.
+        """Assign each recorded unit to the next enclosing module, in `units_of`.
 
         Return the modules that had no units before.
         """

@@ -1,6 +1,6 @@
-"""Stage 3: parameters are sharded too, and full only in the layer that runs and in the next one.
+"""Stage 3: parameters are sharded too, and are full only in the running layer and the next one.
 
-`FSDP` groups the parameters into units. `unit_schedule.py` has the order of communication.
+`FSDP` groups the parameters into units. `unit_schedule.py` describes the order of communication.
 """
 
 from __future__ import annotations
@@ -32,38 +32,41 @@ from zero.fsdp.wrapping import (
 from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
-#: The attribute of a module passed to `fully_shard` that has the FSDP of the outermost one. It is
-#: set in `__dict__`, so that it is not a submodule.
+#: The attribute in which a module passed to `fully_shard` stores the FSDP of the outermost such
+#: module. It is set in `__dict__`, so that it is not a submodule.
 FULLY_SHARDED = "_zero_fsdp"
 
 
 class FSDP(UnitSchedule):
     """Fully sharded data parallelism: every rank stores 1/n of each parameter.
 
-    Between steps `parameters()` are this rank's shards, one column of elements per parameter, for
-    any torch optimizer. Parameters that `shard` does not select are replicated, and their gradients
-    are all-reduced.
+    Between steps, `parameters()` returns this rank's shards, one column of elements per parameter,
+    which any torch optimizer can step. Parameters that `shard` does not select are replicated, and
+    their gradients are all-reduced.
 
     shard: "blocks" shards all parameters: each block of the model's outermost lists is a unit,
-        which is gathered at once, and the root module is the unit of all other parameters. Classes
-        and names of modules, or a predicate of name and module, select other units. Each selected
-        module is a unit without the parameters of selected modules within it.
-    compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep theirs.
-    gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
+        whose parameters are gathered together, and the root module is the unit of all other
+        parameters. Module classes and names, or a predicate of name and module, select other units.
+        A selected module is the unit of its parameters, except those of selected modules within it.
+    compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep their
+        dtype.
+    gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
+        computed.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
         time, and the function that fills a module's tensors; by default its `reset_parameters()`.
     group: a process group, or a DeviceMesh of one dimension to shard over, or of two to replicate
         over the first and shard over the second (hybrid sharding).
-    reshard_after_forward: False keeps layers unsharded until their backward and gathers them once.
-    prefetch: the number of layers that are gathered ahead of the one that runs.
+    reshard_after_forward: False keeps layers unsharded until their backward, so they are gathered
+        only once.
+    prefetch: the number of layers that are gathered ahead of the running layer.
     ignored_params: parameters that are not sharded, averaged or synchronized.
-    forward_sync_buffers: copy rank 0's buffers to all ranks before a forward, by the rule of
-        torch's DDP: unless the previous forward ran without gradients or in `no_sync()`.
-    elementwise_optimizers: classes besides torch's own that treat every element by itself and may
+    forward_sync_buffers: copy rank 0's buffers to all ranks before a forward, unless the previous
+        forward ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
+    elementwise_optimizers: further optimizer classes that treat every element independently and may
         step shards. A trial verifies this at the first step. While any other class of optimizer
         steps, each parameter is full on one rank.
     cpu_offload: shards, their gradients and the optimizer's state are in CPU memory, where the
-        optimizer steps; the device stores the layers that run.
+        optimizer steps; the device stores only the running layers.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`, whose units this one takes over (`fully_shard`).
     """
@@ -149,7 +152,7 @@ class FSDP(UnitSchedule):
 
     @contextmanager
     def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Let modules have all full parameters within the context; every rank must enter it.
+        """Register full parameters in the modules within the context; every rank must enter it.
 
         writeback: at exit each rank copies its elements of the full parameters into its shards, so
             all ranks must make the same changes.
@@ -174,7 +177,7 @@ class FSDP(UnitSchedule):
             self._end_backward()
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Return every parameter in full under the unwrapped module's names.
+        """Return all full parameters by their names in the unwrapped module.
 
         Every rank must call it.
         """
@@ -186,7 +189,7 @@ class FSDP(UnitSchedule):
             if name in full:
                 continue
             if parameter in self._unit_of:
-                # A further name of a tied parameter.
+                # This is another name of a tied parameter.
                 full[name] = full[self._unit_of[parameter][1].name]
             else:
                 full[name] = parameter.detach().clone()
@@ -194,7 +197,7 @@ class FSDP(UnitSchedule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local, unsharded gradients: for every backward of a step but the last."""
+        """Accumulate local, unsharded gradients; use it for all but the last backward of a step."""
         synced = [unit for unit in self.units if unit.gradients.sync]
         before = self._gradient_sync.sync_replicated
         self.set_sync_gradients(self.units, False)
@@ -214,7 +217,7 @@ class FSDP(UnitSchedule):
         self._gradient_sync.sync_replicated = all(unit.gradients.sync for unit in self.units)
 
     def units_of(self, module: nn.Module) -> list[Unit]:
-        """Return the units of a selected module, without those that it reads from others."""
+        """Return a selected module's units, except units of other modules that it reads."""
         read = self._external_reads.units_read_by.get(module, ())
         return [unit for unit in self._units_of.get(module, ()) if unit not in read]
 
@@ -253,7 +256,7 @@ class FSDP(UnitSchedule):
         for unit in copied_units:
             unit.copy_owners(memo)
         not_copied = ("_gradient_hooks", "_hook_ids", "_unit_of", "state_dict_hooks")
-        # This leaves out the result of `compile()`, which calls the original.
+        # The state omits the result of `compile()`, which would call the original module.
         state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
         attributes = {k: v for k, v in state.items() if k not in not_copied}
         copied.__dict__.update(copy.deepcopy(attributes, memo))

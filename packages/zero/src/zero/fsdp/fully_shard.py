@@ -1,8 +1,8 @@
-"""`fully_shard` with the signature of torch's FSDP2, so that its programs switch by one import.
+"""`fully_shard` with the signature of torch's FSDP2, so that only the import must change.
 
-The module stays itself, and its class gets the methods of `FSDPModule`. Each call makes an FSDP of
-the module, which takes over the units of the modules within it that were passed before. FSDP2.md
-lists the differences from torch.
+The module stays the same object, and its class gets the methods of `FSDPModule`. Each call creates
+an FSDP of the module, which takes over the units of its submodules that were passed earlier.
+FSDP2.md lists the differences from torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def fully_shard(
     """Shard the parameters of `module` that no inner module has sharded before, as one unit.
 
     Call it bottom-up: for each block, then for the model. The module is changed in place and
-    returned; its `parameters()` are this rank's shards. Arguments are those of
-    `torch.distributed.fsdp.fully_shard`; those without an equivalent are refused.
+    returned; its `parameters()` are this rank's shards. The arguments are those of
+    `torch.distributed.fsdp.fully_shard`; arguments without an equivalent are refused.
     """
     for name, value in (("shard_placement_fn", shard_placement_fn), ("dp_mesh_dims", dp_mesh_dims)):
         if value is not None:
@@ -132,10 +132,10 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: parameters are freed after every backward, which changes no value."""
+        """Do nothing: parameters are freed after every backward, which does not affect results."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather at least this number of modules ahead, in the order of the last forward."""
+        """Prefetch at least `len(modules)` modules, in the order of the last forward."""
         _fsdp_of(self).prefetch = max(_fsdp_of(self).prefetch, len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
@@ -148,7 +148,7 @@ class UnshardHandle:
         self.units = units
 
     def wait(self) -> None:
-        """Wait for the full parameters, which their modules have until `reshard` or a forward."""
+        """Wait for the full parameters, registered until `reshard` or the end of a forward."""
         for unit in self.units:
             unit.wait_for_unshard()
             unit.set_unsharded_by_caller(True)

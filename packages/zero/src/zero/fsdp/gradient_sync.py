@@ -30,7 +30,7 @@ class GradientSync:
 
     @torch.no_grad()
     def gradient_ready(self, unit: Unit) -> None:
-        """Reduce a unit if the gradient that has been accumulated is its last one."""
+        """Reduce a unit if its last gradient has been accumulated."""
         # In a backward within a backward (reentrant checkpointing), the outer graph does not show
         # that gradients are accumulated.
         self.accumulates_gradients = True
@@ -41,7 +41,7 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce the remaining gradients, and give all ranks the same set of `.grad`s."""
+        """Reduce the remaining gradients, and set `.grad` of the same parameters on all ranks."""
         self._num_ready_gradients.clear()
         is_synced = self.sync_replicated or any(unit.gradients.sync for unit in self.units)
         if is_synced and self.accumulates_gradients:
@@ -71,7 +71,7 @@ class GradientSync:
         parameters = [p.full for unit in self.units for p in unit.parameters]
         parameters += self.replicated.parameters
         try:
-            # In a `backward()` this holds for every parameter of the graph.
+            # In a `backward()` this is true for every parameter of the graph.
             return any(
                 torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
                 for parameter in parameters
@@ -82,7 +82,7 @@ class GradientSync:
             return False
 
     def _finish_reductions(self) -> None:
-        """Average the remaining gradients; a parameter gets one on all ranks or on none."""
+        """Average the remaining gradients; a parameter gets `.grad` on all ranks or on none."""
         for unit in self.units:
             if unit.gradients.sync and unit.gradients.has_unreduced():
                 self._reduce(unit)

@@ -4,7 +4,7 @@ An element-wise optimizer steps shards directly. Any other optimizer needs full 
 parameter then has one owner rank, which receives the parameter and its gradient, steps it, and
 sends the shards back. All state of a parameter is on its owner.
 
-In state dicts, state in the shape of a parameter is a DTensor. Loading accepts DTensors, whole
+In state dicts, state with the shape of its parameter is a DTensor. Loading accepts DTensors, whole
 tensors, and this rank's shards.
 """
 
@@ -43,7 +43,7 @@ from zero.optimizer.state_dict import options_of
 from zero.partition import by_parameter
 from zero.process_groups import Communicator
 
-#: A parameter of an optimizer, its unit, and its description there.
+#: A parameter of an optimizer, its unit, and its description in the unit.
 Entry = tuple[nn.Parameter, ShardingUnit, ShardedParameter]
 
 
@@ -126,7 +126,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.scatter_full_tensors():
-            # torch's tools need the state to be empty on all ranks or on none.
+            # torch's tools require that the state is empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
     for unit, sharded in shard_optimizer.stepped:
         unit.mark_changed(sharded)
@@ -135,7 +135,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class ShardOptimizer:
-    """The additional work that an optimizer of FSDP's parameters needs."""
+    """The exchange of full tensors, state dict conversions and checks of an optimizer of shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.exchanges: list[FullTensorExchange] = []
@@ -146,7 +146,7 @@ class ShardOptimizer:
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Determine which parameters must be full in a step, and shard state that was loaded."""
+        """Determine which parameters must be full in a step, and shard loaded state."""
         kinds: dict[tuple[Communicator, torch.dtype], list[Entry]] = {}
         for group in optimizer.param_groups:
             entries = []
@@ -250,8 +250,8 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: The optimizers of this process that have stepped: their ShardOptimizer, if they have shards, and
-#: the number of their parameters at that time.
+#: Maps each optimizer of this process that has stepped to its ShardOptimizer, or None if it has no
+#: shards, and its number of parameters at that time.
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, int]]
 _known = WeakKeyDictionary()
 
@@ -282,7 +282,7 @@ class FullTensorExchange:
     def gather_full_tensors(self) -> None:
         """Set `.data` and `.grad` to full tensors on the owner; remove `.grad` on other ranks."""
         parameters = [parameter for parameter, _, _ in self.entries]
-        # A parameter has a gradient on all ranks or on none: `check_gradients_alike`.
+        # `check_gradients_alike` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [index for index, p in enumerate(parameters) if p.grad is not None]
         if not stepped:
             return
@@ -355,7 +355,7 @@ class FullTensorExchange:
     def _exchange(
         self, outgoing: list[list[Tensor]], expected: list[list[tuple[int, int]]]
     ) -> list[list[Tensor]]:
-        """Send each rank its parts; return the parts from each rank, which have these ranges."""
+        """Send each rank its parts; return the parts from each rank, split by `expected`."""
         empty = self.entries[0][1].shard[:0]
         lengths = [[stop - start for start, stop in ranges] for ranges in expected]
         incoming = self.communicator.all_to_all(

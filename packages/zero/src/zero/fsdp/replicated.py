@@ -21,7 +21,7 @@ class ReplicatedParameters:
         self.parameters = parameters
 
     def start_reduce(self) -> list[Callable[[], None]]:
-        """Start to sum the gradients; return functions that wait and assign averages to `.grad`."""
+        """Start summing the gradients; return functions that wait and assign the averages."""
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.parameters:
             if parameter.requires_grad:

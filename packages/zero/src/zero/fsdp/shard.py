@@ -44,7 +44,7 @@ class ShardedParameter:
         return registered is self.shard or registered is self.full
 
     def check_registered(self) -> None:
-        """Raise if a module has another tensor in the place of this parameter."""
+        """Raise if a module has a different tensor instead of this parameter."""
         for module, name in self.owners:
             if not self.is_registered(module, name):
                 registered = module._parameters.get(name)
@@ -65,7 +65,7 @@ class ShardingUnit(Protocol):
     parameters: list[ShardedParameter]
     #: Classes of optimizers that the caller has declared element-wise.
     elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...]
-    #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
+    #: True during a step of an optimizer that needs full tensors in its parameters' `.data`.
     holds_full_tensors: bool
 
     def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class ShardingUnit(Protocol):
         """Raise if an optimizer's step raised while parameters contained full tensors."""
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Let autograd refuse a backward through a graph that has saved the earlier values."""
+        """Make autograd refuse a backward through a graph that saved the earlier values."""
 
 
 #: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
@@ -83,12 +83,12 @@ class ShardingUnit(Protocol):
 _unit_of_shard = WeakTensorKeyDictionary()
 
 
-#: The parameters from before sharding, which only an optimizer or another module still has.
+#: The original parameters, which only an optimizer or an unsharded module may still have.
 replaced_parameters = WeakTensorKeyDictionary()
 
 
 def register_shard(shard: Tensor, unit: ShardingUnit, index: int) -> None:
-    """Let `find_unit` find the unit of a shard, and its index there."""
+    """Register the unit of a shard, and the shard's index in it, for `find_unit`."""
     _unit_of_shard[shard] = ref(unit), index
 
 
@@ -181,7 +181,7 @@ def plain_shard(shard: Tensor) -> Tensor:
         return shard.detach().as_subclass(Tensor)
 
 
-# torch's optimizers use their fast implementations for these classes of parameters only.
+# torch's optimizers use their fast implementations only for these classes of parameters.
 if Shard not in _foreach_supported_types:
     _foreach_supported_types.append(Shard)
 

@@ -1,4 +1,4 @@
-"""FSDP's shards in forms that other code knows: full parameters, and DTensors in state dicts."""
+"""Conversion of FSDP's shards to full parameters, and to DTensors in state dicts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from zero.process_groups import Communicator
 class StateDictHooks:
     """Hooks that put DTensors instead of shards into state dicts, and that load them.
 
-    Creating a state dict is a collective, so every rank must do it. Whole tensors are loaded too.
+    Creating a state dict is a collective, so every rank must do it. Whole tensors can be loaded
+    too.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         #: True while state dicts contain this rank's shards, which needs no communication.
         self.keeps_shards = False
-        #: The unit that was gathered last, because the parameters of a unit are saved in a row, and
-        #: a reference to the state dict that it was gathered for.
+        #: The unit gathered last, and a reference to the state dict for which it was gathered. It
+        #: is cached because the parameters of a unit are saved consecutively.
         self._gathered: tuple[Unit, dict[str, Tensor]] | None = None
         self._state_ref: Callable[[], Any] = _no_state
 
@@ -63,7 +64,7 @@ class StateDictHooks:
                             plain_shard(parameter.shard).copy_(selected)
                         state[prefix + name] = parameter.shard
                         continue
-                    # Only a tensor that is known to have these elements may be copied to a shard.
+                    # A shard accepts only a tensor that is known to have the same elements.
                     state[prefix + name] = shard_gradient(
                         selected, unit.communicator, parameter.elements
                     )
@@ -101,7 +102,7 @@ class StateDictHooks:
 
 
 def _no_state() -> None:
-    """Return None, as a reference to a state dict that does not exist any more does."""
+    """Return None, like a weak reference to a state dict that no longer exists."""
 
 
 def _select_shard(
@@ -121,7 +122,7 @@ def _select_shard(
 
 @contextmanager
 def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]:
-    """Let modules have full parameters; at exit, copy this rank's elements into the shards."""
+    """Register full parameters in modules; at exit, copy this rank's elements into the shards."""
     located = [(unit, parameter) for unit in units for parameter in unit.parameters]
     try:
         for unit in units:
@@ -145,7 +146,7 @@ def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]
 
 
 def _find_full_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """Return the full parameter that all of its modules have; raise if it cannot be sharded."""
+    """Return the full parameter that all its modules have; raise if it cannot be sharded."""
     first, *others = (module._parameters.get(name) for module, name in parameter.owners)
     if first is None or first.shape != parameter.shape:
         received = "none" if first is None else f"shape {tuple(first.shape)}"

@@ -101,7 +101,7 @@ class Unit:
         self.parameters = self._make_parameters(parameters_with_owners, shard_start, shard_stop)
         #: Classes of optimizers that the caller has declared element-wise.
         self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
-        #: True while an optimizer steps that needs full tensors in its parameters' `.data`.
+        #: True during a step of an optimizer that needs full tensors in its parameters' `.data`.
         self.holds_full_tensors = False
         self.state = UnitState.SHARDED
         #: The version of `shard` that was gathered; an optimizer's step makes it stale.
@@ -250,7 +250,7 @@ class Unit:
             )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Let autograd refuse a backward through a graph that has saved the earlier values.
+        """Make autograd refuse a backward through a graph that saved the earlier values.
 
         The storage of the full parameter is refilled with the new values, so the gradient would
         silently be wrong.
@@ -265,13 +265,13 @@ class Unit:
         return self.full.untyped_storage().nbytes()
 
     def unshard(self) -> None:
-        """Start to gather the full parameters, unless they are valid or being gathered."""
+        """Start gathering the full parameters, unless they are valid or being gathered."""
         if self.state is UnitState.UNSHARDING:
             return
         is_valid = self._gathered_version == self.shard._version
         if self.state is UnitState.UNSHARDED and is_valid:
             return
-        # Until the gather is launched: if that fails, the parameters are not valid.
+        # If launching the gather fails, the parameters are not valid.
         self.state = UnitState.SHARDED
         version = self.shard._version
         self.full.untyped_storage().resize_(self._full_nbytes)
@@ -283,7 +283,7 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Wait until the full parameters are valid; start to gather them if necessary."""
+        """Wait until the full parameters are valid; start gathering them if necessary."""
         self.unshard()
         work = self._unshard_work
         if work is None:
@@ -330,7 +330,7 @@ class Unit:
         start = self.communicator.rank * self.shard.numel()
         gathered = self.full[start : start + self.shard.numel()]
         expected = self._shard_on_device(self.full)
-        # Compared as bytes, because NaN is not equal to itself.
+        # Compare bytes, because NaN is not equal to itself.
         if not gathered.is_meta and not torch.equal(
             gathered.view(torch.uint8), expected.view(torch.uint8)
         ):
@@ -340,7 +340,7 @@ class Unit:
         for parameter in self.parameters:
             version = parameter.full._version
             if self._full_versions.get(parameter.full, version) != version:
-                # Raised once only: cleaning up after the error frees the unit too.
+                # Raise only once, because the cleanup after the error checks the unit again.
                 self._full_versions = {}
                 raise RuntimeError(self._describe_write(parameter.name))
 

@@ -19,7 +19,7 @@ from zero.process_groups import Communicator
 
 
 class ReducedUnit(Protocol):
-    """The parts of a unit that its gradients are reduced with."""
+    """The attributes of a unit that are needed to reduce its gradients."""
 
     communicator: Communicator
     parameters: list[ShardedParameter]
@@ -81,7 +81,7 @@ class UnitGradients:
         return bool(self._accumulated) or any(p.full.grad is not None for p in self.unit.parameters)
 
     def reduce_grads(self) -> None:
-        """Start to sum the gradients over ranks, and free the local gradients."""
+        """Start summing the gradients over ranks, and free the local gradients."""
         self.wait_for_reduce_grads()
         for index, parameter in enumerate(self.unit.parameters):
             if parameter.full.grad is not None or index in self._accumulated:
@@ -144,7 +144,7 @@ class UnitGradients:
                 self._unclaimed_averages[index] = part
 
     def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
-        """Assign gradients to parameters that other ranks have used, and none to unused ones."""
+        """Assign averages to parameters that other ranks have used, and discard the others."""
         for index, part in self._unclaimed_averages.items():
             if used_anywhere[index]:
                 self._accumulate_grad(index, part)

@@ -47,7 +47,7 @@ class UnitSchedule(nn.Module):
     compute_dtype: torch.dtype | None
     prefetch: int
     forward_sync_buffers: bool
-    #: The dtypes of inputs and outputs of modules that differ from `compute_dtype` and None.
+    #: Input and output dtypes of modules that override the defaults, `compute_dtype` and None.
     input_dtypes: dict[nn.Module, torch.dtype | None]
     output_dtypes: dict[nn.Module, torch.dtype]
     _units_of: dict[nn.Module, list[Unit]]
@@ -65,8 +65,8 @@ class UnitSchedule(nn.Module):
         self._position: dict[nn.Module, int] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
-        #: The callback that ends the backward. The engine holds the only reference, so the callback
-        #: is dead once an exception has interrupted that backward.
+        #: A weak reference to the callback that ends the backward. Only the engine keeps the
+        #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], object] = lambda: None
         self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
@@ -106,7 +106,7 @@ class UnitSchedule(nn.Module):
         self._hook_ids.setdefault(module, set()).update((pre_hook.id, hook.id))
 
     def _adopt_shard_changes(self) -> None:
-        """Follow the caller's changes to the shards, and hook parameters that became trainable."""
+        """Apply the caller's changes to the shards, and hook parameters that became trainable."""
         for unit in self.units:
             unit.adopt_shard_changes()
             for parameter in unit.parameters:
@@ -122,9 +122,9 @@ class UnitSchedule(nn.Module):
     # Forward
 
     def _begin_forward(self) -> None:
-        """Prepare a forward if the outermost hooked module starts.
+        """Prepare a forward when the outermost hooked module starts.
 
-        That is `fsdp.module` if the caller calls it directly.
+        The outermost hooked module is `fsdp.module` if the caller calls it directly.
         """
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
@@ -141,7 +141,7 @@ class UnitSchedule(nn.Module):
         self._adopt_shard_changes()
         version = sum(unit.shard._version for unit in self.units)
         if version != self._shards_version:
-            # Only after a step: until then the backward of an earlier forward may read these units.
+            # Clear only after a step: before it, the backward of an earlier forward may read these.
             self._shards_version = version
             self._external_reads.uncalled.clear()
         self.state_dict_hooks.discard_gathered()
@@ -186,7 +186,8 @@ class UnitSchedule(nn.Module):
             self._num_running = max(0, self._num_running - 1)
             raise
         finally:
-            # Also after an error, because the caller may catch it and run another forward.
+            # This is also necessary after an error: the caller may catch it and run another
+            # forward.
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output)
@@ -235,11 +236,11 @@ class UnitSchedule(nn.Module):
         return call_before_gradients(output, self._begin_backward)
 
     def _full_if_running(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that a module sees if it reads one without calling its module.
+        """Return the parameter that a module sees when it reads one without calling its owner.
 
         See Note [Parameters that other modules read].
         """
-        # Checked first, because torch.compile traces this function and cannot look up a shard.
+        # Check this first, because torch.compile traces this function and cannot look up a shard.
         if type(parameter) is not Shard or not (self._num_running or self._in_backward):
             return parameter
         unit, sharded = self._unit_of[parameter]
@@ -277,7 +278,7 @@ class UnitSchedule(nn.Module):
                 unit.unshard()
 
     def _before_double_backward(self, module: nn.Module) -> None:
-        """Gather for the backward of a backward (`create_graph=True`), which reads weights too."""
+        """Gather a module's units for a double backward (`create_graph`), which reads weights."""
         self._begin_backward()
         for unit in self._units_of[module]:
             unit.wait_for_unshard()

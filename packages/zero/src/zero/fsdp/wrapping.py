@@ -1,8 +1,8 @@
-"""The choice of the parameters that stage 3 shards together: those below one selected module.
+"""Selection of the parameters that stage 3 shards together: those below one selected module.
 
-A parameter of several modules (tied) belongs to the first module's unit, and all of them gather
-it. Modules on the meta device are allocated one sharded module at a time, so that a model can be
-created that fits into memory only in shards.
+A parameter of several modules (tied) belongs to the first module's unit, and all these modules
+gather it. Modules on the meta device are allocated one sharded module at a time, so a model can be
+created even if it fits into memory only in shards.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from zero.fsdp.shard import Owner
 from zero.fsdp.unit import Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
-#: The modules that are sharded as units: classes and names of modules, or a predicate of name and
-#: module, or "blocks": each block of the outermost containers, and the root with the remainder.
+#: The modules that are sharded as units: module classes and names; a predicate of name and module;
+#: or "blocks", which selects each block of the outermost containers, and the root for all other
+#: parameters.
 ShardPolicy = (
     Sequence[type[nn.Module] | str]
     | type[nn.Module]
@@ -40,7 +41,7 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: The module during whose forward each module needs its parameters in full.
+    #: Maps each module to the module during whose forward its parameters must be full.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters below each sharded module.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
@@ -55,7 +56,7 @@ def make_units(
     *,
     may_be_empty: bool = False,
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
-    """Shard the parameters below the modules that `policy` selects, each with the innermost one.
+    """Shard each parameter as part of the innermost module around it that `policy` selects.
 
     Return the units, and the units that each module needs unsharded while it runs.
     """
@@ -177,7 +178,7 @@ def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any
     kinds: dict[tuple[torch.dtype, bool], list[Any]] = {}
     for planned in parameters:
         module, attribute = plan.owners[planned][0]
-        # A parameter on the meta device has been replaced.
+        # `materialize` has replaced parameters on the meta device.
         parameter = module._parameters[attribute]
         assert parameter is not None
         named = plan.names[planned], parameter, tuple(plan.owners[planned])
@@ -270,7 +271,7 @@ def intercept_reads(module: nn.Module, read_hook: ReadHook) -> None:
 def _intercepting_subclass(cls: Any) -> type[nn.Module]:
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
-        # A slice of a container has its class and no hook.
+        # A slice of a container has the container's class, but no hook.
         read_hook = self.__dict__.get(READ_HOOK)
         return read_hook(value) if read_hook and isinstance(value, nn.Parameter) else value
 

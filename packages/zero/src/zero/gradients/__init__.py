@@ -1,26 +1,25 @@
-"""The tensors in `.grad` after gradients have been averaged: each rank's elements act as the whole.
+"""Tensors in `.grad` after averaging: each rank's elements act as the whole gradient.
 
 Note [Operations on a sharded gradient]
 GradScaler, `clip_grad_norm_`, `clip_grad_value_` and training loops read and change `.grad`. Each
-rank stores 1/n of the average only. On a plain tensor of these elements, an element-wise change
-would be right and a norm would silently be wrong, because every rank would compute a different one.
-Therefore:
+rank stores only 1/n of the average. On a plain tensor of these elements, an element-wise change
+would be right, but a norm would silently be wrong and differ between ranks. Therefore:
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
   call it, and every rank gets the same value;
-- random numbers in the shape of a gradient are those that one process draws;
-- GradScaler's check for infinities is reduced too, so that either all ranks step or no rank does;
+- random numbers in the shape of a gradient are the same as those of a single process;
+- GradScaler's check for infinities is reduced too, so that either all ranks step or none;
 - any other operation raises, and names `full_tensor()` as the remedy.
 
-Between steps stage 3's parameters are shards too, and a loss may read them: the same rules hold for
-them (`shard_function`). Reductions of tensors that need a gradient are computed on `full_tensor()`,
-whose backward returns the average of the ranks' gradients.
+Between steps, stage 3's parameters are shards too, and a loss may read them. The same rules apply
+to them (`shard_function`). Reductions of tensors that need a gradient are computed on
+`full_tensor()`, whose backward returns the average of the ranks' gradients.
 
 Note [Two classes of sharded gradients]
-At stages 1 and 2 parameters are whole, so `.grad` must have the parameter's shape, although this
-rank's elements of it are somewhere in buckets. `AveragedGradient` is a wrapper subclass without
-memory. It is intercepted in `__torch_dispatch__`, because autograd itself adds later gradients to
-it. At stage 3 a parameter is a shard with the same elements as its gradient, on which an
-optimizer's fused kernels must run directly. `ShardGradient` is a tensor with memory that
-intercepts Python calls only.
+At stages 1 and 2, parameters are whole, so `.grad` must have the parameter's shape, although this
+rank's elements are stored in buckets. `AveragedGradient` is a wrapper subclass without memory. It
+is intercepted in `__torch_dispatch__`, because autograd itself adds later gradients to it. At stage
+3, a parameter is a shard with the same elements as its gradient, and an optimizer's fused kernels
+must run directly on both. `ShardGradient` is a tensor with memory that intercepts Python calls
+only.
 """

@@ -51,7 +51,7 @@ class AveragedGradient(PartialGradient):
 
     #: The object that stores the elements.
     source: Source
-    #: The identity by which the source finds this gradient's elements.
+    #: The key by which the source finds this gradient's elements.
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
     runs: list[LocalRun] | None
@@ -176,7 +176,7 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
 
 
 def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
-    """Return the runs of gradients; raise if they are of different elements or shapes."""
+    """Return the runs of gradients; raise if the gradients have different ranges or shapes."""
     runs_of = [gradient.local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
     has_one_shape = all(gradient.shape == gradients[0].shape for gradient in gradients)
@@ -231,7 +231,7 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGradient:
-    """Draw random numbers for all elements, as one process does, and keep this rank's."""
+    """Draw random numbers for all elements, as a single process would, and keep this rank's."""
     whole = func(
         torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs
     )
@@ -241,11 +241,11 @@ def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGr
 
 
 def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
-    """Return the elements of another argument that belong to a run; numbers stay as they are."""
+    """Return the elements of another argument that belong to a run; return numbers unchanged."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() == 1:
-        # A number without dimensions would not take part in the promotion of dtypes.
+        # Keep a dimension: 0-dimensional tensors do not take part in dtype promotion.
         return value.reshape(1) if value.dim() else value
     return value.expand(shape).reshape(-1)[start:stop]
 

@@ -15,7 +15,7 @@ from zero.process_groups import Communicator, as_bytes
 
 
 class PartialGradient(Tensor):
-    """A gradient of which this rank stores some elements only."""
+    """A gradient of which this rank stores only some elements."""
 
     #: The collectives of the ranks that store the other elements.
     communicator: Communicator
@@ -28,7 +28,7 @@ class PartialGradient(Tensor):
 def gather_runs(
     runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
 ) -> Tensor:
-    """Return the whole tensor, of which each rank passes its runs of elements."""
+    """Return the whole tensor, assembled from the runs of elements that each rank passes."""
     communicator.check_not_joining()
     first = runs[0][2]
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)

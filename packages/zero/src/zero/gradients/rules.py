@@ -1,4 +1,4 @@
-"""The functions of torch that are right on a part of a tensor, and those that reduce all of it."""
+"""The torch functions that are correct on part of a tensor, and those that reduce all of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm"}
-#: Each reduction of all elements to one number: its function and its neutral element.
+#: Maps each reduction of all elements to its function and its neutral element.
 REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sum": (torch.sum, 0.0),
     "mean": (torch.sum, 0.0),
@@ -25,31 +25,31 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "any": (torch.any, 0.0),
     "all": (torch.all, 1.0),
 }
-#: Operators of aten that are element-wise without torch's tag `pointwise`.
+#: Element-wise aten operators without torch's tag `pointwise`.
 ELEMENTWISE_OPERATORS = {
     "zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy",
 }  # fmt: skip
-#: Python functions and methods that are element-wise and are not operators tagged `pointwise`.
+#: Element-wise Python functions and methods that are not named like an operator with this tag.
 ELEMENTWISE_FUNCTIONS = {
     "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
     "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
     "true_divide", "square", "clamp", "masked_fill", "positive",
 }  # fmt: skip
-#: Comparisons of two tensors with one result.
+#: Comparisons of two tensors that return a single bool.
 COMPARISONS = {"equal", "allclose"}
 #: Functions that draw random numbers in the shape of a tensor.
 RANDOM = {"rand_like", "randn_like"}
-#: Attributes that are other views of all elements.
+#: Tensor attributes that return a view of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
-#: Methods that end with an underscore and do not change elements.
+#: Methods whose names end with an underscore, but which do not change elements.
 NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
-#: Methods that return values of elements as Python or NumPy objects, or assign to elements.
+#: Methods that return elements as Python or NumPy objects, or assign to elements.
 READS_ELEMENTS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
     "is_nonzero", "__contains__", "__iter__", "__setitem__",
 }  # fmt: skip
-#: Python operators whose operators in aten have other names.
+#: Python operators whose aten operators have different names.
 OPERATOR_NAMES = {
     "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
     "and": "bitwise_and", "or": "bitwise_or", "pos": "positive",
@@ -62,7 +62,7 @@ REMEDY = (
 
 
 def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
-    """Return True if an operation reduces the whole tensor to one number without dimensions."""
+    """Return True if an operation reduces the whole tensor to a 0-dimensional tensor."""
     names: tuple[str, ...]
     if name in NORMS:
         names = ("self", "ord", "dim", "keepdim")
@@ -81,7 +81,7 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def python_name(func: Any) -> str:
-    """Return the name of a function, a method, or the attribute that is read."""
+    """Return the name of a function, a method or an attribute that is read."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = func.__self__.__name__
@@ -89,7 +89,7 @@ def python_name(func: Any) -> str:
 
 
 def is_pointwise(operator: Any) -> bool:
-    """Return True if torch tags an operator of aten as element-wise and without random numbers."""
+    """Return True if torch tags an aten operator as element-wise and not as random."""
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
     return torch.Tag.pointwise in operator.tags and not is_random
 

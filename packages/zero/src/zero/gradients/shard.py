@@ -98,7 +98,7 @@ class ShardGradient(PartialGradient):
 
 
 class _FullTensor(torch.autograd.Function):
-    """The whole tensor, of which each rank has a shard."""
+    """An autograd function that gathers the whole tensor from every rank's shard."""
 
     @staticmethod
     def forward(
@@ -175,14 +175,15 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if is_argument or name in NOT_IN_PLACE or name.startswith("new_"):
         return result
     results = result if isinstance(result, list | tuple) else [result]
-    # On an empty shard, some functions return nothing or their argument, where others fail.
+    # On an empty shard, some functions return an empty list or their argument; raise as on other
+    # ranks.
     if not results or any(isinstance(entry, Tensor) for entry in results):
         _check_is_local(name, False, ())
     return result
 
 
 def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
-    """Raise unless `name` is right on each rank's elements of the arguments alone."""
+    """Raise unless `name` is correct when it is applied only to this rank's elements."""
     if ShardGradient.is_stepping:
         return
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ from zero.partition import Piece
 
 
 class AverageKey:
-    """The identity of one average of one parameter, until that average is cleared."""
+    """A key that identifies one average of a parameter until the average is cleared."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -37,7 +37,7 @@ class Averages:
         return self._keys.get(key.parameter) is key
 
     def is_assigned(self, parameter: nn.Parameter) -> bool:
-        """Return True if `.grad` is an average that the caller has computed or taken elsewhere.
+        """Return True if `.grad` is an average that the caller has computed or copied.
 
         Examples are `p.grad = p.grad * 2` and `p.grad = q.grad`.
         """
@@ -54,7 +54,7 @@ class Averages:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
 
         It represents the average even while its reduction is in flight. `source` stores the
-        elements. It is not an attribute, because a cycle of references would keep it alive.
+        elements. It is an argument, because a reference cycle would keep an attribute alive.
         """
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):

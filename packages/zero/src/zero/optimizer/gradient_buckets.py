@@ -33,7 +33,7 @@ class Bucket:
     missing: set[nn.Parameter] = field(default_factory=set)
 
     def copy_gradient(self, piece: Piece, gradient: Tensor | None) -> None:
-        """Copy a piece of a gradient into the buffer; write zeros without a gradient."""
+        """Copy a piece of a gradient into the buffer; without a gradient, write zeros."""
         if self.buffer is None:
             self.buffer = torch.empty_like(self.data)
             last = self.pieces[-1][1]

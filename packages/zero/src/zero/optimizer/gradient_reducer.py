@@ -9,11 +9,10 @@ Note [Lifetime of a gradient]
 | averaged  | AveragedGradient  | `Bucket.average`  | cleared                              |
 | cleared   | set by the caller | none              | local, in the next backward          |
 
-A gradient that has been collected is out of the caller's reach, so an edit of `.grad` after
-backward edits the average. A later backward under `no_sync()` adds to
-`AveragedGradient.unreduced`, which is a local gradient again; so is a plain tensor that the
-caller assigns to `.grad`, and what reentrant checkpoints add to a gradient that the same backward
-has collected already. `finish()` averages all of them.
+The caller cannot access a collected gradient, so an edit of `.grad` after backward edits the
+average. `finish()` averages the local gradients that are added later: those that a backward under
+`no_sync()` adds to `AveragedGradient.unreduced`, plain tensors that the caller assigns to `.grad`,
+and those that reentrant checkpoints add to a gradient that the same backward has already collected.
 
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward launches every
@@ -84,12 +83,12 @@ class GradientReducer:
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
         self._in_backward = False
-        #: The callback that ends the backward. The engine holds the only reference, so the callback
-        #: is dead once an exception has interrupted that backward.
+        #: A weak reference to the callback that ends the backward. Only the engine keeps the
+        #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._postponed: list[nn.Parameter] = []
         if self._living_reducers():
-            # Unreferenced reducers in reference cycles must not count as living.
+            # Unreferenced reducers in reference cycles must not count as alive.
             gc.collect()
         #: The numbers of the reducers of this group that exist on any rank; equal on all ranks.
         self._group_numbers: list[int] = []
@@ -163,7 +162,7 @@ class GradientReducer:
         return set(compress(parameters, used_anywhere))
 
     def note_versions(self) -> None:
-        """Record that all ranks have equal parameters now."""
+        """Record that all ranks now have equal parameters."""
         self.versions = {parameter: parameter._version for parameter in self._pieces}
         self.written.clear()
 
@@ -224,7 +223,7 @@ class GradientReducer:
         self._finish_backward()
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor of gradients that this rank stores outside of plain `.grad`s."""
+        """Return all tensors of gradients that this rank stores, except plain `.grad` tensors."""
         stored: list[Tensor | None] = [*self._flat_gradients, *self._queue.tensors()]
         for bucket in self.buckets:
             stored += [bucket.average, bucket.buffer]

@@ -3,9 +3,9 @@
 Note [Which optimizers are split by element]
 Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No
 trial can prove that an unknown optimizer never uses a whole tensor: it may do so after the
-thousandth step. With any other class each parameter is whole on one rank, at all stages. A trial
-can only refuse: an optimizer whose step on one parameter depends on other parameters, and one
-that was declared element-wise by mistake.
+thousandth step. With any other class, each parameter is whole on one rank, at all stages. A trial
+can only reject an optimizer whose step on one parameter depends on other parameters, or that was
+declared element-wise by mistake.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 Split = Literal["elements", "parameters"]
 Optimizer = torch.optim.Optimizer
 
-#: Exactly these classes, because a subclass may override anything.
+#: Subclasses are not included, because they may override anything.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
@@ -215,7 +215,7 @@ class _Trial:
             cut_values = _cut_all(values)
             cut_gradients = [_cut_all(step) for step in gradients]
             for index, part in enumerate(_cut_all(wholes)):
-                # A rank has one of the pieces only.
+                # A rank has only one of the pieces.
                 [alone], others = self._run(cut_values, cut_gradients, index, is_cut=True)
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(

@@ -1,9 +1,9 @@
-"""Comparison of an optimizer's options over the ranks, because every rank steps other elements.
+"""Comparison of an optimizer's options between ranks, because they step different elements.
 
-A scheduler that runs more often on one rank, or that reads a loss of this rank only, gives shards
-different learning rates. Each step compares a checksum of the options that have changed since the
-last step. Its bits are exchanged together with flags that a step exchanges anyway. Options that the
-optimizer changes by itself are not compared, because they may depend on the shard.
+A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
+learning rates for different shards. Each step compares a checksum of the options that have changed
+since the last step. Its bits are exchanged together with flags that a step exchanges anyway.
+Options that the optimizer changes by itself are not compared, because they may depend on the shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
         # A program may store other numbers in a group.
         for key in group.keys() & optimizer.defaults.keys():
             value = group[key]
-            # The value of a tensor on another device would make the host wait.
+            # Reading a tensor on another device would block the host.
             is_cpu_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
             entries = [value.item()] if is_cpu_number else value
             entries = entries if isinstance(entries, list | tuple) else [entries]
@@ -52,14 +52,14 @@ class OptionChecks:
         self._after_step = option_numbers(optimizer)
 
     def flags(self, optimizer: torch.optim.Optimizer) -> list[bool]:
-        """Return the set bits of a checksum of the changes since the last step, then its zeros."""
+        """Return the bits of a checksum of the changes since the last step, and their inverse."""
         self._changes = []
         for index, numbers in enumerate(option_numbers(optimizer)):
             is_new = index >= len(self._after_step)
             earlier = {} if is_new else self._after_step[index]
             for key, value in numbers.items():
                 if earlier.get(key) != value:
-                    # Rounded, because hosts may differ in the last bits of a schedule.
+                    # Round, because the last bits of a schedule may differ between hosts.
                     rounded = " ".join(f"{number:.9g}" for number in value)
                     self._changes.append((index, key, rounded))
         checksum = zlib.crc32(repr(sorted(self._changes)).encode())
@@ -67,7 +67,7 @@ class OptionChecks:
         return [*bits, *(not bit for bit in bits)]
 
     def check(self, anywhere: Sequence[bool]) -> None:
-        """Raise if the flags that are set on any rank show different changes."""
+        """Raise if the flags, combined over all ranks by OR, show different changes."""
         ones = anywhere[:CHECKSUM_BITS]
         zeros = anywhere[CHECKSUM_BITS:]
         if any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):

@@ -37,7 +37,7 @@ def read_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_ordered(members: Any) -> None:
-    """Raise TypeError for a set, which each rank would shard in another order."""
+    """Raise TypeError for a set, because its order differs between ranks."""
     if isinstance(members, Set) and not isinstance(members, Reversible):
         raise TypeError(
             f"expected parameters in an ordered collection, got a {type(members).__name__}, whose "
@@ -54,7 +54,7 @@ def named_members(members: list[Any]) -> list[tuple[str, Tensor]]:
 
 
 def check_in_one_group(named: Sequence[tuple[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a parameter of another group is in these groups, or occurs twice."""
+    """Raise ValueError if a parameter is also in one of `groups`, or occurs twice."""
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     for name, parameter in named:
         if parameter in group_of:
@@ -95,7 +95,7 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
 def check_alike_on_all_ranks(
     parameters: Sequence[nn.Parameter], communicator: Communicator
 ) -> None:
-    """Raise ValueError if the ranks passed parameters of other shapes or dtypes."""
+    """Raise ValueError if the ranks passed parameters of different shapes or dtypes."""
     described = [(tuple(p.shape), str(p.dtype)) for p in parameters]
     problem = describe_difference(communicator.gather_objects(described))
     if problem:

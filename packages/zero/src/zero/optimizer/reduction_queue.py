@@ -1,6 +1,6 @@
 """Reductions of buckets that run while backward continues.
 
-The reductions are waited for in the order of their launch. Each leaves the average of this rank's
+The reductions are waited for in the order of their launch. Each stores the average of this rank's
 shard in its bucket.
 """
 
@@ -16,7 +16,7 @@ from zero.gloo_collectives import Work
 from zero.optimizer.gradient_buckets import Bucket
 from zero.process_groups import Communicator
 
-#: The largest number of reductions in progress at the same time.
+#: The maximum number of reductions in progress at the same time.
 MAX_IN_FLIGHT = 2
 
 

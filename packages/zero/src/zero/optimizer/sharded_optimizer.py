@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     Gradients are averaged during backward. After backward `.grad` is an AveragedGradient: this
     rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the same result
     with it as with the full gradient. `shard_gradients=True` is ZeRO's stage 2: each gradient is
-    freed after it was sent.
+    freed after it has been sent.
 
     At construction, parameters become views of one flat tensor per group and dtype, and get rank
     0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
@@ -114,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.splits: list[Split] = []
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         Joinable.__init__(self)
-        #: The hook of torch's `Join` while its context is active or afterwards.
+        #: The hook of the latest `Join` context; None if there was none.
         self._uneven_inputs: UnevenInputs | None = None
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
         self._buckets: list[Bucket] = []
@@ -219,8 +219,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for shard, values in zip(shards, self._device_values, strict=False):
             values.copy_(shard, non_blocking=True)
         self._gather_shards()
-        # Autograd must refuse a graph that has saved the earlier values. Their memory has another
-        # version counter than the parameters.
+        # Autograd must refuse a graph that saved the earlier values. The gather does not change the
+        # parameters' versions, because the flat tensors have separate version counters.
         increment_version(stepped)
         self.reducer.note_versions()
         for shard in shards:
@@ -276,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, averages included."""
+        """Clear the gradients, including averages."""
         super().zero_grad(set_to_none)
         if set_to_none:
             self.reducer.reset()
@@ -389,7 +389,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 )
             view.copy_(data)
             parameter.data = view
-            # The caller has written without a trace in the version.
+            # Replacing `.data` need not change the version, so mark the parameter as written.
             self.reducer.versions[parameter] = -1
 
     def _assign_gradients(self) -> set[nn.Parameter]:
@@ -440,5 +440,5 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         written = [p for p in self._views if compares_all or p in self.reducer.written]
         if written and not written[0].is_meta and self.communicator.num_gradients > 1:
             check_equal_on_all_ranks(written, self.communicator)
-        # A step that raised does not count, so that another one compares the same parameters.
+        # A step that raised is not counted, so that the next one compares the same parameters.
         self._num_steps = num_steps

@@ -57,7 +57,7 @@ class UnevenInputs(JoinHook):
         elif name == "clip":
             optimizer.clip_grad_norm_(argument)
         else:
-            # A schedule has changed the options on active ranks only.
+            # LR schedulers ran only on active ranks, so copy the options that they changed.
             for group, options in zip(optimizer.param_groups, argument, strict=True):
                 group.update(options)
             optimizer.step()
