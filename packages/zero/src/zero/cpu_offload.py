@@ -1,4 +1,4 @@
-"""Copies of tensors in CPU memory, which free memory of the device (CPU offload).
+"""CPU offload: copies of tensors in CPU memory, so that the device's memory can be freed.
 
 On a machine without a GPU, device and host share one memory. The copies are still made, so that the
 same code runs as on a GPU and `memory_report` can distinguish the two kinds of memory.

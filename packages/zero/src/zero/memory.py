@@ -109,7 +109,7 @@ def memory_report(
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
     loss: runs the forward of the model. Both functions must use the default device, which is meta
         for the prediction and `device` for the measurement.
-    world: predict only, for this number of ranks, which need not exist.
+    world: only predict, for this number of ranks, which need not exist.
     """
     if world is not None:
         ranks = DryRun(world)

@@ -83,7 +83,7 @@ class PlainFSDP(nn.Module):
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # In a list, so that `parameters()`, and thus an optimizer, has the shards only.
+        # A plain list, so that `parameters()`, and thus an optimizer, contains only the shards.
         self.layers = [(layer, list(layer.parameters())) for layer in layers]
         self.shards = nn.ParameterList()
         for _, full in self.layers:

@@ -76,7 +76,7 @@ class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
     If `group` is a mesh (replicate, shard), the collectives use the second dimension. Gradient sums
-    are then reduced over the first dimension too, which is `replicas`.
+    are then also reduced over the first dimension, by `replicas`.
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
     reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other

@@ -1,4 +1,4 @@
-"""Handles of collectives in progress, besides those that torch returns."""
+"""Handles of collectives in progress, in addition to torch's handles."""
 
 from __future__ import annotations
 

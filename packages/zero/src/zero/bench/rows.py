@@ -163,7 +163,7 @@ def _quantile(values: list[float], q: float) -> float:
 
 
 def _sent_bytes() -> Callable[[], int]:
-    """Return a function that reads the kernel's count of bytes sent by the group's interface."""
+    """Return a function that reads the kernel's counter of bytes sent by the group's interface."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
     # On loopback, all ranks share one interface.

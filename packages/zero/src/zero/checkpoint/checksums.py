@@ -76,7 +76,7 @@ def _read_ahead(chunks: Iterator[T]) -> Iterator[T]:
 
 
 def of_ranges(folder: Path, infos: Iterable[Any]) -> Ranges:
-    """Return the checksums of written ranges, each with `relative_path`, `offset` and `length`."""
+    """Return the checksums of ranges, described by `relative_path`, `offset` and `length`."""
     ranges: Ranges = {}
     written = list(infos)
     crcs = checksums_of([(folder / i.relative_path, i.offset, i.length) for i in written])

@@ -75,7 +75,7 @@ def read_contents(
 
 
 class _OtherFolder:
-    """The entries of another program's folder, sorted into model, optimizer and extra."""
+    """The entries of another program's folder, sorted into model, optimizer and extra values."""
 
     def __init__(self, folder: Folder, contents: Contents, names: set[str], prefix: str) -> None:
         self.folder = folder

@@ -142,7 +142,7 @@ def check_target(path: Path, *, other: str, unless: str = "") -> None:
 
 
 def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Link other programs' files in `path` into `draft`, which will replace it."""
+    """Link other programs' files in `path` into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
         there = draft / other.name
         if is_ours(other) or there.exists():

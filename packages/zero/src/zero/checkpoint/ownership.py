@@ -56,7 +56,7 @@ class Slot:
 
     name: str
     shape: torch.Size
-    #: The elements, or None if another rank has the state.
+    #: The elements; None if another rank has the state.
     run: Run | None
     #: The tensor that the optimizer steps.
     parameter: nn.Parameter

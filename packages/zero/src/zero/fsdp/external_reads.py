@@ -71,7 +71,7 @@ class ExternalReads:
             unit.keep_unsharded = True
 
     def release_after_backward(self, module: nn.Module) -> None:
-        """Let the units that a module reads be freed, if the time of their last use is known."""
+        """Allow the units that a module reads to be freed, if their last use is known."""
         for unit in self.units_read_by.get(module, ()):
             if unit not in self.uncalled:
                 unit.keep_unsharded = False

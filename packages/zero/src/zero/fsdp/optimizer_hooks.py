@@ -135,7 +135,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class ShardOptimizer:
-    """The exchange of full tensors, state dict conversions and checks of an optimizer of shards."""
+    """State of one optimizer that steps shards, with the hooks of its steps and state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.exchanges: list[FullTensorExchange] = []
@@ -170,7 +170,7 @@ class ShardOptimizer:
             optimizer.state.update(local_state)
 
     def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a shard has a gradient on some ranks only, or if options differ.
+        """Raise if a shard has a gradient only on some ranks, or if options differ.
 
         Records the shards that have a gradient.
         """

@@ -73,7 +73,7 @@ class Unit:
         parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
     ) -> None:
         self.communicator = communicator
-        #: True if shards, and so an optimizer's state for them, are in CPU memory.
+        #: True if shards, and therefore an optimizer's state for them, are in CPU memory.
         self.cpu_offload = cpu_offload
         first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype

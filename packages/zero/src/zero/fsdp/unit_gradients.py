@@ -38,7 +38,7 @@ class UnitGradients:
 
     Autograd accumulates into the `.grad` of full parameters. `reduce_grads()` starts to average
     these gradients and frees them; `wait_for_reduce_grads()` adds the average to the shards'
-    `.grad`. Under `no_sync()` a placeholder in a shard's `.grad` stands for the local gradient.
+    `.grad`. Under `no_sync()`, a placeholder in a shard's `.grad` represents the local gradient.
     """
 
     def __init__(self, unit: ReducedUnit, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ class UnitGradients:
         self._unclaimed_averages: dict[int, Tensor] = {}
         #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
         self._placeholders: dict[int, AveragedGradient] = {}
-        #: True if an interrupted backward has discarded gradients that placeholders stand for.
+        #: True if an interrupted backward has discarded gradients that placeholders represent.
         self._has_lost_gradients = False
         #: Gradients accumulated under `no_sync()`, already cast to `dtype`, if it differs from the
         #: dtype of the computed gradients.
@@ -204,7 +204,7 @@ class UnitGradients:
         if not shard.requires_grad:
             return
         part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
-        # Autograd accumulates into the full parameter only, so hooks of the shard run here.
+        # Autograd accumulates only into the full parameter, so hooks of the shard run here.
         for hook in list((shard._backward_hooks or {}).values()):
             changed = hook(part)
             if changed is not None:

@@ -58,8 +58,8 @@ class UnitSchedule(nn.Module):
         #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
         #: forward then broadcasts the buffers.
         self._buffers_may_differ = True
-        #: The units in the order of this forward and of the previous one, and the number of units
-        #: that ran before each module.
+        #: The units in the order of this forward, the units in the order of the previous forward,
+        #: and the number of units that ran before each module.
         self._forward_order: list[Unit] = []
         self._previous_order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}

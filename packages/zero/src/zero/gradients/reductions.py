@@ -34,7 +34,7 @@ def gather_runs(
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
         whole[start:stop] = values.reshape(-1)
-    # Every byte is nonzero on one rank only, so the sum has the bits of the elements. A sum of
+    # Every byte is nonzero on at most one rank, so the sum has the bits of the elements. A sum of
     # elements would lose the sign of zero.
     communicator.all_reduce(as_bytes(whole)).wait()
     return whole.to(first.device).view(shape)

@@ -139,7 +139,7 @@ def plain(tensor: Tensor) -> Tensor:
 def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
     """Run a function of torch on shards of parameters by the rules for their gradients.
 
-    as_gradient: returns a shard as a ShardGradient, and any other value as it is.
+    as_gradient: returns a shard as a ShardGradient, and any other value unchanged.
     """
     name = python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")

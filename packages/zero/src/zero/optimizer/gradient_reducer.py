@@ -211,7 +211,7 @@ class GradientReducer:
         ]
 
     def clear_other_gradients(self, indices: Sequence[int]) -> None:
-        """Clear `.grad` of all parameters but those with these numbers."""
+        """Clear `.grad` of all parameters except those with these numbers."""
         averaged = set(indices)
         for index, parameter in enumerate(self._pieces):
             if index not in averaged:

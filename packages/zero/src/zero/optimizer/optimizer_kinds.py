@@ -325,7 +325,7 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _check_state_is_cut(optimizer: Optimizer) -> None:
-    """Raise ValueError if state of a piece of a tensor could not be joined with other pieces'."""
+    """Raise ValueError if the state of a tensor's pieces could not be joined into one tensor."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -120,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._buckets: list[Bucket] = []
         self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
-        #: With cpu_offload: the device tensor that each CPU shard copies.
+        #: With cpu_offload, the device tensors of which the CPU shards are copies.
         self._device_values: list[Tensor] = []
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
@@ -143,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # `optimizer_cls` may also be a function that constructs the optimizer.
         self._inner_cls = type(sample)
         super().__init__(params, sample.defaults)
-        # Constructed with all groups at once, because some optimizers create state in __init__.
+        # Construct it with all groups at once, because some optimizers create state in __init__.
         groups = zip(self.param_groups, self._shards_of_group, strict=True)
         self.inner = optimizer_cls(
             [{**options_of(group), "params": shards} for group, shards in groups], **kwargs
@@ -259,7 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`, or that of an unsharded optimizer."""
+        """Load a state dict of this class or of an unsharded optimizer."""
         # A hook may change its copy.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

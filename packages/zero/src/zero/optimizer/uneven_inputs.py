@@ -1,4 +1,4 @@
-"""Uneven inputs with torch's `Join`: ranks without inputs take part in the others' collectives.
+"""Uneven inputs with torch's `Join`: ranks without inputs take part in collectives.
 
 An active rank announces each backward, clipping and step. A rank that has joined contributes zeros
 to the sum of gradients, and steps its shard with the options of an active rank. As with torch's
