@@ -35,10 +35,10 @@ def direct_reduce_scatter(
 ) -> Work | None:
     """Do `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
 
-    Rank r sends block j of `input` to rank j, and adds the blocks that it receives in rank order,
-    so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
-    rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched
-    between ranks by `tag`. `output` may be this rank's block of `input`.
+    With n ranks, rank r sends block j of `input` to rank j, and adds the received blocks in rank
+    order, so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
+    rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched between
+    ranks by `tag`. `output` may be this rank's block of `input`.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
@@ -91,7 +91,7 @@ def _start_exchange(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> list[Work]:
-    """Start to send and receive one block per peer."""
+    """Start sending and receiving one block per peer."""
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
     # Each rank starts with the next rank, so that not all ranks send to rank 0 at once.

@@ -8,7 +8,7 @@ reference for both.
 The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
 float32 master copy and two moments in addition to 2-byte parameters. This package steps parameters
 in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. Both send twice
-the size of the parameters.
+the size of the parameters per step.
 """
 
 from __future__ import annotations

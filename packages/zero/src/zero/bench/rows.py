@@ -1,4 +1,4 @@
-"""Memory of all stages, and step time and bytes on the wire beside torch's implementations.
+"""Memory of all stages, and step time and bytes sent compared with torch's implementations.
 
 Stage 0 is torch's DDP. Stages 1 and 2 are compared with DDP and ZeroRedundancyOptimizer, stage 3
 with FSDP2. Under torchrun or tests/emulated_hosts.py the benchmark uses that process group;

@@ -107,7 +107,7 @@ class _OtherFolder:
             self._name_parameters()
 
     def _add_optimizer_entry(self, name: str, path: str) -> bool:
-        """Add state or options; return False if the entry is neither."""
+        """Record an entry of state or options; return False if the entry is neither."""
         kind, _, entry = path.partition(".")
         if kind == "state":
             parameter, _, key = entry.rpartition(".")

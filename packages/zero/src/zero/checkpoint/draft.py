@@ -98,7 +98,7 @@ class Draft:
             raise
 
     def publish(self, is_ours: Callable[[Path], bool]) -> None:
-        """Give the folder its final name, and copy other programs' files to it."""
+        """Link other programs' files into the folder, and rename the folder to its final path."""
         keep_others(self.path, self.folder, is_ours)
         replace_folder(self.folder, self.path)
 

@@ -282,7 +282,7 @@ class FSDP(UnitSchedule):
 
 
 def find_fsdp(model: nn.Module) -> FSDP | None:
-    """Return an FSDP itself, the FSDP of a module of `fully_shard`, or None for other models."""
+    """Return `model` if it is an FSDP, the FSDP of a `fully_shard` module, or None otherwise."""
     if isinstance(model, FSDP):
         return model
     fsdp: FSDP | None = vars(model).get(FULLY_SHARDED)

@@ -1,4 +1,4 @@
-"""The averages of all gradients in one backward of stage 3."""
+"""Averaging of all gradients in one backward of stage 3."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GradientSync:
                 unit.gradients.mark_unreduced()
 
     def discard(self) -> None:
-        """Forget a backward that an exception interrupted."""
+        """Discard the state of a backward that an exception interrupted."""
         self._num_ready_gradients.clear()
         self._reducing_unit = None
 

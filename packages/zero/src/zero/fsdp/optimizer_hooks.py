@@ -98,7 +98,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def end_step() -> None:
-    """Let operations on shards include all ranks again.
+    """Make operations on shards span all ranks again.
 
     The next forward and backward call this too, because torch calls no hook after a step that
     raised an error.
@@ -122,7 +122,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     end_step()
     for state in optimizer.state.values():
-        # A copy of a gradient, such as a momentum buffer, is not a gradient.
+        # A copy of a gradient, such as a momentum buffer, must not act like a gradient.
         state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.scatter_full_tensors():

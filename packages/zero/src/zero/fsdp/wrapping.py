@@ -260,7 +260,7 @@ READ_HOOK = "_zero_read_hook"
 
 
 def intercept_reads(module: nn.Module, read_hook: ReadHook) -> None:
-    """Let `module.<name>` return `read_hook(parameter)` for each of its parameters."""
+    """Make `module.<name>` return `read_hook(parameter)` for each of its parameters."""
     if READ_HOOK not in module.__dict__:
         cls: Any = type(module)
         module.__class__ = _intercepting_subclass(cls)

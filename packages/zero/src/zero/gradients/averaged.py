@@ -39,7 +39,7 @@ class Source(Protocol):
     communicator: Communicator
 
     def fetch_runs(self, gradient: AveragedGradient) -> list[LocalRun]:
-        """Return this rank's runs of elements (start, stop, values) after they were averaged."""
+        """Return this rank's runs of averaged elements, as (start, stop, values)."""
 
 
 class AveragedGradient(PartialGradient):

@@ -47,7 +47,7 @@ class Averages:
         return gradient.runs is not None or self._keys.get(parameter) is not gradient.key
 
     def clear(self) -> None:
-        """Forget all averages."""
+        """Discard all averages."""
         self._keys.clear()
 
     def mark(self, parameter: nn.Parameter, source: Source) -> None:

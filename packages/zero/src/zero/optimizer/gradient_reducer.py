@@ -355,7 +355,7 @@ class GradientReducer:
         self._prepare_next_backward()
 
     def _discard_backward(self) -> None:
-        """Forget a backward that an exception interrupted."""
+        """Discard the state of a backward that an exception interrupted."""
         self._queue.drain()
         self._in_backward = False
         self._prepare_next_backward()

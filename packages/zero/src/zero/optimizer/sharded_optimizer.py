@@ -4,7 +4,8 @@
     step:      the wrapped optimizer, on this rank's elements    1/n of the state and of the work
                all-gather the parameters                         S (n-1)/n sent per rank
 
-`step()` uses gradients averaged over ranks, so the model must not be wrapped in DDP.
+S is the size of the parameters in bytes, and n the number of ranks. `step()` uses gradients
+averaged over ranks, so the model must not be wrapped in DDP.
 """
 
 from __future__ import annotations
