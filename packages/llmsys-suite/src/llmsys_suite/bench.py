@@ -24,7 +24,7 @@ CASES = ("train", "attention", "compress")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run these stages and their dependencies in a temporary folder."""
+    """Run the stages of `CASES` and their dependencies in a temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
         config = resolve(
             [*CASES, "audit"],
@@ -43,7 +43,7 @@ def rows(stages: dict[str, Any]) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Run the benchmark and print its rows as a table; with `--json` also write them as JSON."""
     parser = argparse.ArgumentParser(prog="python -m llmsys_suite.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="four steps of each variant")

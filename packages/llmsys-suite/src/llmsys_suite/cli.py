@@ -27,7 +27,7 @@ CANNOT_TELL = 3
 
 
 def main() -> None:
-    """Run the command line; a usage error is one line and exit status 2."""
+    """Run the command line; a usage error prints one line and returns exit status 2."""
     try:
         app()
     except UsageError as error:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _path(text: str) -> Path:
-    """Return a path; an empty text, as of an unset variable, would name the current folder."""
+    """Return a path; raise ValueError for an empty string, which would name the current folder."""
     if not text:
         raise ValueError("expected a path, got an empty text")
     return Path(text)
@@ -271,7 +271,7 @@ def compare(
 
 
 def _status_above(rows: list[Comparison], percent: float) -> int:
-    """Return the exit status of `--fail-above`, and say which variants decide it."""
+    """Return the exit status of `--fail-above` and print the variants that decide it."""
     from llmsys_suite.report.compare import slower_than, undecided_at
 
     slower = slower_than(rows, percent)

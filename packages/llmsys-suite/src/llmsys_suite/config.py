@@ -23,7 +23,7 @@ class Size:
     num_heads: int
 
     def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
-        """Return the decoder in accounting's description."""
+        """Return the decoder as an `accounting.Transformer`."""
         import accounting
 
         return accounting.Transformer(
@@ -35,7 +35,7 @@ class Size:
         )
 
 
-# "xl" has meant two models in print: this one, and the one that is called 2.7B here.
+# Publications call two models "xl": this one, and the one that is called 2.7B here.
 SIZES = {
     "mini": Size(32, 96, 2, 2),
     "tiny": Size(128, 384, 4, 4),
@@ -71,12 +71,12 @@ def size_of(name: str) -> Size:
     return size
 
 
-#: `memory` also draws half of the context, and a head needs two positions to look back.
+#: Minimum context: `memory` also draws half of it, and a head needs two positions to look back.
 LEAST_CONTEXT = 8
-#: The tokenizer of which every byte is a token, and the size of its vocabulary.
+#: Name of the tokenizer for which every byte is a token, and the size of its vocabulary.
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
-#: Smallest value of each number of a configuration.
+#: Minimum of each numeric field of a configuration.
 LEAST = {
     "world": 1,
     "steps": 1,
@@ -90,18 +90,18 @@ LEAST = {
     "vocabulary": BYTE_VOCABULARY,
     "context": LEAST_CONTEXT,
 }
-#: Arithmetic of the forward pass. Weights, gradients, moments and messages are float32 in each of
-#: them: tf32 rounds the inputs of float32 products, bf16 is autocast to bfloat16.
+#: Arithmetic of the forward pass: tf32 rounds the inputs of float32 products, bf16 is autocast to
+#: bfloat16. Weights, gradients, moments and messages are always float32.
 DTYPES = ("fp32", "tf32", "bf16")
 #: Size of a vocabulary that is trained on the text, unless another one is named.
 TRAINED_VOCABULARY = 4096
-#: Stages that read bytes: the budgets of `scale` and the labels of `inspect` are for bytes.
+#: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
 BYTE_STAGES = ("scale", "inspect")
 #: Programs that show the losses of `learn`, and the module that each needs.
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-#: Largest seed: a batch is drawn with a million times the seed, which must fit 64 bits.
+#: Largest seed: a batch is drawn with a million times the seed, which must fit in 64 bits.
 MOST_SEED = 10**12
-# In the order of a run.  Each stage names the stages whose results it reads.
+# Stages in the order of a run, each with the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
     "links": (),
@@ -121,7 +121,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 
 class UsageError(ValueError):
-    """A run that is not possible: reported in one line, with exit status 2."""
+    """The run is not possible; `llmsys` prints the reason in one line and returns exit status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class RunConfig:
     warmup: int = 5
     #: Epochs over the whole text for each variant; 0 draws random windows for `steps` steps.
     epochs: int = 0
-    #: Steps of the stage `learn`; None takes those of the checkpoint, or 400.
+    #: Steps of the stage `learn`; None uses the checkpoint's number, or 400.
     learn: int | None = None
-    #: Numbers of ranks that split each block of `learn`, and that have consecutive blocks.
+    #: Number of ranks that split each block of `learn`, and of ranks that have consecutive blocks.
     tensor: int = 1
     pipeline: int = 1
     #: True to recompute blocks of `learn` in the backward pass instead of saving activations.
@@ -201,7 +201,7 @@ class RunConfig:
 
 
 def default_rows(preset: str, world: int) -> int:
-    """Return the rows of the global batch if no option decides them."""
+    """Return the default number of rows of the global batch."""
     return (16 if preset == "gpu" else 4) * world
 
 
@@ -232,7 +232,7 @@ def count_gpus() -> int:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        # No driver.  Asking torch, whose import takes seconds, would find the same.
+        # Without a driver, torch would find no device either, and importing it takes seconds.
         return 0
     import torch
 

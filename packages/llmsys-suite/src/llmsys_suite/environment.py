@@ -117,7 +117,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def _flags() -> list[str]:
-    """Return the CPU flags that decide the speed of matrix products, up to a factor of 30."""
+    """Return the CPU flags that change the speed of matrix products by up to a factor of 30."""
     flags = _cpuinfo("flags").split() or _cpuinfo("Features").split()
     kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
     return sorted(flag for flag in flags if flag.startswith(kinds))

@@ -52,13 +52,13 @@ class RunFolder:
         return folder
 
     def restart(self) -> None:
-        """Discard the results of an earlier attempt: no stage has ended and nothing is measured."""
+        """Discard the results and the samples of an earlier attempt."""
         self.write_json("summary.json", {"status": "incomplete", "stages": {}})
         self.write_text("samples.jsonl", "")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run; raise `UsageError` unless it is as the run left it."""
+        """Return the folder of a run; raise `UsageError` if its files have changed."""
         if not (path / "summary.json").exists():
             raise UsageError(f"{path} is not a run folder: it has no summary.json")
         folder = cls(path)

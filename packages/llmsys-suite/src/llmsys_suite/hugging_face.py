@@ -16,7 +16,7 @@ from typing import Any
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import NORM_EPSILON, ROPE_BASE, Decoder, ModelConfig
 
-#: Names in this package and in transformers; blocks are `blocks.N` and `model.layers.N`.
+#: Names of modules in this package and in transformers; blocks are `blocks.N` and `model.layers.N`.
 NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -31,7 +31,7 @@ NAMES = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-#: Values that a config.json must have for the model to be one of this package's.
+#: Values that config.json must have so that this package can represent the model.
 REQUIRED: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",

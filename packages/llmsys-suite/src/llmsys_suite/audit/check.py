@@ -64,7 +64,7 @@ class Sources:
         return self.between(name, expected, actual, expected - room, expected + room, where)
 
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
-        """Return a check that `actual` differs from `expected` by at most a factor."""
+        """Return a check that `actual` differs from `expected` by at most `factor`."""
         return self.between(name, expected, actual, expected / factor, expected * factor)
 
     def near(self, name: str, distance: float, tolerance: float, where: str = "") -> Check:
@@ -80,7 +80,7 @@ class Sources:
     def all_near(
         self, name: str, distances: Iterable[tuple[float, str]], tolerance: float
     ) -> Check:
-        """Return `near` for the largest of many pairs (distance, where); none at all fails."""
+        """Return `near` for the pair (distance, where) with the largest distance; no pairs fail."""
 
         def order(pair: tuple[float, str]) -> float:
             return math.inf if math.isnan(pair[0]) else pair[0]
@@ -111,7 +111,7 @@ class Sources:
 def same_rows(name: str, expected: Iterable[Any], reported: Iterable[Any]) -> Check:
     """Return a check that a table has each expected row once, and no other row.
 
-    Without it, leaving out a bad row would hide it from the checks that compare the others.
+    Without this check, a run could hide a bad row by leaving it out.
     """
     missing, more = Counter([*expected]), Counter([*reported])
     wrong = [f"missing: {row}" for row in (missing - more).elements()]

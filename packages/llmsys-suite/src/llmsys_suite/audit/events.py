@@ -1,6 +1,6 @@
 """The order of forward and backward passes in a pipeline, recorded while a step runs.
 
-GPipe and 1F1B compute the same gradients. They differ in the order of events only: 1F1B runs a
+GPipe and 1F1B compute the same gradients. They differ only in the order of events: 1F1B runs a
 backward pass as soon as it can, so that fewer microbatches are in flight.
 """
 
@@ -47,7 +47,7 @@ def most_in_flight(events: list[Event]) -> int:
 
 
 def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
-    """Return the number in flight of a schedule, or None for a split without a pipeline.
+    """Return the number of microbatches in flight under a schedule; None without a pipeline.
 
     GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1. Interleaved:
     section 2.2.2 with two stages per rank.

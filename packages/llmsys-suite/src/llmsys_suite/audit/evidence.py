@@ -23,13 +23,13 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
-#: Number of steps of the run that are repeated in float64, and in float32.
+#: Number of steps that the audit repeats in float64, and in float32.
 REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
-#: Number of rounds of matmuls and of the reference matmul, and seconds of matmuls per round. Other
-#: programs slow the processor for longer than one matmul takes, so the minimum needs many rounds.
+#: Number of rounds that time matmuls, and seconds of matmuls per round. Other programs can slow the
+#: processor for longer than one matmul takes, so the minimum is taken over many rounds.
 PRODUCT_ROUNDS, PRODUCT_SECONDS = 20, 0.02
-#: Side of the matrices of the matmul, and of the matmul that is timed by the wall clock. On a CPU
-#: the second one ends before another program takes the core.
+#: Side of the matrices in the matmul, and in the matmul that the wall clock times. On a CPU the
+#: second matmul is short enough to end before another program takes the core.
 SIDE, WALL_CLOCK_SIDE = {"cpu": 1024, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
 
 
@@ -50,9 +50,10 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def recompute(run: Run) -> dict[str, Any]:
-    """Return the evidence that a rank computes alone; two ranks divide it.
+    """Return the evidence that this rank computes alone; the first and the last rank divide it.
 
-    The last rank trains for many steps. Rank 0 trains for a few in float64, and counts.
+    The last rank repeats many steps in float32. Rank 0 repeats a few steps in float64 and counts
+    parameters, FLOPs and saved bytes.
     """
     evidence: dict[str, Any] = {"probe": {}}
     with run.in_float32():
@@ -67,7 +68,7 @@ def recompute(run: Run) -> dict[str, Any]:
 
 
 def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the whole evidence: what was measured, and what each rank has computed alone."""
+    """Merge the measurements with the evidence that each rank has computed alone."""
     evidence = dict(measured)
     for part in recomputed:
         evidence |= part | {"probe": evidence["probe"] | part["probe"]}
@@ -75,7 +76,7 @@ def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[
 
 
 def _counts(run: Run) -> dict[str, Any]:
-    """Return counts of the reference, digests of its batches, and the scales of the weights."""
+    """Return the reference's counts, the digests of its batches and the scales of its weights."""
     return {
         "text": batch_evidence(run.config, read_parts(run.config)[0]),
         "initial_scales": initial_scales(run),
@@ -118,11 +119,11 @@ def count_saved_bytes(run: Run) -> int:
 
 
 def initial_scales(run: Run) -> list[tuple[float, str]]:
-    """Return how far the standard deviation of each initial matrix is from Glorot's, and its name.
+    """Return (deviation, name) for each initial weight, relative to Glorot's initialization.
 
-    The unit is the standard error of a standard deviation. Weights beyond three standard deviations
-    are resampled, which narrows the distribution. Embeddings have a standard deviation of 1. Other
-    tensors must consist of ones; otherwise their deviation is inf.
+    A deviation compares standard deviations, in units of their standard error. Weights beyond three
+    standard deviations are resampled, which narrows the distribution. Embeddings have a standard
+    deviation of 1. Other tensors must consist of ones; otherwise their deviation is inf.
     """
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
@@ -158,10 +159,10 @@ def stage_clocks(run: Run) -> list[tuple[str, int, float, float | None]]:
 
 
 def _product_rates(run: Run) -> dict[str, float]:
-    """Return the rate of a matmul by the wall clock, and its ratio to the small reference matmul's.
+    """Return a matmul's rate by the wall clock, and its rate relative to the reference matmul's.
 
-    The first is the best of all ranks in FLOPs per second. The second is the median of the ranks,
-    by the clock of the stage `plan`.
+    The first rate is in FLOPs per second and the best of all ranks. The second is the median of all
+    ranks, timed by the clock of the stage `plan`.
     """
     device = run.device
     run.barrier()

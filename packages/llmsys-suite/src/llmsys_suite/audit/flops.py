@@ -13,7 +13,7 @@ from llmsys_suite.plain import Weights
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of forward and backward: executed, without masked products, and attention's forward."""
+    """FLOPs of a step: executed, useful (without masked products), and attention's forward pass."""
 
     executed: int
     useful: int
@@ -21,9 +21,10 @@ class Flops:
 
 
 def count_flops(weights: Weights, rows: int, context: int, heads: int) -> Flops:
-    """Count on the meta device.
+    """Count the FLOPs of a training step on the meta device.
 
-    A causal mask leaves T (T + 1) / 2 of T^2 pairs to attention's products, the batched ones.
+    Attention's products are the only batched ones. Under a causal mask they need T (T + 1) / 2 of
+    the T^2 pairs.
     """
     leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
     tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")

@@ -1,7 +1,8 @@
 """Peers that the audit builds and times itself, so that a slowed or shortened one is detected.
 
-Every ratio of a run divides by torch's DDP, SDPA or float32. If the run slowed its peer, all others
-would look fast. The audit's peers are written out here and timed in the same rounds as the run's.
+Every ratio of a run is relative to torch's DDP, SDPA or float32. If the run slowed its peer, all
+other variants would look fast. The audit therefore implements the peers a second time and times
+them in the same rounds as the run's peers.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
 
-#: Variants to which the peer's time in the stage `train` is compared: the first that was trained.
+#: The peer's time in the stage `train` is compared with the first trained variant of these.
 OTHERS = ("ddp bucketed", "ddp flat")
-#: Most rounds, and rounds between two decisions whether to stop.
+#: Maximum number of rounds, and number of rounds between two decisions to stop.
 ROUNDS, ROUNDS_PER_DECISION = 15, 5
-#: A median within this factor of 1 needs no further rounds: the next ones would have to differ by
-#: far more than those before them to move it out of PEER_BAND.
+#: A median within this factor of 1 needs no further rounds: they could move it out of PEER_BAND
+#: only if they differed greatly from the earlier ones.
 CLEAR = math.sqrt(PEER_BAND)
 
 
 def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, float]]:
-    """Return, for each peer among the trained variants, medians over rounds and ranks.
+    """Return time ratios of each trained peer, as medians over rounds and ranks.
 
-    The entry "audit" is the time of the run's variant over that of the audit's. Another entry is
-    the time of the run's variant over that of another variant, whose name is the key.
+    The entry "audit" is the time of the run's variant divided by that of the audit's. The key of
+    any other entry names the variant whose time is the divisor.
     """
     wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
     other = next((name for name in OTHERS if name in trained), None)
@@ -83,7 +84,7 @@ def _time_peer(
 def _median_ratios(
     run: Run, name: str, calls: Mapping[str, Callable[[], object]]
 ) -> dict[str, float]:
-    """Return the time of a call over that of each other one, the median over rounds and ranks."""
+    """Return the median ratio of the time of the call `name` to that of each other call."""
     for call in calls.values():
         call()
     ratios = {"audit": math.inf}
@@ -127,7 +128,7 @@ def timed_in_turns(
 
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median ratio of the times of one round."""
+    """Return the median of `ours / theirs`, taken round by round."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 

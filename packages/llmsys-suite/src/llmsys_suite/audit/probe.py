@@ -1,9 +1,9 @@
 """One step of every variant compared with one process in float64, per parameter and rank.
 
 A probe takes one plain SGD step. Adam would hide a wrong scale, because it divides a gradient by
-its own magnitude. The change of the weights is the gradient that the optimizer received, however
-it was communicated. A second step counts the bytes that the sockets of the kernel received and the
-bytes that were announced in shared memory.
+its own magnitude. The change of the weights is the gradient that the optimizer received, however it
+was communicated. A second step counts the bytes received by sockets and the bytes announced in
+shared memory.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
 def replay(run: Run, weights: Weights, steps: int, *, all_rows: bool = True) -> list[float]:
     """Return the losses of at most `steps` steps, trained with an explicit AdamW.
 
-    Without `all_rows` this rank trains alone on its rows.
+    If `all_rows` is False, this rank trains alone on its rows.
     """
     config = run.config
     losses = []

@@ -50,7 +50,7 @@ def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: in
 def _a_few_rows(
     tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
-    """Yield parts of the batch: the fraction of all rows, tokens and targets."""
+    """Yield (fraction of all rows, tokens, targets) for each part of the batch."""
     rows, context = tokens_BT.shape
     some = max(1, SCORE_BYTES // (8 * heads * context**2))
     for tokens, targets in zip(tokens_BT.split(some), targets_BT.split(some), strict=True):
@@ -66,7 +66,8 @@ def diloco(
 ) -> Weights:
     """Return the weights after DiLoCo (Douillard et al. 2023, algorithm 1) on all `batches`.
 
-    After `steps` of AdamW the mean change of the workers is a gradient for Nesterov momentum.
+    After `steps` steps of AdamW, the mean change of the workers is the gradient of an outer step
+    with Nesterov momentum.
     """
     inner = [AdamW(weights, rate) for _ in batches]
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -123,7 +124,7 @@ def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
 def epoch_batch(
     text: bytes, rows: int, context: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a batch of consecutive windows, each of which occurs once per epoch."""
+    """Return a batch of adjacent windows, each of which occurs once per epoch."""
     steps = (len(text) - 1) // context // rows
     epoch, at = divmod(step, steps)
     order = _shuffled(steps * rows, (seed * 1_000_003 + epoch) % 2**32)
@@ -141,7 +142,7 @@ def _shuffled(windows: int, seed: int) -> list[int]:
 
 
 def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of windows at random places, also of texts of 2**28 tokens and more."""
+    """Return a batch of windows at random offsets in a text of any length."""
     count = len(text) - context - 1
     if count < 2**28:
         return plain.batch(text, rows, context, seed, step)
@@ -159,6 +160,6 @@ def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
 
 
 def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
-    """Return twelve hexadecimal digits of the digest of one row, four bytes per token."""
+    """Return twelve hexadecimal digits of the SHA-256 of one row, with four bytes per token."""
     row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
     return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]

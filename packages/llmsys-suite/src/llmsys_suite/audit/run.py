@@ -54,7 +54,7 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
 
 
 def _distributed_checks(run: Run) -> list[Check]:
-    """Return the checks of the stages that one rank can check; two ranks divide them."""
+    """Return the checks that need only one rank; the first and the last rank divide the stages."""
     shared = replace(run, results=run.gather(run.results)[0], trained=_shared_model(run))
     last = run.world - 1
     owners = {stage: last if stage in ON_LAST_RANK else 0 for stage in STAGES}
@@ -68,7 +68,7 @@ def _distributed_checks(run: Run) -> list[Check]:
 
 
 def _shared_model(run: Run) -> nn.Module | None:
-    """Return the trained model of rank 0, of which the other ranks receive a copy."""
+    """Return the trained model of rank 0, which the other ranks receive as a copy."""
     shape = run.trained.config if isinstance(run.trained, Decoder) else None
     shape = run.gather(shape)[0]
     if shape is None:
@@ -108,7 +108,7 @@ def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
 def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
 
-    The other checks are those that the run stored.
+    All other checks are read from the run's checks.json.
 
     Raises:
         UsageError: the run is incomplete or was not audited.
@@ -130,5 +130,5 @@ def check_again(folder: RunFolder) -> list[Check]:
         )
         recomputed = {check.name: check for check in recorded}
     checks = [recomputed.pop(check.name, check) for check in stored]
-    # The folder may lack a check that its records allow.
+    # Add the checks that the records allow but the stored list does not contain.
     return checks + list(recomputed.values())

@@ -26,7 +26,7 @@ from llmsys_suite.ranks.rank import Run
 Tokens = Any
 #: Longest piece of a line that is encoded at once.
 PIECE_BYTES = 2**16
-#: Windows of the held-out text that are searched in the training text, and their length in bytes.
+#: Number of held-out windows to search for in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
 
 
@@ -40,7 +40,7 @@ def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
 
 @lru_cache(maxsize=1)
 def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
-    """Return both parts of the text as tokens, encoded line by line, long ones in pieces."""
+    """Return both parts of the text as tokens, encoded line by line; long lines are split."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -88,7 +88,7 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
 
 
 def split_evidence(run: Run) -> dict[str, Any]:
-    """Return the digests of all ranks and of the files, and the repeated held-out windows."""
+    """Return the text digests of all ranks and of the files, and repeated held-out windows."""
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
     train, heldout = read_bytes(run.config.data)

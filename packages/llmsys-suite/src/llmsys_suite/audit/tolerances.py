@@ -1,28 +1,32 @@
-"""Tolerances of several checks.
+"""Tolerances that several checks share.
 
-Those on weights, gradients and losses are the largest deviation that tests/test_honest.py finds in
-fault-free runs, times the factor stated in the comment. The other tolerances are chosen limits.
+A tolerance on weights, gradients or losses is the largest deviation that tests/test_honest.py
+measured in fault-free runs, times the factor stated in its comment. The other tolerances are chosen
+limits.
 """
 
 from llmsys_suite.config import RunConfig
 
-#: Distance of a float32 gradient from float64 per parameter: 8e-7 at most, times six.
+#: Distance of each parameter's float32 gradient from float64. Measured: at most 8e-7; factor 6.
 GRADIENT = 5e-6
-#: Relative difference of the first losses: 4e-7 at most, times five.
+#: Relative difference of the first losses. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
-#: Adam divides small gradients by their magnitude, so rounding grows with every step: after n
-#: steps weight changes differ by 1e-4 sqrt(n) and losses by 2e-6 sqrt(n) at most, times five.
+#: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small
+#: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 and
+#: 2e-6; factor 5.
 WEIGHT_CHANGE = 5e-4
 LOSS = 1e-5
-#: Distance of DiLoCo's first rounds with one row per rank. A weight whose gradient is only rounding
-#: takes a whole step in either direction. Over 300 seeds 1.3e-3 at most, times five.
+#: Distance of DiLoCo's weight changes in the first rounds, with one row per rank. A weight whose
+#: gradient is only rounding error takes a whole step in either direction. Measured: at most 1.3e-3
+#: over 300 seeds; factor 5.
 DILOCO_WEIGHT_CHANGE = 6.5e-3
-#: Ratio of DiLoCo's last loss to one process's, because its ranks diverge: at most 1.084 over the
-#: first 50 steps and six seeds of the tiny model. The band is twice as wide.
+#: Maximum ratio of DiLoCo's last loss to that of one process; it exceeds 1 because ranks diverge.
+#: Measured: at most 1.084 over the first 50 steps and six seeds of the tiny model. The tolerance
+#: allows twice that excess.
 DILOCO_LOSS_RATIO = 1.17
-#: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
+#: Error of sums of two to sixteen numbers in float32. Measured: 1e-7; factor 10.
 SUMS = 1e-6
-#: The temporary memory of operators is not predicted; CPU kernels use more of it.
+#: Error of predicted peaks, which omit the temporary memory of operators; CPU kernels use more.
 PEAK_BYTES = {"cpu": 0.10, "cuda": 0.05}
 #: Allowed relative difference between two clocks that are read in succession.
 CLOCK = 0.02
@@ -32,11 +36,11 @@ BAND = 1.6
 #: Allowed factor between the shortest times of the same work at different moments, of which other
 #: programs may disturb one.
 SHORTEST_BAND = 3.0
-#: Allowed factor between rates of a product that are measured in two processes.
+#: Allowed factor between rates of a matrix product that two processes measure.
 RATE_BAND = 2.5
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4
-#: Relative rounding of a loss, and of the change of weights by AdamW, by the dtype of products.
+#: Allowed relative rounding error of a loss, and of AdamW's weight changes, by dtype of products.
 LOSS_IN_DTYPE = {"fp32": 0.0, "tf32": 2.5e-3, "bf16": 1e-2}
 WEIGHT_CHANGE_IN_DTYPE = {"fp32": 0.0, "tf32": 0.1, "bf16": 0.4}
 
@@ -47,5 +51,5 @@ def loss_tolerance(config: RunConfig, tolerance: float) -> float:
 
 
 def weight_tolerance(config: RunConfig, tolerance: float) -> float:
-    """Return the tolerance of a change of weights, as for losses."""
+    """Return the tolerance of a weight change, chosen as for losses."""
     return max(tolerance, WEIGHT_CHANGE_IN_DTYPE[config.dtype])

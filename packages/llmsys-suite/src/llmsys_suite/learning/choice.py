@@ -12,9 +12,9 @@ from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
 
-#: Variants whose optimizer state is on the ranks and fits a checkpoint of zero.
+#: Variants whose optimizer state is stored on the ranks and can be saved by `zero`.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
-#: Variants whose blocks can be compiled: FSDP frees and refills their parameters by hooks.
+#: Variants whose blocks can be compiled; FSDP is excluded: its hooks free and refill parameters.
 COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 
 

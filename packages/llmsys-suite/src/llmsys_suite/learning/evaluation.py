@@ -12,13 +12,13 @@ from llmsys_suite.text.generation import generate
 from llmsys_suite.text.tokens import codec_of
 
 HELDOUT_ROWS = 64
-#: Tokens of the prompt, and of the text that continues it.
+#: Number of tokens of the prompt, and of the text that continues it.
 PROMPT, WRITTEN = 64, 240
 
 
 @torch.no_grad()
 def heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per token, in float32, from equal parts of the rows."""
+    """Return the held-out loss in nats per token, in float32; the ranks divide the rows."""
     rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
     with run.in_float32():

@@ -12,7 +12,7 @@ from torch import profiler
 
 from llmsys_suite.ranks.rank import Run
 
-#: Records the values of a step: `log(step, {name: value})`.
+#: A function that records the values of a step: `log(step, {name: value})`.
 Log = Callable[[int, dict[str, float]], None]
 #: Steps of `learn` before the recorded ones, and the number of recorded steps.
 SKIPPED, TRACED = 2, 3
@@ -20,7 +20,7 @@ SKIPPED, TRACED = 2, 3
 
 @contextmanager
 def open_log(run: Run) -> Iterator[Log]:
-    """Yield the log that the configuration names, on rank 0; all others discard the values."""
+    """Yield the log that the configuration names, on rank 0; other ranks discard the values."""
     if run.rank or run.config.log is None:
         yield lambda step, values: None
     elif run.config.log == "tensorboard":

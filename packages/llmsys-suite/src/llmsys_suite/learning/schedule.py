@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-#: Peak learning rate relative to that of `train`, and the fraction of steps of its warm-up.
+#: Peak learning rate relative to that of `train`, and the fraction of steps in the warm-up.
 RATE, WARM = 2.0, 0.05
 
 

@@ -1,4 +1,4 @@
-"""The state of the training of `learn`: what a checkpoint stores, and who may continue from it."""
+"""The training state of `learn`: the contents of its checkpoints, and the runs that may resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:
 
 def require_resumable(config: RunConfig, source: Path) -> None:
     """Raise UsageError if this run cannot continue from a checkpoint, before anything starts."""
-    # The state of the training needs no model, but zero loads it in a process group.
+    # Loading the training state needs no model, but zero requires a process group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with warnings.catch_warnings(action="ignore"):  # that the weights are not used
@@ -53,10 +53,10 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(
     state: dict[str, Any], config: RunConfig, text: Tensor | None, source: Path
 ) -> None:
-    """Raise `UsageError` if the run would not continue the training that `source` was saved in.
+    """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
     The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
-    and the batches continue as planned; an option that contradicts it is refused, not ignored.
+    and the batches continue as planned; an option that contradicts them is refused, not ignored.
     """
     expected = beginning(config, text)
     # Earlier versions did not clip.
@@ -71,7 +71,7 @@ def require_same(
 def _contradictions(
     state: dict[str, Any], expected: dict[str, Any], config: RunConfig
 ) -> Iterator[tuple[bool, str]]:
-    """Yield whether each option contradicts the checkpoint, and how to repeat it."""
+    """Yield (contradicts, reason) for each option that must agree with the checkpoint."""
     rows, total = state["rows"], state["total"]
     rate = state["learning_rate"]
     yield (

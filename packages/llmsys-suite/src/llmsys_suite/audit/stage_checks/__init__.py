@@ -1,7 +1,7 @@
 """Checks of the stages besides `plan` and `train`, each by a second method.
 
-Those of a stage in COLLECTIVE run on all ranks, and the checks that rank 0 yields count. The others
-run on one rank, which has the results and the trained model of rank 0.
+The checks of a stage in COLLECTIVE run on all ranks, and only those that rank 0 yields are
+reported. All other checks run on one rank, which has the results and the trained model of rank 0.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")
 #: Stages that the last rank checks while rank 0 checks the others. The last rank also trains again
-#: (`recompute`), so that both work for about as long.
+#: (`recompute`), so that both ranks take about the same time.
 ON_LAST_RANK = ("learn",)

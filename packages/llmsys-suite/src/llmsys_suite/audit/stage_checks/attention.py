@@ -18,15 +18,15 @@ from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import attention
 
-#: The kernels that the names of the rows denote, written out here a second time.
+#: The kernel for each name in the table, defined independently of the stage.
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "plain": plain_attention,
     "SDPA": F.scaled_dot_product_attention,
     "flashattn2": flashattn2.flash_attention,
     "flashattn2 tiled": partial(flashattn2.flash_attention, backend="torch"),
 }
-#: Largest honest error of attention by dtype: in float32 1e-6 for its gradients, in bfloat16 5e-3,
-#: each times about five.
+#: Allowed error of attention by dtype: about five times the largest error of correct kernels, which
+#: is 1e-6 in float32 (for gradients) and 5e-3 in bfloat16.
 ATTENTION = {torch.float32: 5e-6, torch.bfloat16: 2.5e-2}
 
 
@@ -41,7 +41,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     wrong = [f"{name}: {value}" for name, value in shapes.items() if value != shape]
     yield Sources("the stage", "the configuration").none("shape", wrong)
     exact = reference.attention(*(t.detach().double() for t in inputs))
-    # A kernel that returned a stored result would be right for the inputs of the stage only.
+    # A kernel that returned a stored result would be correct only for the inputs of the stage.
     others = [(t + 0.1).detach() for t in inputs]
     leaves = [t.double().requires_grad_() for t in others]
     out = reference.attention(*leaves)
@@ -57,7 +57,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
         computed = attention.forward_backward(kernel, *(t.requires_grad_() for t in others))
         with torch.no_grad():
             same = KERNELS[name](*others, is_causal=True)
-        # Two implementations round differently.
+        # Two implementations round differently, so equal bits identify the kernel.
         if not torch.equal(computed[0], same):
             others_kernel.append(name)
         for what, ours, theirs in zip(("out", "dq", "dk", "dv"), computed, expected, strict=True):
@@ -75,7 +75,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
 def _times(
     run: Run, result: results.Attention, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> Iterator[Check]:
-    """Time the kernels that the names of the rows denote, at the shape of the model."""
+    """Time each of the `KERNELS` at the shape of the model, and check the reported times."""
     calls = {
         name: partial(attention.forward_backward, kernel, *inputs)
         for name, kernel in KERNELS.items()

@@ -27,16 +27,16 @@ from llmsys_suite.stages import compress
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
-#: Largest squared error of codebooks over that of a linear grid: 0.83 for the rows of 32 weights of
-#: the smallest model, 0.67 for those of 128.
+#: Allowed squared error of codebooks relative to that of a linear grid. Measured: 0.83 for the rows
+#: of 32 weights in the smallest model, 0.67 for rows of 128 weights.
 OVER_GRID = 0.95
 #: Rounds of the audit's own timing.
 ROUNDS = 3
-#: Bits of a codebook; a row of a weight has at most two to this power distinct values, and some row
-#: has more values than a codebook of one bit less allows.
+#: Bits of a codebook. With b bits, each row of a weight has at most 2**b distinct values, and some
+#: row has more than 2**(b - 1).
 CODEBOOK_BITS = {"k-means, 4 bits": 4, "k-means, 2 bits": 2}
-#: Largest rounding error of all weights in steps of a grid. Of hundreds of weights one is close to
-#: the middle between two values, unless the grid has more bits.
+#: Range of the largest rounding error of all weights, in steps of a grid. One of hundreds of weights
+#: is close to the middle between two values, unless the grid has more bits.
 ROUNDING = (0.4, 0.51)
 #: Fraction of zeros in a weight that is pruned by half.
 PRUNED = (0.49, 0.51)

@@ -1,4 +1,4 @@
-"""Checks of `inspect`: patterns, lens, attribution and ablation by the weights in float64."""
+"""Checks of `inspect`: patterns, lens, attribution and ablation, recomputed in float64."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect
 
-#: Largest difference of a drawn pattern, which is rounded down to hundredths.
+#: Allowed difference of a drawn pattern, in hundredths; the stage rounds down to hundredths.
 HUNDREDTHS = 1.001
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
-    """Recompute all that the stage says of the trained model."""
+    """Recompute everything that the stage reports about the trained model."""
     if not isinstance(run.trained, Decoder):
         return
     yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])

@@ -115,7 +115,11 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
 
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare losses, rates and rows of every step and rank with mean, formula and sampler."""
+    """Compare the loss, the learning rate and the rows of every step with a second source.
+
+    The loss is compared with the mean over the ranks' losses, the learning rate with its formula,
+    and the rows with the audit's sampler.
+    """
     config = run.config
     total = len(result.losses)
     if result.begun_at == total:

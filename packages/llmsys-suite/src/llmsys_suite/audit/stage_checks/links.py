@@ -1,4 +1,4 @@
-"""Checks of `links`: sums in float64, columns by their formulas, bytes by the kernel's count."""
+"""Checks of `links`: sums against float64, columns against formulas, bytes against a ring's."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
     exact = _one_process(run)
     for row in rows:
         name = row["split"]
-        # The numbers of a split are checked in float32, also if the run uses another dtype.
+        # The numbers of a split are checked in float32, even if the run uses another dtype.
         with run.in_float32():
             split = splits.SPLITS[name](run, run.model)
             with events.recorded() as passes:
@@ -64,7 +64,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
 
 
 def _one_process(run: Run) -> Exact:
-    """Train in float64 on the whole batch, of which each rank differentiates a part of the rows."""
+    """Train in float64 on the whole batch; each rank differentiates a part of the rows."""
     config = run.config
     text, _ = read_parts(config)
     start = trained = in_float64(seeded(run, run.model))
@@ -87,7 +87,7 @@ def _one_process(run: Run) -> Exact:
 
 
 def _numbers(run: Run, name: str, split: splits.Split, exact: Exact) -> Iterator[Check]:
-    """Compare gradients and the weights of a training on every rank."""
+    """Compare the gradients and the trained weights on every rank."""
     first = reference.furthest(split.gradients(), exact.gradients)
     split.train(run)
     after = {n: w.double() - exact.start[n] for n, w in split.weights().items()}

@@ -18,7 +18,7 @@ from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import seeded
 
-#: Honest error of a forward pass with bfloat16 products, 1e-3, times ten.
+#: Allowed error of a forward pass with bfloat16 products: ten times the 1e-3 of a correct one.
 BFLOAT16_LOSS = 1e-2
 #: Rounds of the audit's own timing.
 ROUNDS = 5

@@ -35,7 +35,7 @@ from llmsys_suite.ranks.rank import Run
 
 #: Name of the entry of a checkpoint that contains the state of the training.
 HEADER = "zero"
-#: Rounding of a float32 weight, which can exceed the change by a step with a small learning rate.
+#: Rounding of a float32 weight, which can exceed its change in a step with a small rate.
 ROUNDING = 2**-23
 
 

@@ -24,14 +24,14 @@ from llmsys_suite.stages import profile
 from llmsys_suite.step.case import PHASES, WARMUPS
 from llmsys_suite.step.training import Step
 
-#: Most steps of the audit's own timing after the first two.
+#: Maximum number of steps that the audit times after the first two.
 MOST_STEPS = 30
 
 
 def checks(run: Run, result: results.Profile) -> Iterator[Check]:
-    """Compare the operators and every row of the protocol."""
+    """Check the operators and every row of the table of step times."""
     for row in result.operators:
-        # The timer spans the profiler too; on a busy machine much lies between operators.
+        # The timer includes the profiler and, on a busy machine, long gaps between operators.
         timer = row["timer_ms"]
         low = 0.01 * timer if run.device.type == "cpu" else 0.0
         yield Sources("profiler", "a timer around it").between(
@@ -93,7 +93,7 @@ def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:
 
 
 def _timed_steps(run: Run) -> Iterator[np.ndarray]:
-    """Take one step after the other; yield the seconds of its phases."""
+    """Take steps one after another and yield the seconds of the phases of each step."""
     model = Decoder(run.model, plain_attention).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = run.config.rows // run.world
@@ -124,7 +124,7 @@ def _complete(run: Run, result: results.Profile) -> Iterator[Check]:
 
 @cache
 def _meta_weights(size: str, vocabulary: int, context: int) -> dict[str, Tensor]:
-    """Return the parameters of a size without memory."""
+    """Return the parameters of a size on the meta device, without memory."""
     with torch.device("meta"):
         model = Decoder(ModelConfig.named(size, vocabulary=vocabulary, context=context))
     return dict(model.named_parameters())
@@ -138,7 +138,7 @@ def _flops(run: Run, size: str) -> Flops:
 
 
 def ten_steps(row: results.Row) -> Iterator[Check]:
-    """Compare a row of the protocol with its steps, and their clock with another one."""
+    """Compare a row of the table with its measured steps, and their clock with a second one."""
     name = f"{row['size']}, ten steps after {row['warmup']}"
     steps = np.array(row["seconds"])
     means = 1e3 * steps.mean(axis=0)
@@ -157,7 +157,7 @@ def ten_steps(row: results.Row) -> Iterator[Check]:
     yield numpys.all_equal(f"{name}: percentiles", percentiles, 1e-9)
     layers = size_of(row["size"]).num_layers
     yield Sources("reported", "the size").equal(f"{name}: layers", layers, row["layers"])
-    # The median of the fractions, because another program may use the core between two parts.
+    # Take the median of the fractions: another program may use the core between two parts.
     fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
     clock = Sources("its parts", "another clock around them")
     yield clock.between(f"{name}: a step", 1, fraction, 0.9, 1.01)

@@ -26,7 +26,7 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
     yield same_rows("runs", scale.planned_runs(run.config), trained)
     yield from _columns(result.runs)
-    # The shortest run of a seed that the stage could not foresee.
+    # Check the shortest run of a seed that is drawn now, so that the stage cannot foresee it.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
     runs_of_seed = [row for row in result.runs if row["seed"] == seed]
     row = min(runs_of_seed, key=lambda row: row["steps"])
@@ -95,7 +95,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def _valleys() -> list[dict[str, float]]:
-    """Return runs of four budgets with parabolas in log N and best sizes near C^0.4."""
+    """Return synthetic runs of four budgets: parabolas in log N with minima near N = C^0.4."""
     rows = []
     for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
         best = 0.4 * math.log(compute) + 0.1 * (i % 2)

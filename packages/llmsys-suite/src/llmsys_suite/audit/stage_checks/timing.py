@@ -27,7 +27,7 @@ def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[C
 
 
 def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
-    """Recompute the peer's time over each contender's, the median over rounds."""
+    """Recompute the median over rounds of the peer's time divided by each contender's time."""
     peers = np.array(interleaved.seconds[peer])
     triples = [
         (1 / float(np.median(np.array(interleaved.seconds[name]) / peers)), value, name)
@@ -51,7 +51,8 @@ def timed_again(
     """Compare the ratios to `peer` with those of the audit's own rounds.
 
     On a busy machine the ratio of one round differs from that of the next. The audit's median must
-    lie between the smallest and the largest ratio of the stage, with a factor on either side.
+    lie between the smallest and the largest ratio of the stage, or within a factor of `BAND` of
+    them.
     """
     peers = np.array(interleaved.seconds[peer])
     timed = Sources("the audit's own timing", "rounds of the stage")

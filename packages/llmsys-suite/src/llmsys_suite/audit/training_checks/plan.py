@@ -10,7 +10,8 @@ from llmsys_suite.audit.tolerances import BAND, PEAK_BYTES
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import SINGLE
 
-#: Peak memory of a step over weights, moments and the tensors that autograd saves: 0.97 to 1.33.
+#: Range of a step's peak memory relative to weights, moments and the tensors that autograd saves.
+#: Measured: 0.97 to 1.33.
 SAVED_BYTES = (0.9, 1.5)
 
 
@@ -68,7 +69,7 @@ def communication(record: Record) -> Iterator[Check]:
 
 
 def rates(record: Record) -> Iterator[Check]:
-    """Compare the rate of a product and the time of a step with measurements."""
+    """Compare the rate of a matrix product and the time of a step with measurements."""
     plan = record.plan
     yield Sources("plan", "both timed in the audit").within(
         "matrix-product rate over the reference matmul's rate",

@@ -1,4 +1,4 @@
-"""All that the checks of `plan` and `train` read, so that a run folder can be audited again."""
+"""The inputs of the checks of `plan` and `train`, so that a run folder can be audited again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of times: every reported figure by a second clock, and the peers by the audit's own."""
+"""Checks of times: reported figures against a second clock, peers against the audit's own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmsys_suite.measure.samples import LOCAL, PEER, PHASES, SERVER, WHOLE_STEP
 BETWEEN_S = 2e-3
 #: Largest delay of the launcher, which reads the stamps from a pipe, in seconds.
 DELAY_S = 0.2
-#: Allowed difference of a single round's ratio by two clocks.
+#: Allowed difference of a single round's ratio between two clocks.
 EXTREMES = 0.15
 
 
 def steps(record: Record) -> Iterator[Check]:
-    """Compare the time of each step with another clock, and with the thread's."""
+    """Compare the time of each step with another wall clock and with the thread's clock."""
     pairs = []
     busy = []
     for (name, rank), rank_samples in record.steps.items():
@@ -121,8 +121,8 @@ def rounds(record: Record) -> Iterator[Check]:
 def peers(record: Record) -> Iterator[Check]:
     """Compare the time of torch's DDP and FSDP2 with that of the audit's own.
 
-    The audit's rounds also have another variant, so that the stage `train`, which has no peer of
-    the audit, can be compared by the ratio to that variant.
+    The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
+    another variant, and the peer's ratio to that variant is compared with that of the stage.
     """
     slowest = record.slowest_seconds()
     for name, medians in record.evidence["peers"].items():
@@ -189,7 +189,7 @@ def _phases(variant: str) -> set[str]:
 
 
 def launcher(record: Record) -> Iterator[Check]:
-    """Compare the time of long stages with the launcher's clock, and that of all steps."""
+    """Compare the times of long stages, and of all steps together, with the launcher's clock."""
     clocks = record.evidence["stage_clocks"]
     if not clocks:
         return  # torchrun started the ranks

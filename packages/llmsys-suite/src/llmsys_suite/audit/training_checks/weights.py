@@ -21,14 +21,14 @@ from llmsys_suite.audit.tolerances import (
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import LOCAL, SERVER, SINGLE, ranks_of
 
-#: Largest deviation of a standard deviation, in standard errors.
+#: Allowed deviation of a standard deviation, in standard errors.
 STANDARD_ERRORS = 6.0
-#: Variants whose ranks store one of n parts of the moments of AdamW, and of the parameters.
+#: Variants that shard the moments of AdamW over the ranks, and those that shard the parameters.
 SHARDED_MOMENTS = ("zero 1", "zero 2", "fsdp", "torch FSDP2")
 SHARDED_PARAMETERS = ("fsdp", "torch FSDP2")
 #: Variants that store a buffer of all gradients between steps.
 BUFFERED = ("ddp overlapped", "ddp bucketed", "ddp shared memory", "zero 1")
-#: Allowed difference of a shard from one of n equal parts: rows of small matrices split unevenly.
+#: Allowed difference of a shard from 1/n of the total: rows of small matrices split unevenly.
 UNEVEN = 0.2
 
 
@@ -63,10 +63,10 @@ def probed_step(record: Record) -> Iterator[Check]:
 
 
 def final_weights(record: Record) -> Iterator[Check]:
-    """Compare the trained weights of every rank bit by bit, and with those of one process."""
+    """Compare the trained weights of all ranks bit by bit, and with those of one process."""
     tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
-    # Sums over the rows of two ranks round differently from a sum over all rows. Without any
-    # difference, the weights were compared with themselves.
+    # Sums over the rows of two ranks round differently from a sum over all rows. If no weight
+    # differs, the weights were compared with themselves.
     sums_differ = record.config.world > 1 and record.config.parts == 1
     least = sys.float_info.min if sums_differ else 0.0
     for row in record.train.rows:

@@ -9,7 +9,7 @@ from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import LINK_RATE, LOCAL, WHOLE_STEP
 
-#: Smallest fraction of four bits per element that entropy coding leaves.
+#: Minimum size after entropy coding, as a fraction of four bits per element.
 CODED = 0.5
 #: Upper bound on the header bytes per tensor and sending rank.
 HEAD_BYTES = 1024
@@ -20,7 +20,7 @@ def gradients(record: Record) -> Iterator[Check]:
     planned = record.plan.gradient_bytes
     counts = dict(record.train.gradient_bytes)
     if LOCAL in counts:
-        # A tenth of the model every fifth step in four bits per element.
+        # DiLoCo sends a tenth of the model every fifth step, with four bits per element.
         most = _fragment(planned) * (record.num_steps // 5) / record.num_steps
         yield Sources("the worker's count", "four bits of 32").between(
             f"{LOCAL}: bytes pushed per step",
@@ -131,5 +131,5 @@ def _fragment(gradient_bytes: int) -> float:
 
 
 def _heads(record: Record, tensors: int) -> int:
-    """Return the bytes of a ring, which passes each tensor on once per other rank, with headers."""
+    """Return the most header bytes of a ring, which passes each tensor on once per other rank."""
     return HEAD_BYTES * tensors * max(1, record.config.world - 1)
