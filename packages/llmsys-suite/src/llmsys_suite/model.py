@@ -3,7 +3,8 @@
 Notable:
 - attention is an argument, so that the same weights run through any kernel;
 - only the shape is configured, and the sizes that benchmarks use have names;
-- `checkpoint=True` saves only the input of each block, which is run again in the backward pass.
+- `checkpoint=True` saves only the input of each block and recomputes the block in the backward
+  pass.
 
 Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
 """
@@ -119,7 +120,7 @@ class Decoder(nn.Module):
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, rope: Tensor, *, checkpointed: bool) -> Tensor:
-    """Return the output of a block, which backward may run again instead of saving activations."""
+    """Return the output of a block; if `checkpointed`, the backward pass recomputes the block."""
     if checkpointed and torch.is_grad_enabled():
         out_BTD: Tensor = checkpoint(block, x_BTD, rope, use_reentrant=False)
     else:

@@ -1,4 +1,4 @@
-"""The idea of the suite in one file: train a decoder on bytes in one process, measure and check.
+"""Minimal implementation of the suite: train a decoder on bytes in one process, measure and check.
 
 Torch only multiplies and differentiates. In float64 this file is the reference of the audit.
 """
@@ -14,7 +14,7 @@ Weights = dict[str, Tensor]
 
 
 def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (rows, context): windows at places that follow from (seed, step)."""
+    """Return tokens and targets (rows, context) of windows at offsets drawn from (seed, step)."""
     twister = np.random.MT19937()
     twister._legacy_seeding((seed * 1_000_003 + step) % 2**32)
     starts = (int(x) % (len(text) - context - 1) for x in twister.random_raw(rows))
@@ -23,7 +23,7 @@ def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[T
 
 
 def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None = None) -> Tensor:
-    """(B, T, V): attention and feed-forward, each added to the stream, block after block."""
+    """Return logits (B, T, V); each block adds attention and feed-forward to the stream."""
     x_BTD = w["embedding.weight"][tokens_BT]
     for block in (f"blocks.{i}." for i in range((len(w) - 3) // 9)):
         y_BTD = norm(x_BTD, w[block + "attention_norm.weight"])
@@ -44,7 +44,7 @@ def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None 
 
 
 def loss(w: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> Tensor:
-    """Mean over tokens of log sum exp(logits) less the target's logit, in nats."""
+    """Return the mean cross-entropy per token, in nats."""
     z_BTV = logits(w, tokens_BT, heads)
     top = z_BTV.amax(-1, keepdim=True)
     normalizer = top + (z_BTV - top).exp().sum(-1, keepdim=True).log()
@@ -52,17 +52,17 @@ def loss(w: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> Tenso
 
 
 def norm(x_BTD: Tensor, gain: Tensor) -> Tensor:
-    """Divided by its root mean square (Zhang and Sennrich 2019)."""
+    """Return x divided by its root mean square, times `gain` (Zhang and Sennrich 2019)."""
     return x_BTD / ((x_BTD**2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain
 
 
 def softmax(x: Tensor) -> Tensor:
-    """exp(x) over its sum, along the last dim."""
+    """Return exp(x) divided by its sum along the last dim."""
     return (e := (x - x.amax(-1, keepdim=True)).exp()) / e.sum(-1, keepdim=True)
 
 
 def rotate(x_BHTK: Tensor) -> Tensor:
-    """Pair (i, i + K/2) turned by position x 10,000^(-2i/K) (Su et al. 2021, section 3.2)."""
+    """Rotate each pair (i, i + K/2) by position x 10,000^(-2i/K) (Su et al. 2021, section 3.2)."""
     half = x_BHTK.shape[-1] // 2
     position, i = (torch.arange(n, dtype=torch.float64) for n in (x_BHTK.shape[2], half))
     angle = (position[:, None] * 10_000.0 ** (-i / half)).to(x_BHTK.device)
@@ -80,7 +80,7 @@ def gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[
 
 
 class AdamW:
-    """Loshchilov and Hutter 2019, algorithm 2, with torch's default constants."""
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with torch's default constants."""
 
     def __init__(self, w: Weights, rate: float, decay: float = 0.01) -> None:
         self.rate = rate
@@ -102,7 +102,7 @@ class AdamW:
 def train(
     w: Weights, text: bytes, heads: int, steps: int, rate: float, shape: tuple[int, int]
 ) -> tuple[Weights, list[tuple[float, float]]]:
-    """Train for `steps` of `shape` (rows, context); return weights, and loss and time per step."""
+    """Train on batches of `shape` (rows, context); return weights, and loss and time per step."""
     optimizer, measured = AdamW(w, rate), []
     for step in range(steps):
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ def train(
 
 
 def check(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
-    """Return how far the gradient's slope differs from (L(w + g) - L(w - g)) / 2."""
+    """Return the relative error of |g|^2 as the slope of the loss along its gradient g."""
     _, g = gradients(w, tokens, targets, heads)
     up, down = ({n: w[n] + sign * 1e-4 * g[n] for n in w} for sign in (1, -1))
     rise = float(loss(up, tokens, targets, heads) - loss(down, tokens, targets, heads))

@@ -1,4 +1,4 @@
-"""Choose the missing options of a run for this machine, and refuse runs that it does not allow.
+"""Choose the missing options of a run for this machine, and refuse impossible runs.
 
 Every refusal is a `UsageError`, raised before anything is written.
 """

@@ -54,7 +54,7 @@ class Plan(Prediction):
 
 @dataclass(frozen=True)
 class Links:
-    """The rows of the bench of collectives."""
+    """Rows of the benchmark of collectives."""
 
     rows: Rows
 

@@ -1,4 +1,4 @@
-"""Start a run: refuse one that cannot be done, then start its ranks, or be one under torchrun."""
+"""Start a run: refuse an impossible one, then start its ranks or, under torchrun, become a rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmsys_suite.text.tokens import require_tokenizer
 
 
 def run(config: RunConfig) -> RunFolder:
-    """Do the run and return its folder.
+    """Execute the run and return its folder.
 
     Raises:
-        UsageError: the run cannot be done; nothing was written.
+        UsageError: the run is not possible; nothing was written.
         RuntimeError: the run failed; the message names its folder.
     """
     status, out = execute(config)
@@ -27,10 +27,10 @@ def run(config: RunConfig) -> RunFolder:
 
 
 def execute(config: RunConfig) -> tuple[int, Path]:
-    """Do the run and return its exit status and its folder.
+    """Execute the run; return its exit status and output folder.
 
     Raises:
-        UsageError: the run cannot be done; nothing was written.
+        UsageError: the run is not possible; nothing was written.
     """
     check(config)
     text = read_text(config.data)
@@ -39,7 +39,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     if config.device == "cuda" and "RANK" in os.environ:
         from llmsys_suite.ranks.worker import select_device
 
-        # Before the first question about memory, so that each rank uses its own GPU.
+        # Select the device before memory is queried, so that each rank queries its own GPU.
         select_device(config)
     require_tokenizer(config)
     _require_memory(config)

@@ -14,8 +14,8 @@ from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
     """Return the live bytes at the start of the backward pass, in float32 or bf16 autocast.
 
-    Fake tensors follow the rules of a GPU without one. Autocast saves a half-precision copy of each
-    weight that a product has read, besides smaller activations.
+    Fake tensors follow the rules of a GPU on any machine. Under autocast, activations are smaller,
+    but a half-precision copy of each weight that a product has read is saved as well.
     """
     # The initialization reads values, which fake tensors do not have.
     with (

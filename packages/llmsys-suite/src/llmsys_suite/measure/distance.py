@@ -21,7 +21,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance over all names, and where: "name: |actual| beside |expected|"."""
+    """Return the largest distance over all names, and "name: |actual| beside |expected|"."""
     if missing := expected.keys() ^ actual.keys():
         return math.inf, f"{min(missing)}: on one side only"
     distances = {name: distance(actual[name], expected[name]) for name in expected}

@@ -1,7 +1,7 @@
 """Interleaved timing of several contenders.
 
-Every contender runs in every round, so that a slow second slows all of them alike, and ratios are
-taken within a round. A clock of another kind spans all rounds; the audit compares it with the sum.
+Every contender runs in every round, so that a slow second slows all of them alike. Ratios are taken
+within a round. A second clock times all rounds together; the audit compares it with the sum.
 """
 
 from __future__ import annotations

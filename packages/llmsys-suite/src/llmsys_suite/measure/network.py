@@ -19,7 +19,7 @@ from unittest import mock
 from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.fingerprint import Call
 
-# Where Linux's struct tcp_info has tcpi_bytes_received (since 4.1).
+# Buffer size, and offset of tcpi_bytes_received in Linux's struct tcp_info (since 4.1).
 _ROOM, _BYTES_RECEIVED_AT = 256, 128
 
 
@@ -65,7 +65,7 @@ def _by_connection() -> dict[int, int]:
             there = os.fstat(fd)
             if not stat.S_ISSOCK(there.st_mode):
                 continue
-            # Declared as TCP, because Python would ask the kernel otherwise. Sockets of other
+            # Declare the socket as TCP; otherwise Python would query the kernel. Sockets of other
             # protocols have no TCP_INFO.
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         except OSError:  # closed by now

@@ -1,7 +1,7 @@
-"""Where a step's time goes: forward, backward, communication, optimizer.
+"""Times of the phases of a step: forward, backward, communication, optimizer.
 
 One context manager times a phase, and names it for NVTX and for torch.profiler. On a CPU the clock
-of this thread, which does not run while another program has the core, is read besides the wall
+of this thread, which stops while another program has the core, is read in addition to the wall
 clock. On a GPU a phase lies between two events of the current stream: waiting for the device inside
 a step would prevent communication and computation from overlapping.
 """
@@ -34,7 +34,7 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; the sample contains what is put into the yielded dict."""
+        """Time one whole step; its sample contains the entries of the yielded dict."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         begin, core = now(self.device), reference_matmul.clock(self.device)
@@ -45,7 +45,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one part of the step that is under way."""
+        """Time one phase of the current step."""
         with named_range(name, self.device):
             if self.device.type == "cuda":
                 begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))

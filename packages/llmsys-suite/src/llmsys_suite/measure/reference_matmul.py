@@ -1,7 +1,8 @@
-"""Matrix products: their best rate, and a small one that is timed beside other measurements.
+"""The best rate of matrix products, and a small reference matmul timed with other measurements.
 
-On a CPU it is timed by the clock of this thread, which stops while another program has the core.
-Contention for shared caches slows the reference matmul and the measurement alike.
+On a CPU the reference matmul is timed by the clock of this thread, which stops while another
+program has the core. Contention for shared caches slows the reference matmul and the measurement
+alike.
 """
 
 from __future__ import annotations

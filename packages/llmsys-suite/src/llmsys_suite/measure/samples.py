@@ -68,7 +68,8 @@ def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> f
 def wire_bytes(samples: list[Sample], variant: str) -> float | None:
     """Return the bytes that a rank's sockets received in a step, the largest of all ranks.
 
-    None if sockets are not counted. The rank of a server may receive a push after its step.
+    The result is None if sockets are not counted. The rank of a server may receive a push after its
+    step.
     """
     by_rank: dict[int, list[int]] = defaultdict(list)
     for s in samples:

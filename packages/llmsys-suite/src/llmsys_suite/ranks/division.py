@@ -11,7 +11,8 @@ Item = TypeVar("Item")
 def divide_by_cost(costs: Mapping[Item, float], parts: int) -> list[list[Item]]:
     """Return the items of each part, so that all parts cost about as much.
 
-    The most expensive item comes first, and each goes to the part with the smallest cost so far.
+    Items are assigned from the most to the least expensive, each to the part with the smallest cost
+    so far.
     """
     totals = [0.0] * parts
     divided: list[list[Item]] = [[] for _ in range(parts)]

@@ -21,17 +21,17 @@ from llmsys_suite.config import RunConfig
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
-# A pipe of events to the launcher, and the file with the time of each event.
+# Variables that name a pipe of events to the launcher, and the file with the time of each event.
 EVENTS = "LLMSYS_EVENTS"
 STAMPS = "LLMSYS_STAMPS"
-#: Time for the other ranks to end by themselves after one has failed.
+#: Grace period for the other ranks to exit after one has failed, in seconds.
 FAILURE_SECONDS = 5.0
-#: Time to save a checkpoint after an interrupt.
+#: Time to save a checkpoint after an interrupt, in seconds.
 SAVING_SECONDS = 15.0
 
 
 def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
-    """Run `module` as every rank to its end; the exit status is 0 only if all ended well."""
+    """Run `module` in one process per rank; return 0 only if all ranks succeeded."""
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)
@@ -95,8 +95,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
                 if code is not None and code < 0:
                     name = signal.Signals(-code).name
                     print(f"rank {number} was killed by {name}", file=sys.stderr)
-        # A rank that raised has reported it, and the others end by themselves; a rank that was
-        # killed has not, and the others may wait for it.
+        # If a rank has raised an exception, it has reported the failure, and the other ranks end by
+        # themselves. A killed rank reports nothing, and the other ranks may wait for it.
         if failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS:
             return 1
         time.sleep(0.05)
@@ -104,7 +104,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run. One that learns saves a checkpoint on SIGTERM.
+    """End the ranks that still run; a rank in the stage `learn` saves a checkpoint on SIGTERM.
 
     After a failure no checkpoint can be saved, so the ranks are killed at once.
     """

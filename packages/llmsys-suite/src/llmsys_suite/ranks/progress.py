@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 class Progress:
-    """Prints the stage that runs, if enabled, which it is on the first rank only."""
+    """Prints the current stage; enabled on the first rank only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled

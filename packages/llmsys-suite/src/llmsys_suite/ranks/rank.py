@@ -73,7 +73,7 @@ class Run:
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Compute in float32 in the block, for checks of quantities that no dtype may change."""
+        """Compute in float32 in the block, for checks of quantities that no dtype should change."""
         config = self.config
         precision = torch.get_float32_matmul_precision()
         self.config = replace(config, dtype="fp32")
@@ -123,7 +123,7 @@ class Run:
             pause = min(2 * pause, 0.1)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the `mine` of every rank on every rank, without a time limit."""
+        """Return the values `mine` of all ranks on every rank, without a time limit."""
         self.wait_for_ranks()
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, mine)

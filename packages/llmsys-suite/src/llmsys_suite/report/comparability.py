@@ -12,7 +12,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import loss_curves
 from llmsys_suite.results import Audit, Plan, Train
 
-#: Runs that differ in these are not comparable; a difference in the others is a warning.
+#: Runs that differ in one of these keys are not comparable; other differences are warnings.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "threads", "gpus"),
     "config.json": (
@@ -36,10 +36,10 @@ LOSS_TOLERANCE = 1e-5
 
 
 def require_distinct(folders: Sequence[RunFolder]) -> None:
-    """Raise UsageError if the same measurements occur twice, also as a copy.
+    """Raise UsageError if the same measurements occur twice, even in a copied folder.
 
-    A run that counts twice would make the intervals narrower than its samples justify, and a run
-    that is compared with itself is the same as itself without any evidence.
+    A run that is counted twice would make the intervals narrower than its samples justify, and a
+    run that is compared with itself would be "same" without any evidence.
     """
     paths: dict[str, RunFolder] = {}
     for folder in folders:

@@ -4,11 +4,12 @@
   same round, so that a slow second affects both. Runs are compared by these ratios only.
 - Rounds in which a rank waited for a core while other programs were at work are left out, because
   such a wait does not cost all variants alike. Most rounds must be undisturbed for a verdict.
-- The ratios of two runs of the same code differ as a whole by their memory layout (`APART`). No
-  number of rounds averages this out: it is part of every interval; several runs per side reduce it.
+- The ratios of two runs of the same code differ as a whole because of their memory layout
+  (`APART`). This difference is part of every interval: more rounds do not average it out, but
+  several runs per side reduce it.
 - "slower" and "faster" need a difference above half of the margin and an interval, corrected for
   the number of variants, that excludes 1. "same" needs an interval inside of the margin.
-- Slow seconds outlast a round, so correlated rounds count for fewer.
+- Slow periods outlast a round, so correlated rounds count as fewer rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from llmsys_suite.measure.samples import PEER, WHOLE_STEP
 from llmsys_suite.report.comparability import require_comparable, require_distinct
 
 Array = np.ndarray
-#: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
+#: For each variant, the log of its time over the peer's in each round, and the number of disturbed
+#: rounds.
 Ratios = dict[str, tuple[Array, int]]
 RESAMPLES = 400
 #: A step is disturbed if its rank waited for a core for more than this fraction of it, while other
@@ -89,8 +91,8 @@ def compare_runs(
     """Return one row per variant, without the peer, that all runs trained.
 
     Raises:
-        UsageError: a run is incomplete, edited, of another version or given twice, or machine or
-            model differ.
+        UsageError: a run is incomplete, edited, of another version or passed twice, or the machines
+            or models differ.
     """
     for folder in (*before, *after):
         require_comparable(before[0], folder)
@@ -119,7 +121,7 @@ def has_enough_rounds(rounds: int, disturbed: int) -> bool:
 
 
 def slower_than(rows: list[Comparison], percent: float) -> list[str]:
-    """Return the variants whose whole interval lies above `percent` slower."""
+    """Return the variants whose whole interval is above `percent` slower."""
     limit = 1 + percent / 100
     return [row.variant for row in rows if row.low > limit and row.verdict == "slower"]
 
@@ -128,7 +130,7 @@ def undecided_at(rows: list[Comparison], percent: float) -> list[str]:
     """Return the variants that may or may not be slower by more than `percent`.
 
     A variant is decided if its whole interval lies above or below the limit and there are enough
-    undisturbed rounds. That no difference was found does not show that there is none.
+    undisturbed rounds. Finding no difference is not evidence that there is none.
     """
     limit = 1 + percent / 100
     slower = slower_than(rows, percent)
@@ -149,7 +151,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
     for s in samples:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
-    # Two steps of the peer are one round apart, so others' work between them is that of a round.
+    # Two steps of the peer are one round apart, so they delimit the work of others in one round.
     crowded = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
     ratios_by_variant = {}
     for name, rounds in steps.items():

@@ -48,13 +48,13 @@ FILES = ("inspect.html", "report.md", "checks.json", "summary.json", "samples.js
 
 
 def run(run: Run) -> None:
-    """Write the report for a person."""
+    """Write the report of the run, on rank 0."""
     if run.folder is not None:
         write_report(run.folder)
 
 
 def write_report(folder: RunFolder) -> str:
-    """Write report.md, report.html and a CSV of each table; return the first."""
+    """Write report.md, report.html and a CSV of each table; return the text of report.md."""
     stage_sections = list(sections(folder))
     markdown = "\n".join(
         [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]

@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
 def figure(
     draw: Callable[..., Any], alt: str, width: float = 4.8, height: float = 3.0, rows: int = 1
 ) -> str:
-    """Return the SVG of the plot that `draw` draws on the axes of one or several rows."""
+    """Return the SVG of a plot that `draw` draws on one or several rows of axes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -142,7 +142,7 @@ def _draw_timeline(axes: Axes, name: str, points: list[tuple[str, float]]) -> No
 
 
 def isoflop(scale: Scale) -> str:
-    """Draw loss against size per budget, the minimum of each valley, and the interval beyond."""
+    """Draw loss against size per budget, each valley's minimum, and the extrapolated interval."""
 
     def draw(axes: Axes) -> None:
         budgets = list(dict.fromkeys(run["compute_flops"] for run in scale.runs))

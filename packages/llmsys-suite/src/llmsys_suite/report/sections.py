@@ -106,7 +106,7 @@ def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
 
 
 def _stored(train: of.Train) -> list[Row]:
-    """Return the largest bytes of any rank, by variant."""
+    """Return the maximum over ranks of the stored bytes, by variant."""
     return [
         {"variant": name}
         | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}

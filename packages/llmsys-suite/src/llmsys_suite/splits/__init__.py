@@ -1,4 +1,4 @@
-"""Ways of splitting one model over the ranks: by layers, inside layers, by tokens."""
+"""Strategies for splitting one model over the ranks: by layers, inside layers, by tokens."""
 
 from __future__ import annotations
 

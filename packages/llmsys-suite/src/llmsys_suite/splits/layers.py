@@ -1,7 +1,7 @@
 """Layers split over ranks: heads and columns, tokens between blocks, rows over pairs of ranks.
 
 Implemented with torch.distributed.tensor: Megatron's column and row split, its sequence
-parallelism, and from four ranks on a split over two of them within data parallelism.
+parallelism, and, with at least four ranks, tensor parallelism within data parallelism.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def block_plan(between: Any) -> dict[str, ParallelStyle]:
     whole = Replicate()
     return {
         # One input for q, k and v (gate and up): their gradients are summed here before they
-        # are reduced over the ranks, once for all and not once for each.
+        # are reduced over the ranks, so that one reduction serves all of them.
         "attention": PrepareModuleInput(
             input_layouts=(between, None), desired_input_layouts=(whole, None)
         ),

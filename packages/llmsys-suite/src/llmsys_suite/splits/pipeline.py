@@ -66,7 +66,7 @@ class PipelineModel(Split):
         return ""
 
     def bubble(self) -> float:
-        """(p - 1) / (m + p - 1) of p stages and m microbatches; a rank's further stages count as m.
+        """Return (p - 1) / (m s + p - 1) for p ranks with s stages each and m microbatches.
 
         Narayanan et al. 2021, section 2.2.
         """

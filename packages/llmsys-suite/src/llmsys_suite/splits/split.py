@@ -48,7 +48,7 @@ class Split:
         return 0.0
 
     def train(self, run: Run, steps: int | None = None) -> list[float]:
-        """Train a few steps with AdamW and return the loss before each."""
+        """Train a few steps with AdamW and return the loss before each step."""
         # Torch's fused loops do not mix split parameters with whole ones.
         rate = run.config.learning_rate
         optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)

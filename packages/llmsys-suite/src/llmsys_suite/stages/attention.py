@@ -1,4 +1,4 @@
-"""Attention kernels at the shapes of the model: flashattn2, the formula and SDPA."""
+"""Attention at the model's shapes: flashattn2, the unfused formula and SDPA."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _row(
     sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # Bytes of the model's file, which leaves out zeros if that is smaller, and buffers.
+        # Bytes of the model's file, which omits buffers, and omits zeros if that makes it smaller.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(
             nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,4 +1,4 @@
-"""The trained model inside: predictions after each layer, kinds of heads, and attribution."""
+"""Analysis of the trained model: predictions after each layer, kinds of heads, attribution."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def examine(run: Run, induction: dict[str, float]) -> Inspect:
 
 
 def drawn_patterns(heads: HeadScores, patterns: list[Tensor]) -> dict[str, list[list[float]]]:
-    """Return the pattern of the best head of each kind, in hundredths: the first row's start."""
+    """Return the best head's pattern on the start of the first row, per kind, in hundredths."""
     drawn = {}
     for kind in KINDS:
         head = heads.best(kind)

@@ -1,8 +1,8 @@
 """A longer training run with the fastest variant, until the model writes text.
 
-- A batch is a function of (seed, step), and checkpoints of zero fit any number of ranks, so that a
-  training run continues elsewhere as if it had not stopped. SIGTERM saves a checkpoint and then
-  ends the run.
+- A batch is a function of (seed, step), and any number of ranks can load a checkpoint of `zero`, so
+  a training run can continue elsewhere as if it had not stopped. SIGTERM saves a checkpoint and
+  then ends the run.
 - One small all-reduce carries the mean loss of a step and the SIGTERM of any rank.
 """
 
@@ -131,7 +131,7 @@ def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, the same on every rank, that the audit repeats; None without audit.
+    """Return a random step, equal on all ranks, for the audit to repeat; None without an audit.
 
     The first step is drawn only if it is the only one, because the optimizer has no state in it.
     """

@@ -7,7 +7,7 @@ import collectives.bench
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Links, Skipped
 
-#: Bytes: where latency decides, where both do, where bandwidth does.
+#: Message sizes in bytes: latency dominates, latency and bandwidth matter, bandwidth dominates.
 SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 

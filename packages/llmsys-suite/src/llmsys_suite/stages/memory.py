@@ -1,7 +1,7 @@
 """Live memory of inference and training steps: peaks by context, timelines, largest allocations.
 
-`accounting` counts the blocks on the meta device, so that the run's model and the 2.7B model fit
-any machine, and with fake tensors for mixed precision. On a GPU a snapshot for torch's viewer is
+`accounting` counts the blocks on the meta device, so that the run's model and the 2.7B model fit on
+any machine. Mixed precision is counted with fake tensors. On a GPU a snapshot for torch's viewer is
 stored as well.
 """
 

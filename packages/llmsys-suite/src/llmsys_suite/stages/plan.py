@@ -37,7 +37,7 @@ def predict(config: RunConfig) -> Prediction:
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
-    # The single process takes the most at once. On a CPU torch's RMSNorm is several operators and
+    # The single process needs the most memory. On a CPU torch's RMSNorm is several operators and
     # its optimizers take one parameter at a time.
     on_gpu = config.device != "cpu"
     memory = accounting.peak_memory(

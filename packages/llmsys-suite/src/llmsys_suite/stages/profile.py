@@ -39,7 +39,7 @@ def run(run: Run) -> Profile | None:
 
 
 def case_of(run: Run) -> Case:
-    """Return the case of one rank's rows."""
+    """Return the benchmark case with the rows of one rank."""
     config = run.config
     rows = config.rows // run.world
     return Case(
@@ -53,7 +53,10 @@ def case_of(run: Run) -> Case:
 
 
 def protocol(run: Run) -> Rows:
-    """Return a row per number of warm-up steps, for every size that fits."""
+    """Return the step times of each size, one row per number of warm-up steps.
+
+    A size that does not fit has one row with the reason.
+    """
     names = dict.fromkeys((run.config.size, *SIZES_TIMED))
     cases = [replace(case_of(run), size=name) for name in names]
     return list(sweep.measure(cases, limit=SECONDS_A_SIZE, extrapolate=False))

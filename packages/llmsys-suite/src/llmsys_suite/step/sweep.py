@@ -24,7 +24,7 @@ from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 Row = dict[str, Any]
 #: Layers of the two models that the line goes through.
 FEW = (2, 4)
-#: Least fraction of the rate of a product that a step of a whole model reaches.
+#: Minimum fraction of a matrix product's rate that a step of a whole model is expected to reach.
 USUAL = 1 / 3
 #: Usable fraction of free memory, because plain attention needs more than accounting predicts.
 FILLED = 0.8
@@ -35,7 +35,7 @@ class LeftOut(Exception):
 
 
 class TooLarge(LeftOut):
-    """The case needs more memory than there is, compiled or not."""
+    """The case needs more memory than is available, compiled or not."""
 
 
 def measure(
@@ -82,7 +82,7 @@ def measure(
 
 
 def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
-    """Raise LeftOut if the memory, or the time at a product's `rate`, does not allow a case."""
+    """Raise LeftOut if a case needs too much memory or, at a product's `rate`, too much time."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
         raise TooLarge(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
@@ -115,7 +115,7 @@ def in_a_process(
 
 
 def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
-    """Return means, deviations, percentiles and utilization of the steps after `warmup` others."""
+    """Return means, deviations, percentiles and utilization of the steps after `warmup` steps."""
     counted = measured["seconds"][warmup : warmup + STEPS]
     clock = measured["clock"][warmup : warmup + STEPS + 1]
     result = case.labels() | {"warmup": warmup}
@@ -164,7 +164,7 @@ def extrapolated(case: Case, limit: float) -> Row:
 
 
 def pays_after(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the seconds that compiling takes and the number of steps that compensate them."""
+    """Return the compile time, the speedup, and the steps that compensate for compiling."""
     plain, compiled = (next(r for r in rows if r["compile"] is which) for which in (False, True))
     cost = compiled["first_step_ms"] - plain["first_step_ms"]
     gain = plain["step_p50_ms"] - compiled["step_p50_ms"]

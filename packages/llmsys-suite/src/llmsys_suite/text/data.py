@@ -138,7 +138,7 @@ def _read_file(path: Path) -> Text:
     try:
         with path.open("rb") as file:
             if not path.stat().st_size:
-                # An empty file, or a file of the kernel, which cannot be mapped.
+                # An empty file, or a file of the kernel such as in /proc, cannot be mapped.
                 return _split(file.read(), str(path))
             # A private copy is writable, as torch expects of the memory of a tensor.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -199,7 +199,7 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    """Return twelve hexadecimal digits of the digest of each row, four bytes per token."""
+    """Return twelve hexadecimal digits of each row's SHA-256, with four bytes per token."""
     import torch
 
     rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))

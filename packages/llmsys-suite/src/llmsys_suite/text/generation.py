@@ -59,7 +59,7 @@ def generate(
     for _ in range(max_bytes):
         seen = torch.tensor([written[-model.config.context :]], device=device)
         logits = model(seen)[0, -1].double().cpu()
-        # The largest logit becomes 0, so that no quotient of a small temperature is NaN.
+        # The largest logit becomes 0, so that dividing by a small temperature gives no NaN.
         chances = ((logits - logits.amax()) / temperature).softmax(-1)
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
     return written[len(prompt) :]

@@ -31,7 +31,7 @@ HELDOUT = "tokens-heldout.bin"
 #: Lines that are encoded at once, and the longest piece of a line.
 LINES = 1000
 PIECE_BYTES = 2**16
-#: Training bytes from which a vocabulary is learned.
+#: Number of training bytes from which a vocabulary is learned.
 SAMPLE_BYTES = 64 * 2**20
 #: Type of a stored token.
 INT32 = np.dtype("<i4")
@@ -63,7 +63,7 @@ class PairCodec:
 
     @property
     def size(self) -> int:
-        """The largest token plus one; a vocabulary may leave out numbers."""
+        """The largest token plus one; a vocabulary may skip numbers."""
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ def codec_of(config: RunConfig, folder: Path) -> ByteCodec | PairCodec:
 
 
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise UsageError if the tokens of the run cannot be made, before anything starts."""
+    """Raise UsageError, before anything starts, if the run's tokens cannot be created."""
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:
@@ -141,7 +141,7 @@ def load(config: RunConfig, folder: Path) -> Corpus:
 
 
 def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with their ends; a long line in pieces of at most PIECE_BYTES.
+    """Yield the lines of a text with their newlines; split long lines at PIECE_BYTES.
 
     A piece ends between two characters of UTF-8.
     """
@@ -166,7 +166,7 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 def _last_boundary(line: bytes, stop: int) -> int:
-    """Return the last start of a UTF-8 character up to `stop`; of other bytes, `stop` itself."""
+    """Return the last start of a UTF-8 character up to `stop`; for other bytes, return `stop`."""
     if stop >= len(line):
         return len(line)
     # A character has at most three continuation bytes, which begin with the bits 10.

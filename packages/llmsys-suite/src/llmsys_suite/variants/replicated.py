@@ -11,7 +11,7 @@ from llmsys_suite.variants.single import CountedAllReduce, Variant
 
 
 def received_bytes(gradient_bytes: int) -> float:
-    """Return the bytes that a rank receives in a reduce-scatter or an all-gather: (n - 1) / n."""
+    """Return the bytes that a rank receives in a reduce-scatter or all-gather: (n - 1) / n."""
     world = dist.get_world_size()
     return gradient_bytes * (world - 1) / world
 
@@ -22,7 +22,7 @@ class Parallel(Variant):
     alone = False
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Average by a reduce-scatter and an all-gather."""
+        """Return the bytes of an average by a reduce-scatter and an all-gather."""
         return 2 * received_bytes(gradient_bytes), 2 * received_bytes(gradient_bytes)
 
 
@@ -43,13 +43,13 @@ class Flat(Naive):
     """One all-reduce for all gradients, after the backward pass."""
 
     def communicate(self) -> None:
-        """Send the gradients as one."""
+        """Send all gradients as one message."""
         with self.phase("communication"):
             ddp.all_reduce_gradients_flat(self.model, all_reduce=self.reduced, meter=self.meter)
 
 
 class Bucketed(Parallel):
-    """Buckets that are sent while the backward pass goes on."""
+    """Buckets of gradients that are sent during the backward pass."""
 
     bucket_size_mb: float | None = 1.0
 
@@ -70,7 +70,7 @@ class Bucketed(Parallel):
 
 
 class Overlapped(Bucketed):
-    """Each parameter sent by itself, as soon as its gradient is ready."""
+    """Each gradient is sent separately as soon as it is ready."""
 
     bucket_size_mb = None
 

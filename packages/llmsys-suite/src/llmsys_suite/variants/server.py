@@ -45,7 +45,7 @@ class ParameterServer(Variant):
         """Return None, because the server averages the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters as they are on the server."""
+        """Return the parameters that the server stores."""
         self.worker.pull()
         return super().weights()
 
@@ -62,8 +62,8 @@ class ParameterServer(Variant):
 class DiLoCo(ParameterServer):
     """Ranks take local steps; every fifth step a tenth of the changes is averaged (streamed).
 
-    With the optimizer of the probe each step is a round whose outer optimizer applies the mean
-    unchanged: that is bulk-synchronous training and is compared with one process.
+    With the optimizer of the probe, each step is a round, and the outer optimizer applies the mean
+    unchanged. This is bulk-synchronous training, which is compared with one process.
     """
 
     policy = paramserver.LocalSteps(50, compression=paramserver.Integers(4), fragments=10)

@@ -1,7 +1,7 @@
 """Training steps of models with few layers, which predict the step of the full model.
 
-Contention for caches and memory slows both models alike, but not a single matrix product.
-Therefore their ratio is valid on a busy machine too.
+Contention for caches and memory slows shallow and full models alike, but not a single matrix
+product. Therefore the ratio of their times is valid on a busy machine too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Shallow:
 
 
 def layer_matmuls(run: Run) -> list[float]:
-    """Return a one-layer step and each further layer's time, in times of the reference matmul.
+    """Return the time of a one-layer step and of a further layer, in units of the reference matmul.
 
-    Both are medians; the time of a further layer is half of what two more layers add.
+    Both are medians; the time of a further layer is half of the time that two more layers add.
     """
     tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)
@@ -68,5 +68,5 @@ def layer_matmuls(run: Run) -> list[float]:
 
 
 def step_matmuls(first: float, further: float, layers: int) -> float:
-    """Return the time of a step: that of one layer, plus that of each further layer."""
+    """Return the time of a step of `layers` layers, extrapolated from a one-layer step."""
     return first + (layers - 1) * further

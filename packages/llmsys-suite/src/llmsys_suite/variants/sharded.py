@@ -28,7 +28,7 @@ class ShardedState(Parallel):
         )
 
     def clip(self, max_norm: float) -> None:
-        """Average the gradients, which the optimizer does in its step otherwise, and clip them."""
+        """Average and clip the gradients; otherwise the optimizer averages them in its step."""
         self.optimizer.clip_grad_norm_(max_norm)
 
     def gradients(self) -> None:
@@ -81,7 +81,7 @@ class FullySharded(Parallel):
 
 
 class TorchFSDP(Parallel):
-    """torch's own fully_shard (FSDP2), the other peer, with the same units."""
+    """torch's own fully_shard (FSDP2), the peer of `FullySharded`, with the same units."""
 
     def build(self) -> None:
         """Shard the blocks, then the root."""

@@ -52,7 +52,7 @@ class Variant:
         #: This rank's part of the rows, and the number of parts.
         self.data_rank = run.rank
         self.data_world = run.world
-        #: True if the digests of this rank's rows are recorded: once per part.
+        #: True if this rank records the digests of its rows; one rank per part of the rows does so.
         self.reports_rows = True
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate, fused=True)
         #: Largest norm of the gradient, or None if it is not clipped.
@@ -149,7 +149,7 @@ class Variant:
         return self.model, self.optimizer
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
-        """Take over the loaded state of the pair that `checkpointed` returned."""
+        """Adopt the state that was loaded into the pair that `checkpointed` returned."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

@@ -60,7 +60,8 @@ class ThreeDimensional(Variant):
         # Torch's fused loops do not mix split parameters with whole ones.
         rate = config.learning_rate
         self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
-        #: Created in the first step: it is for one number of rows, which a checkpoint may decide.
+        #: Created in the first step, because it depends on the number of rows, which a checkpoint
+        #: may set.
         self.schedule: Any = None
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
@@ -170,7 +171,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(whole: Tensor, split: Tensor) -> Tensor:
-    """Return `whole` placed on the ranks as `split` is."""
+    """Return `whole`, distributed over the ranks like `split`."""
     if not isinstance(split, DTensor):
         return whole
     return distribute_tensor(whole, split.device_mesh, split.placements)

@@ -115,7 +115,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
 
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare the loss, the learning rate and the rows of every step with a second source.
+    """Compare the loss, the learning rate and the rows of every step with independent values.
 
     The loss is compared with the mean over the ranks' losses, the learning rate with its formula,
     and the rows with the audit's sampler.
