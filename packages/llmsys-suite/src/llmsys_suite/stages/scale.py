@@ -59,7 +59,7 @@ def planned_runs(config: RunConfig) -> list[PlannedRun]:
 
 
 def runs_by_rank(planned: list[PlannedRun], world: int) -> list[list[PlannedRun]]:
-    """Divide the runs among the ranks by steps, which take about as long for all of these models."""
+    """Divide the runs among the ranks by steps, which take equally long for all of these models."""
     steps = {run: run[0] / (26 * run[1] ** 2 + 261 * run[1]) for run in planned}
     return divide_by_cost(steps, world)
 
