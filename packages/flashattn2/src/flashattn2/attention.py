@@ -91,7 +91,7 @@ def flash_attention(
             atomic additions, whose order varies.
         precision: Precision of float32 matrix products in Triton: "ieee", "tf32x3" or "tf32".  None
             follows `torch.get_float32_matmul_precision`: "highest" is ieee, any other setting tf32.
-            A head dim without a tile for that precision runs in ieee, and `explain` says so.
+            A head dim without a tile for that precision runs in ieee, which `explain` reports.
         split_size: Number of keys per split of the Triton forward pass, rounded up to whole tiles.
             A fixed size makes a result independent of its batch.  None splits the keys only if the
             GPU would otherwise be idle.

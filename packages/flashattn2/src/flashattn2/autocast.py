@@ -38,6 +38,7 @@ def is_enabled(device: str) -> bool:
 def _is_available(device: str) -> bool:
     """Return True if torch has autocast for a type of device.
 
-    The result is a constant of a graph, because Dynamo of torch 2.11 cannot trace this call.
+    The result is a constant in a compiled graph, because torch 2.11's Dynamo cannot trace this
+    call.
     """
     return torch.amp.is_autocast_available(device)

@@ -1,4 +1,4 @@
-"""Attention as `torch.autograd.Function`s: the general function and the two of the paper.
+"""Attention as `torch.autograd.Function`s: a general one, and two with the paper's signature.
 
 Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
 """
@@ -74,7 +74,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ) because
     # the gradient of σ, σ (1 - σ), rounds to 0 for a small sink, and that of log σ does not.
     log_weight = F.logsigmoid(excess)
-    # An infinite sink, whose value is checked in eager calls on a CPU only, gives NaN.
+    # An infinite sink gives NaN: only eager calls on a CPU check the values of sinks.
     weight = log_weight.exp() + sink * 0
     # The second derivative of `torch.logaddexp` is NaN if exp(L - s) or exp(s - L) overflows.
     total = torch.where(excess > 0, lse - log_weight, sink - F.logsigmoid(-excess))
@@ -123,7 +123,7 @@ def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with a log-sum-exp, packed sequences and every order of derivative up to two."""
+    """Attention with a log-sum-exp, packed sequences and derivatives up to the second order."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -293,8 +293,9 @@ def _gradients(
 def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
     """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
 
-    A `torch.library` operator around the kernel takes longer than a small attention.  Forward-mode
-    AD needs the operator: it does not accept the kernel's log-sum-exp, which is a view.
+    The overhead of a `torch.library` operator exceeds the time of a small attention call.
+    Forward-mode AD needs the operator, because it does not accept the kernel's log-sum-exp, which
+    is a view.
     """
     is_dense_aten = method.backend == "aten" and cu_q is None
     return is_dense_aten and forward_ad._current_level < 0 and not autocast.is_enabled("cpu")

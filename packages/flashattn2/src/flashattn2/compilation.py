@@ -1,4 +1,4 @@
-"""Support for `torch.compile` and for everything else that sees operators."""
+"""Support for `torch.compile` and for other tools that see operators."""
 
 from collections.abc import Callable
 from typing import Any

@@ -143,7 +143,7 @@ def _probabilities(
     s = scores(q_i, k_j, replace(spec, scale=1.0), None)
     p = torch.exp(s - l_i[..., None])
     if hidden is not None:
-        # Not in place: a derivative of forward-mode AD needs the unmasked exponential.
+        # Do not mask in place: forward-mode AD needs the unmasked exponential for its derivative.
         by_head = p.view(len(p), p.shape[1] // len(hidden), *hidden.shape)
         p = by_head.masked_fill(hidden, 0.0).view_as(p)
     if not spec.softcap:

@@ -111,7 +111,7 @@ def _find_obstacle(
     packed: bool,
     max_logits: bool,
 ) -> str | None:
-    """Return why a backend does not support the input, or None if it does."""
+    """Return the reason why a backend does not support the input, or None if it does."""
     if backend == "triton":
         return _find_triton_obstacle(q, v)
     if backend == "gluon":
@@ -137,12 +137,12 @@ def _check_split_size(split_size: int, backend: str) -> None:
 
 @constant_in_graphs
 def _default_precision() -> str:
-    """Return the float32 precision that torch is set to."""
+    """Return the float32 precision that torch's settings select."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
-    """Return why the Triton kernels do not support the input, or None if they do."""
+    """Return the reason why the Triton kernels do not support the input, or None if they do."""
     if q.dtype == torch.float64:
         return "the Triton kernels have no float64"
     is_bfloat16_on_cpu = q.dtype == torch.bfloat16 and q.device.type == "cpu"
@@ -165,7 +165,7 @@ def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
 def _find_gluon_obstacle(
     q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, max_logits: bool
 ) -> str | None:
-    """Return why the Gluon kernels do not support the input, or None if they do."""
+    """Return the reason why the Gluon kernels do not support the input, or None if they do."""
     if packed:
         return "it supports neither packed sequences nor a cache"
     if spec.softcap:
@@ -186,7 +186,7 @@ def _find_gluon_obstacle(
 # The following functions are constants of a compiled graph: a graph is compiled for one machine.
 @constant_in_graphs
 def _find_gluon_device_obstacle(device: torch.device) -> str | None:
-    """Return why Gluon kernels cannot run on a device, or None if they can."""
+    """Return the reason why Gluon kernels cannot run on a device, or None if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         obstacle: str | None = _find_triton_device_obstacle(device)
         return obstacle
@@ -220,7 +220,7 @@ def _is_bfloat16_interpreted_correctly() -> bool:
 
 @constant_in_graphs
 def _find_triton_device_obstacle(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a device, or None if they can."""
+    """Return the reason why Triton kernels cannot run on a device, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if torch.version.hip is not None:

@@ -96,7 +96,7 @@ def find_torch_reason(
     dropout_p: float,
     scale: float | None,
 ) -> str | None:
-    """Return why `sdpa` calls torch's own function for these arguments, or None if it does not."""
+    """Return the reason why `sdpa` calls torch's own function, or None if it does not."""
     if attn_mask is not None:
         return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
     if dropout_p:
@@ -118,7 +118,7 @@ def find_torch_reason(
 
 
 def _find_scale_reason(scale: float | None) -> str | None:
-    """Return why `sdpa` passes a call with this scale to torch, or None if it does not."""
+    """Return the reason why `sdpa` passes this scale to torch's own function, or None."""
     if scale is None or isinstance(scale, (torch.SymInt, torch.SymFloat)):
         return None
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):

@@ -1,4 +1,4 @@
-"""The specification: attention as it is defined, with every option, dtype and derivative.
+"""The specification: attention from its definition, with every option, dtype and derivative.
 
 The whole score matrix is in memory, which the other modules avoid.
 """

@@ -39,7 +39,7 @@ VECTOR = 16
 def find_obstacle(
     q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False, max_logits: bool = False
 ) -> str | None:
-    """Return why the kernel does not support the input, or None if it does."""
+    """Return the reason why the kernel does not support the input, or None if it does."""
     if q.device.type != "cpu":
         return f"it is torch's CPU kernel, and the tensors are on {q.device}"
     if spec.softcap:
@@ -77,7 +77,7 @@ def kernel(
     out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     # The comparison is also False for NaN.  Fake tensors, which have another type, have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
-        # In place, so that the strides are those of the fake result in a compiled graph.
+        # Change `out` in place, so that a compiled graph gets the strides of the fake result.
         out.masked_fill_((lse == torch.inf)[..., None], torch.nan)
     return out, lse
 
@@ -101,7 +101,7 @@ def forward(
     may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)
     if may_lose_nan and int(lse.count_nonzero()) < lse.numel():
         _restore_nan(q, k, out, lse, causal, mask)
-    # A copy, because autograd does not allow an in-place change of a result that is a view.
+    # Copy the view, because autograd does not allow an in-place change of a result that is a view.
     return (out if out.shape[-1] == dim else out[..., :dim].clone()), lse
 
 
@@ -121,7 +121,7 @@ def _restore_nan(
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp by the kernel if it supports the input, otherwise tiled."""
+    """Return the output and log-sum-exp by the kernel, or tiled for unsupported inputs."""
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)[:2]
     # In a graph of dynamic lengths the bound is symbolic, but the kernel needs a bool.
@@ -140,7 +140,7 @@ def backward(
     grad_lse: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, tiled if the log-sum-exp has a gradient too."""
+    """Return the gradients of q, k and v, in tiled PyTorch if the log-sum-exp has a gradient."""
     if grad_lse is not None or find_obstacle(q, k, spec):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, spec)
     return gradients(q, k, v, out, lse, grad_out, spec)

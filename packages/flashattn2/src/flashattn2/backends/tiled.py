@@ -113,8 +113,9 @@ def row_sums(
 
     These sums avoid two rounding errors of Algorithm 2 that are larger than those of float32
     products.  First, an L above 4 is rounded by up to 2.4e-7, a relative error of every entry in
-    its row of P.  Second, D = dO · O is subtracted from dP, but its rounding error is not that of
-    dP, which matters if their difference is small.  The cost is two products in addition to five.
+    its row of P.  Second, D = dO · O is subtracted from dP, but the two have different rounding
+    errors, which matters if their difference is small.  The cost is two products in addition to
+    five.
     """
     p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
     for columns, hidden in tiles.keys(rows, q_i.device):
@@ -140,7 +141,7 @@ class Tiles:
             yield slice(start, min(start + TILE, self.seq_q))
 
     def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield each column range that the rows see, with its mask or None if all is visible."""
+        """Yield each column range that the rows see, with its mask, or None if no key is hidden."""
         shift = self.seq_k - self.seq_q
         start, all_start, all_stop, stop = self.spec.key_ranges(
             rows.start, rows.stop, shift, self.seq_k

@@ -100,7 +100,7 @@ def train(device: str, quick: bool) -> Iterator[Row]:
 
 
 def packed(device: str, quick: bool) -> Iterator[Row]:
-    """Yield rows for causal attention of 16384 packed tokens, beside torch's `varlen_attn`.
+    """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
     The lengths are those of documents: many short ones and a few long ones.  There are
     no rows for a CPU, on which torch lacks this function.
@@ -231,7 +231,7 @@ def naive_memory(device: str, quick: bool) -> Iterator[Row]:
     repeats = 3 if quick or device == "cpu" else 100
     for dim, seq in itertools.product(dims, seqs):
         row: Row = {"case": "naive_memory", "batch": 8, "dim": dim, "seq": seq, "passes": repeats}
-        # Autograd saves P, once for softmax and the product after it, and q, k, v and the output.
+        # Autograd saves q, k, v, the output, and P, which softmax and the next product share.
         predicted = 4 * (8 * seq * seq + 4 * 8 * seq * dim)
         row["predicted_mib"] = predicted / 2**20
         try:

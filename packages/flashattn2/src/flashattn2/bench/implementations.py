@@ -47,7 +47,7 @@ def fused_kernels(is_causal: bool) -> dict[str, Attention]:
 
 
 def sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
-    """Return torch's attention by one of its kernels."""
+    """Return torch's attention, restricted to one of its kernels."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([backend]):

@@ -1,9 +1,9 @@
 """Times of several implementations of one shape, measured in interleaved rounds.
 
 The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
-causal, and 2.5 times that backward.  A `ratio_*` is a row's time divided by the time of ours in
-the same round, so that a change of the machine's speed does not change it.  An implementation that
-fails has the reason in its rows instead of times.
+causal, and 2.5 times that backward.  A `ratio_*` is a row's time divided by the time of our
+implementation in the same round, so that it does not depend on changes of the machine's speed.
+The rows of an implementation that fails contain the reason instead of times.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def compare(
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     runs, failures, peaks = prepare_runs(every, leaves, grad, device)
-    # On a GPU, each time is already a median of many.
+    # On a GPU, each time is already a median of many runs.
     times = interleave(runs, 3 if quick or device == "cuda" else 5, device)
     for which, name in itertools.product(PASSES, every):
         head: Row = {

@@ -116,7 +116,8 @@ def backward_kernel(
     lse_shape: gl.constexpr = [STAGES, 1, ROWS] if BY_KEY else [1, 1, RESIDENT]
     lse_rows = gl.allocate_shared_memory(gl.float32, lse_shape, lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, lse_shape, lse.layout)
-    # 0 to ROWS - 1, for masks.  Computed from the thread index, they would occupy registers.
+    # The numbers 0 to ROWS - 1, for masks.  If computed from the thread index, they would occupy
+    # registers.
     numbers = gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     numbers.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [8], [0])))
     resident_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -175,7 +176,8 @@ def producer(
         stage, phase = j % STAGES, (j // STAGES) & 1
         member, row = j // count, start + j % count * ROWS
         at = [batch, streamed_head + member, row, 0]
-        # The opposite parity: the first tile of each stage is loaded without waiting.
+        # Wait for the opposite parity, so that the first tile of each stage is loaded without
+        # waiting.
         mbarrier.wait(free.index(stage), phase ^ 1)
         ready = x_ready.index(stage)
         mbarrier.expect(ready, x.block_type.nbytes + more)
@@ -266,7 +268,7 @@ def step(
     if ATOMIC:
         room[0].store(ds)
         fence_async_shared()
-    # From an accumulator's layout to a left operand's: the same registers with two numbers each.
+    # Convert an accumulator's layout to a left operand's: the same registers, two numbers in each.
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
     if BY_KEY:
         p = gl.convert_layout(p.to(a_tile.dtype), gl.DotOperandLayout(0, d_layout, 2))

@@ -63,8 +63,8 @@ class Tile(NamedTuple):
     def consumer_registers(self) -> int:
         """Return the registers per thread of a consumer, after the producer has released most.
 
-        At launch the 65,536 registers are shared evenly by all warps: those of the consumers, the
-        producer's one and three idle warps beside it.
+        At launch the 65,536 registers are divided evenly among all warps: the warps of the
+        consumers, the producer's warp and three idle warps.
         """
         return {2: 240, 3: 160}[self.consumers]
 
@@ -76,7 +76,7 @@ TILES = {64: Tile(2, 128, 3), 128: Tile(2, 128, 2)}
 #: and fewer queries were measured to be slower.
 LONG_TILE = Tile(3, 128, 3)
 LONG = 2048
-#: Queries of a consumer: the rows of a wgmma.
+#: Queries per consumer: the rows of a wgmma.
 ROWS = 64
 PRODUCER_REGISTERS = 24
 
@@ -163,8 +163,8 @@ def producer(
         load_tile(q, [batch, head, first + which * ROWS, 0], q_ready, q_tiles.index(which))
     for j in range(count):
         stage, phase = j % STAGES, (j // STAGES) & 1
-        # The opposite parity: a wait for the phase before the first one returns at once, so the
-        # first tile of each stage is loaded without waiting.
+        # Wait for the opposite parity: a wait for the phase before the first one returns at once,
+        # so the first tile of each stage is loaded without waiting.
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
         load_tile(
@@ -217,7 +217,7 @@ def consumer(
         mbarrier.arrive(k_free.index(j), count=1)
         mbarrier.arrive(v_free.index(j), count=1)
 
-    # The first tile: only S, because P of a previous tile does not exist.
+    # For the first tile compute only S, because P of a previous tile does not exist.
     q_memory = memory[0].index(WHICH)
     q_tile = q_memory.reshape([ROWS, D])  # [ROWS, D]
     k_tile = memory[1].index(begin).reshape([KEYS, D])  # [KEYS, D]
@@ -303,7 +303,7 @@ def step(
     mbarrier.arrive(v_free.index(before), count=1)
     # O and P V are in units of the old maximum.
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
-    # From an accumulator's layout to a left operand's: the same registers with two numbers each.
+    # Convert an accumulator's layout to a left operand's: the same registers, two numbers in each.
     p = gl.convert_layout(new_p.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
     return acc, maximum, total, p
 

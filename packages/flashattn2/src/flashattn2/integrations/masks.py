@@ -45,8 +45,8 @@ class Rule:
     is_packed: bool = False
     #: The name of the model's configuration, for error messages.
     owner: str = "this model"
-    #: The reason why attention under this mask raises an error.  The error is not raised before,
-    #: because models also make masks that no layer uses.
+    #: The reason why attention under this mask raises an error.  Creating the mask raises no error,
+    #: because models also create masks that no layer uses.
     refusal: str = ""
     heads: int = 1
     dtype: torch.dtype = torch.bool

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-# Imported by name, so that `sdpa` may replace the attribute of `torch.nn.functional`.
+# Import the function by name, so that `sdpa` may replace the attribute of `torch.nn.functional`.
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn2.attention import flash_attention

@@ -23,7 +23,7 @@ from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "score_mod")
 #: Configurations whose recurrent layers carry the output of left padding into the tokens after it.
 READS_PADDING = ("RecurrentGemmaConfig",)
-#: Tensors that models pass along and that no attention function needs.
+#: Names of tensors that models pass to attention functions, which do not need them.
 IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
 #: Names that models with a table of classes already refuse.
 _refused_names: set[str] = set()
@@ -251,7 +251,7 @@ def make_mask(
 
 
 def _find_padding_obstacle(is_token: Tensor, pattern: Pattern, config: str) -> str:
-    """Return why this padding cannot be removed, or an empty string if it can."""
+    """Return the reason why this padding cannot be removed, or an empty string if it can."""
     steps = is_token.int().diff(dim=1)
     if config in READS_PADDING and (steps > 0).any():
         return f"the layers of {config} that are not attention read the padding before a sequence"

@@ -177,8 +177,8 @@ def _paths(
     """Return the tables of tiles to search, in order of preference."""
     if not device.has_tma:
         return ("pointers",)
-    # TMA reads past the end of a packed sequence.  The kernels by query set those rows to zero in
-    # registers; the kernels by key have no registers left to do so.
+    # TMA reads past the end of a packed sequence.  Kernels for a tile of queries set those rows to
+    # zero in registers; kernels for a tile of keys have no registers left to do so.
     if (packed and by_key) or not all(can_use_tma(x) for x in tensors):
         return ("hopper", "pointers")
     return ("packed" if packed else "tma", "hopper", "pointers")
@@ -206,7 +206,7 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_addressable_rows(x: Tensor) -> bool:
-    """Return True if kernels can address the rows of `x`; batch and head strides are free."""
+    """Return True if kernels can address the rows of `x`; batch and head may have any strides."""
     return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 
@@ -249,7 +249,7 @@ def split_outputs(gradient: Tensor, splits: int) -> Tensor:
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Return the quotient rounded up; `triton.cdiv` takes 4 us per call, and a launch has many."""
+    """Return the quotient rounded up; `triton.cdiv` takes 4 us, and a launch makes many calls."""
     return -(-number // divisor)
 
 
@@ -291,7 +291,7 @@ class Device:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU; the interpreter is one processor with TMA."""
+    """Return the properties of a GPU; the interpreter counts as one processor with TMA."""
     if device.type != "cuda":
         return Device("interpreter", 227 * 1024, 1, True)
     properties = torch.cuda.get_device_properties(device)

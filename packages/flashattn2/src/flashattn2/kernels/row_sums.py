@@ -2,7 +2,7 @@
 
 Two rounding errors are larger than those of EXACT float32 products.  First, a log-sum-exp above 4
 is rounded by up to 2.4e-7, a relative error of every entry in its row of P.  Second, D = dO · O is
-subtracted from dP, but its rounding error is not that of dP, which matters if their difference is
+subtracted from dP, but the two have different rounding errors, which matters if their difference is
 small.  Therefore, for EXACT products, `sums_kernel` sums the same P and dP that the later kernels
 compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors
 in their products and skip this kernel, which saves two of nine products.
@@ -38,9 +38,10 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 def padded_statistics(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return L in units of the scores and D, as `(batch · heads, rows)` with strides of 16 bytes.
+    """Return L in units of the scores, and D, as `(batch · heads, rows)` for TMA.
 
-    L is +inf, so that P is 0, for rows that see no key.  TMA needs the strides.
+    L is +inf, so that P is 0, for rows that see no key.  The row of each head starts at a multiple
+    of 16 bytes, as TMA requires.
     """
     batch, heads, rows = lse.shape
     pitch = launch.cdiv(rows, 4) * 4

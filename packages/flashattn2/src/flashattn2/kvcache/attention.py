@@ -140,7 +140,7 @@ def _select_method(
     precision: str | None,
     split_size: int | None,
 ) -> Method:
-    """Return the method; on a CPU, "aten" stands for a choice per sequence: see `eager.py`."""
+    """Return the method; on a CPU, "aten" means that `eager.py` selects a kernel per sequence."""
     is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
     method, _ = select_backend(
         q,

@@ -9,7 +9,8 @@ from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
-#: Largest number of scores for which torch's kernel gets a mask; it computes hidden scores too.
+#: Maximum number of scores for which torch's kernel is called with a mask: it computes hidden
+#: scores too.
 MAX_MASK = 2**22
 
 

@@ -153,8 +153,8 @@ def check_new_rows(
 def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError if a new row would overwrite another one.
 
-    The operator calls this function: in a compiled graph, only its tensors have memory.  The fast
-    path of a decoded token calls it too, where every additional statement slows decoding.
+    The operator calls this function, because in a compiled graph only its tensors have memory.  The
+    fast path of a decoded token calls it too, so every additional statement slows decoding.
     """
     if 0 in k_cache.stride() or 0 in v_cache.stride():
         for cache in (k_cache, v_cache):
@@ -196,9 +196,9 @@ def _check_separate(k_cache: Tensor, v_cache: Tensor, distance: int) -> None:
 def _may_overlap(distance: int, dims: list[tuple[int, int, int, int]]) -> bool:
     """Return True if two tensors that are `distance` elements apart may have an element in common.
 
-    The `dims` are (stride, size) of both tensors in the order of falling strides.  The result is
+    The `dims` are (stride, size) of both tensors in the order of decreasing strides.  The result is
     exact for strides that both tensors share and that are no smaller than the extent of the
-    dimensions inside; of other strides, only the first and last elements are compared.
+    dimensions inside; for other strides, only the first and last elements are compared.
     """
     extents = [1 + sum((size - 1) * stride for stride, size in sides) for sides in _sides(dims)]
     if not -extents[1] < distance < extents[0]:
@@ -338,7 +338,7 @@ def _are_distinct(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Te
 
 
 def _capacity(cache: Tensor, table: Tensor | None) -> int:
-    """Return the maximum number of rows per sequence; the kernels add positions in int32."""
+    """Return the maximum number of rows per sequence, limited so that positions fit in int32."""
     pages_per_sequence = 1 if table is None else table.shape[1]
     return min(cache.shape[2] * pages_per_sequence, MAX_ROWS - 1)
 
