@@ -141,7 +141,7 @@ def load(config: RunConfig, folder: Path) -> Corpus:
 
 
 def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with their newlines, and long lines in pieces of PIECE_BYTES.
+    """Yield the lines of a text with newlines, and long lines in pieces of at most PIECE_BYTES.
 
     A piece ends between two characters of UTF-8.
     """
