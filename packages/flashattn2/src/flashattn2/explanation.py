@@ -48,7 +48,7 @@ def explain(
 ) -> Explanation:
     """Return the backend that `flash_attention` would select for these arguments.
 
-    With `cu_seqlens_q` and `cu_seqlens_k`, the explanation is of `flash_attention_varlen`.  It
+    With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.  It
     names the tile of each kernel, and the precision of float32 products if it is not the requested
     one: a head dim without a tile of that precision runs in ieee.
 

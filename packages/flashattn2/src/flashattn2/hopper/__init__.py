@@ -1,5 +1,5 @@
 """Gluon kernels for Hopper, whose warps are scheduled explicitly.
 
 `backend="auto"` selects them for long sequences: see `flashattn2.dispatch`.  The modules are
-imported with the first use, because they need Triton.
+imported on first use, because they need Triton.
 """

@@ -146,7 +146,7 @@ def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> 
 
 
 def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
-    """Return the pattern of the keys that every pattern shows, or None if it is not a pattern."""
+    """Return the pattern of the keys that all patterns show, or None if it cannot be expressed."""
     left: int | None = None
     right: int | None = None
     sequence: Tensor | None = None

@@ -166,7 +166,7 @@ class AttentionMask(Tensor):
         rule, batch = self.rule, len(self.sequence)
         sequence = self.sequence[:, : self.span()[0]]
         most = int(sequence.amax()) + 1 if sequence.numel() else 1
-        # Number the sequences of all batch entries without a repetition.
+        # Assign distinct numbers to the sequences of all batch entries.
         number = sequence + most * torch.arange(batch, device=sequence.device)[:, None]
         number = number.masked_fill(sequence == 0, -1)
         if rule.is_bounded or rule.is_packed:

@@ -1,1 +1,1 @@
-"""The Triton kernels, imported only before they run because importing triton is slow."""
+"""The Triton kernels, imported only when they are needed because importing Triton is slow."""
