@@ -27,7 +27,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """True if the two sources agree; NaN never agrees with anything."""
+        """True if the two sources agree; NaN and infinity never pass."""
         # A comparison of numpy numbers returns a numpy bool, which cannot be written as JSON.
         return math.isfinite(self.actual) and bool(self.low <= self.actual <= self.high)
 

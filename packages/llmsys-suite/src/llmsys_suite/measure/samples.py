@@ -10,7 +10,7 @@ from llmsys_suite.folder import Sample
 
 WHOLE_STEP = "step"
 PHASES = ("forward", "backward", "communication", "optimizer")
-# Rank 0 alone, on every row.
+# Rank 0 alone trains on all rows.
 SINGLE = "single process"
 # The peer with which the other variants are compared, step by step.
 PEER = "torch DDP"

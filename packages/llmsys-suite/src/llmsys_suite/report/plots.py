@@ -229,7 +229,7 @@ def _short(value: float) -> str:
 
 
 def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:
-    """Draw the attention of the strongest head per kind, from each token (down) to earlier ones."""
+    """Draw the attention of the strongest head per kind, from each token (rows) to earlier ones."""
 
     def draw(axes: Axes) -> None:
         side = len(next(iter(patterns_by_head.values())))

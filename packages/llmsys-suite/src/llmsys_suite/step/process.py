@@ -2,7 +2,7 @@
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 
-prints the seconds of every step as JSON. This is the command to run under `nsys profile`.
+The command prints the seconds of every step as JSON. It can be run under `nsys profile`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def measure(
     profile: bool = False,
     traces: Path | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of each case: one per number of warm-up steps, or one with a reason.
+    """Yield the rows of each case: one per number of warm-up steps, or one with the reason.
 
     `limit` is in seconds per case. With `extrapolate`, a case that does not fit has times predicted
     from fewer layers, and the largest case that fits is predicted too, for comparison. With

@@ -1,8 +1,8 @@
 """Real text as tokens, one per byte, and batches of them.
 
 The text is the standard library of this interpreter, a file or a folder. A batch is a function of
-(seed, step), and each rank takes its rows of it: every variant reads the same tokens in the same
-order, at any world size.
+(seed, step), and each rank reads its rows of the batch: every variant reads the same tokens in the
+same order, at any world size.
 
 A file is mapped into memory, so that a process reads only the windows that it needs. The files of a
 folder are joined in memory. Reading needs no torch, so that a run with too little text is refused

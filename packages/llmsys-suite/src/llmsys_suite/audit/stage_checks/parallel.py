@@ -41,7 +41,7 @@ class Exact:
 
 
 def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
-    """Repeat a step and the training of every split, and compare what each reports."""
+    """Repeat a step and the training of every split, and check the values that it reports."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     possible = [n for n, split in splits.SPLITS.items() if not split.why_not(run, run.model)]
     if rows is None:
@@ -147,7 +147,7 @@ def _reported(run: Run, row: results.Row, split: splits.Split, exact: Exact) -> 
 
 
 def _bubble(split: splits.Split, ranks: int) -> float:
-    """Return the fraction of idle slots if each rank starts one slot after the one before it."""
+    """Return the fraction of idle slots if each rank starts one slot after the previous rank."""
     if not isinstance(split, splits.PipelineModel):
         return 0.0
     work = split.microbatches * split.stages_per_rank

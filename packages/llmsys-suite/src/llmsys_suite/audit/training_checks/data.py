@@ -94,7 +94,7 @@ def _repeated_steps(rows_by_step: list[list[str]]) -> Iterator[str]:
 
 
 def _unread(epochs: int, rows_by_step: list[list[str]], windows: list[str]) -> Iterator[str]:
-    """Yield the epochs that did not read every window of the text once."""
+    """Yield the epochs that did not read every window of the text exactly once."""
     read = [digest for rows in rows_by_step for digest in rows]
     for epoch in range(epochs):
         rows = read[epoch * len(windows) : (epoch + 1) * len(windows)]

@@ -167,7 +167,11 @@ def losses(record: Record) -> Iterator[Check]:
 
 
 def local_steps(record: Record) -> Iterator[Check]:
-    """Compare DiLoCo's first and last losses with float32, the samples and one process."""
+    """Compare DiLoCo's losses before the first exchange, and its last loss, with other sources.
+
+    The first losses are compared with AdamW in float32, the last one with the mean over the ranks
+    and with one process.
+    """
     local, alone = record.losses.get(LOCAL), record.losses[SINGLE][-1]
     expected = {
         (rank, step): loss
