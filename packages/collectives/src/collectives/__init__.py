@@ -1,4 +1,4 @@
-"""Collectives over processes, with the names and arguments of torch.distributed."""
+"""Collective communication between processes, with the names and arguments of torch.distributed."""
 
 from collectives.choice.cost import CostModel
 from collectives.choice.describe import Description, describe

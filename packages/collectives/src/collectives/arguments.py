@@ -53,7 +53,7 @@ def describe_call(
     shapes: tuple[tuple[object, ...], ...] = (),
     coalesced: int = 1,
 ) -> Call:
-    """Validate a call and return it as the other ranks compare it.
+    """Validate a call and return the `Call` that the ranks compare.
 
     Args:
         tensor: a tensor that has the call's dtype, and its shape unless `shape` is passed.
@@ -63,7 +63,7 @@ def describe_call(
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
     check_tensors(kind, tensor, outputs)
-    # A broadcast does not change the root's tensor, and a reduce changes no other rank's.
+    # A broadcast changes every tensor except the root's; a reduce changes only the root's.
     if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
         # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
         # Tensors that were created in inference mode have no version.
@@ -91,7 +91,7 @@ def _cached_call(
     coalesced: int,
 ) -> Call:
     if len(shape) > MAX_DIMS and not shapes:
-        # A packed call has no room for all dimensions.
+        # A packed call has room for `MAX_DIMS` dimensions only, so compare a digest of the shape.
         shapes = (shape,)
     digest = digest_shapes(shapes) if shapes else 0
     call = Call(kind, tuple(shape), dtype, op, root, algorithm)
@@ -129,8 +129,8 @@ def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.is_quantized:
         # Only the integers would be copied, without their scale.
         raise TypeError(f"{kind} expected a tensor that is not quantized; use int_repr()")
-    # A tensor inside torch.func, or of a subclass such as DTensor, AsyncCollectiveTensor and
-    # FakeTensor, refers to another tensor or to none.
+    # A tensor inside torch.func, or of a subclass such as DTensor, AsyncCollectiveTensor or
+    # FakeTensor, wraps another tensor or has no memory.
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or is_functorch_wrapped_tensor(tensor):
         raise TypeError(
@@ -146,10 +146,10 @@ def flatten(tensor: Tensor) -> Tensor:
     if tensor.dim() == 1 and tensor.stride(0) == 1 and not (is_lazy or tensor.requires_grad):
         return tensor
     dense = tensor.detach().contiguous()
-    # The memory of a lazy conjugate or negative does not contain its values.
+    # The memory of a lazy conjugate or negative view does not contain its values.
     if is_lazy:
         dense = dense.resolve_conj().resolve_neg()
-    # `view` does not suffice: a single element may keep a stride that is not 1.
+    # `view` is not sufficient: a tensor of one element may keep a stride other than 1.
     return dense.as_strided((dense.numel(),), (1,))
 
 

@@ -1,4 +1,4 @@
-"""The decision which ranks caused a failed call, as a pure function of the ranks' reports."""
+"""A pure function that decides from the ranks' reports which ranks caused a failed call."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -52,7 +52,7 @@ class Status(Enum):
     RANK_LOST = "rank lost"
     #: The rank knows that ranks made different calls.
     MISMATCH = "mismatch"
-    #: The rank left the group in good order after its last call.
+    #: The rank left the group without an error after its last call.
     LEFT = "left"
 
 
@@ -78,7 +78,7 @@ class Report:
     difference: str = ""
 
     def call(self, number: int) -> bytes:
-        """Return the packed call of that number, or nothing if it is too old or not made yet."""
+        """Return the packed call with this number, or b"" if it is too old or not made yet."""
         age = self.call_number - number
         return bytes.fromhex(self.calls[-1 - age]) if 0 <= age < len(self.calls) else b""
 
@@ -112,7 +112,7 @@ class Attribution:
 
     cause: Cause
     ranks: Sequence[int] = ()
-    #: The rank whose report names the cause, if one does.
+    #: The rank whose report states the cause, or None.
     reporter: int | None = None
     #: The difference between the calls, if they differ.
     difference: str = ""
@@ -137,7 +137,7 @@ def attribute(
         world: the number of ranks in the group.
         peer: the rank whose connection failed, if known.
     """
-    # Ranks read the reports in different orders, and ties are decided by the order.
+    # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))
     reported = _reported_cause(reports, call_number)
     if reported is not None:
@@ -164,14 +164,14 @@ def attribute(
 def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
     """Return the ranks whose connections are closed and that have no report.
 
-    A rank that reports closes its connections afterwards.
+    Ranks with a report are excluded, because a rank closes its connections after reporting.
     """
     ranks = {rank for report in reports.values() for rank in report.disconnected}
     return sorted(ranks - reports.keys())
 
 
 def ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int]:
-    """Return the ranks that left the group in good order before the call of that number."""
+    """Return the ranks that left the group without an error before the call with this number."""
     return sorted(
         rank
         for rank, report in reports.items()
@@ -194,7 +194,7 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
 
 
 def _last_resort(without_report: list[int], peer: int | None) -> Attribution:
-    """Return the cause by rules 8 to 10, when every rank is alive and no calls differ."""
+    """Return the cause by rules 8 to 10, which apply if every rank is alive and no calls differ."""
     if without_report:
         return Attribution(Cause.SILENT, without_report)
     if peer is not None:
@@ -239,7 +239,7 @@ def _last_common_number(reports: Mapping[int, Report]) -> int:
 
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
-    """Raise Mismatch if the ranks that remember the call of that number made different calls."""
+    """Raise Mismatch if the ranks that remember the call with this number made different calls."""
     calls = {rank: call for rank, report in reports.items() if (call := report.call(number))}
     if calls:
         compare(list(calls.values()), list(calls))

@@ -11,8 +11,8 @@ Python.
 `CollectivesProcessGroup` lists every method of torch's `ProcessGroup` under the part of the program
 that implements it: this package, gloo, torch's bookkeeping, or nothing (the method is refused).
 
-It is a `ProcessGroup`, not a Python `Backend`, which torch 2.15 supports too: torch wraps the
-handles of such a backend in handles whose `is_completed` never returns True.
+It is a `ProcessGroup`, not a Python `Backend`. torch 2.15 supports Python backends too, but wraps
+their handles in handles whose `is_completed` never returns True.
 """
 
 import threading

@@ -161,7 +161,7 @@ def all_to_all_single(
 
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Return True if gloo can run this all-to-all of equal parts and ranks are on several hosts."""
+    """Return True if all parts are equal, ranks are on several hosts and gloo can run the call."""
     if comm.topology.one_host or not 0 < input.numel() == output.numel():
         return False
     for tensor in (input, output):
@@ -189,7 +189,7 @@ def run(
             return None
 
     def body(packed: bytes) -> None:
-        # An earlier call may write to the input, so it is not copied before.
+        # An earlier call may still write to the input, so it is not copied until now.
         tensors = flat_tensors()
         dispatch.run(comm, call, packed, *tensors)
         copy_back(output, tensors[0])
@@ -207,7 +207,8 @@ def run(
 def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
     """Return True if the output overlaps the input and neither is this rank's slice of the other.
 
-    The output of a reduce-scatter may be a slice of its input, and the reverse for an all-gather.
+    The output of a reduce-scatter may be a slice of its input, and the input of an all-gather may
+    be a slice of its output.
     """
     longer, shorter = (output, input) if output.numel() > input.numel() else (input, output)
     slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
@@ -221,9 +222,9 @@ def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool
 def barrier(
     group: Any = None, async_op: bool = False, *, timeout: timedelta | None = None
 ) -> dist.Work | None:
-    """Return when every rank of the group has called this function.
+    """Wait until every rank of the group has called this function.
 
-    `timeout` is that of this call; by default the group's.
+    `timeout` applies to this call only; the default is the group's timeout.
     """
     comm = communicator(group)
     call = Call("barrier", (), torch.uint8)
@@ -235,7 +236,7 @@ def barrier(
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """Return zeros in memory that all ranks of the host map, which collectives reduce in place.
+    """Return zeros in memory that all ranks of the host map, where reductions run in place.
 
     Every rank of the group must call this function with the same size. If ranks cannot share
     memory, the result is an ordinary tensor: every collective accepts it and is slower.

@@ -48,9 +48,9 @@ from collectives.store import fresh_store
 CALLS_REMEMBERED = 16
 #: All communicators of this process, also those of registered backends.
 all_communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
-#: Set when the process starts to end: see Note [Threads at exit].
+#: Set when the process starts to exit: see Note [Threads at exit].
 is_exiting = threading.Event()
-#: The timeout in seconds of the calls that are made in a context of `limit_calls`.
+#: The timeout in seconds of calls inside a `limit_calls` context.
 _call_timeout: ContextVar[float | None] = ContextVar("call_timeout", default=None)
 
 
@@ -98,8 +98,8 @@ class Communicator:
         self.compare_calls = False
         #: Set by `checked`: search the inputs for NaNs.
         self.find_nan = False
-        #: True: compare shapes. `checked(shapes=False)` sets it to False to compare numbers of
-        #: elements only.
+        #: True if shapes are compared. `checked(shapes=False)` sets it to False, so that only
+        #: numbers of elements are compared.
         self.compare_shapes = True
         self.operation = Operation()
         self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
@@ -183,7 +183,7 @@ class Communicator:
         return work
 
     def run_connected(self, call: Call, *tensors: Tensor) -> bool:
-        """Run a synchronous call for which a gloo group exists; return False if `run` must do it.
+        """Run a synchronous call for which a gloo group exists; return False if `run` must be used.
 
         This is a shortcut of `run` with less overhead.
         """
@@ -209,7 +209,7 @@ class Communicator:
     def start_call(self, compare_calls: bool, packed: bytes, timeout: float | None) -> None:
         """Make a call the group's current one; raise RankLost if the group has failed.
 
-        `timeout` is that of the call in seconds, or None for the group's.
+        `timeout` is the call's timeout in seconds, or None for the group's timeout.
         """
         self._count(compare_calls, packed)
         if timeout is not None:
@@ -218,12 +218,12 @@ class Communicator:
         self.point_to_point.tag_by(b"")
 
     def abort(self) -> None:
-        """Leave the group at once; the call that runs on this rank and on the other ranks fails."""
+        """Leave the group at once; the current call fails on this rank and on the other ranks."""
         if not self.is_inherited:
             self.fail_group(f"rank {self.rank} called abort")
 
     def fail_group(self, reason: str) -> None:
-        """Leave the group for this reason, which names this rank; end all waits."""
+        """Leave the group with a `reason` that blames this rank, and end all waits."""
         self.failures.leave_group_with_reason(
             RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
         )

@@ -100,7 +100,7 @@ class FailureDetector:
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
         """Return the error to raise for a failed call; leave the group unless it remains usable."""
         if isinstance(error, Mismatch):
-            # All ranks of this host have found it, but other hosts wait for their messages.
+            # All ranks of this host have found the mismatch, but other hosts wait for messages.
             if not (self._one_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation, is_known_on_host=True)
             return error
@@ -119,7 +119,7 @@ class FailureDetector:
     def leave_group_with_reason(
         self, reason: RankLost | Mismatch, operation: Operation, *, is_known_on_host: bool = False
     ) -> None:
-        """Take no further part in the group and publish the reason to every rank.
+        """Leave the group and publish the reason to every rank.
 
         With `is_known_on_host`, the clock is not changed: all ranks of this host find the mismatch
         by themselves, and a late rank still has to reach that tick.
@@ -133,7 +133,7 @@ class FailureDetector:
             else:
                 status = Status.RANK_LOST if reason.ranks else Status.FAILED
                 self._publish_report(operation, status, blamed=reason.ranks)
-        # The clock comes last: a rank that sees it reads the reason from the report.
+        # Change the clock last: a rank that sees the change reads the reason from the report.
         if self._arena is not None and not is_known_on_host:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
 
@@ -260,8 +260,8 @@ class FailureDetector:
         waited = time.monotonic() - operation.start_time
         status = Status.TIMED_OUT if waited > (1 - POLL_FRACTION) * timeout else Status.FAILED
         if status is Status.FAILED:
-            # gloo notices the connections of a dead rank one after another. The report lists those
-            # that have ended, and cannot be completed later, because it closes the other ones.
+            # gloo notices the closed connections of a dead rank one after another. Wait for all of
+            # them before publishing the report, because publishing closes all other connections.
             time.sleep(DISCONNECT_SECONDS)
         self._publish_report(operation, status, waits_for=error.peer)
         context = f"messages failed in call {number}: {error}; {UNUSABLE}"

@@ -70,7 +70,7 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     Args:
         group: the group; the default group if None.
         nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
-            False keeps the search of an outer context.
+            False does not end the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """

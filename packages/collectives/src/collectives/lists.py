@@ -6,7 +6,7 @@
     reduce                        an all-reduce whose result only the root keeps
     coalesced calls               the collective on one tensor into which several are packed
 
-They are therefore compared across ranks, end at the timeout and name lost ranks as the others do.
+These functions therefore compare calls, time out and report lost ranks like other collectives.
 """
 
 from collections.abc import Sequence
@@ -243,7 +243,7 @@ def coalesced(
 
     def body(packed: bytes) -> None:
         for call, indices in zip(calls, by_dtype.values(), strict=True):
-            # A NaN of any input is marked in the first call.
+            # The first call reports a NaN in any of the inputs.
             run_dtype(call, packed if call is calls[0] else call.packed, indices)
 
     result = [target for targets in outputs for target in targets]
@@ -255,7 +255,8 @@ def _check_sizes(
 ) -> None:
     """Raise ValueError unless each target has an equal part of the result's rows.
 
-    The input is the tensor at `position`. It has `in_rows` equal rows, and its result `out_rows`.
+    The input is the tensor at `position`. It has `in_rows` equal rows, and its result has
+    `out_rows` rows.
     """
     if tensor.numel() % in_rows:
         raise ValueError(
@@ -274,7 +275,7 @@ def _check_sizes(
 def _describe_list(
     comm: Communicator, kind: str, tensor: Tensor, sizes: list[int], **fields: Any
 ) -> Call:
-    """Describe a call with a list of tensors, whose sizes all ranks know."""
+    """Describe a call on a list of tensors whose sizes all ranks know."""
     if len(set(sizes)) == 1:
         return describe_call(comm, kind, tensor, "auto", **fields)
     shapes = tuple((size,) for size in sizes)

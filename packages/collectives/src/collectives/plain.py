@@ -7,10 +7,10 @@ rank. Two algorithms do it:
     tree   2 log n messages, up to 2 log n S bytes           short tensors
 
 (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter,
-after which each rank owns one slice of the sum, and an all-gather, which runs the same steps in
-reverse order with copies in place of sums. The remainder of this package makes these loops fast,
-validates calls and handles failures. Slices may differ by one element: the number of ranks need not
-divide the length of the tensor.
+after which each rank owns one slice of the sum, followed by an all-gather, which runs the same
+steps in reverse order and copies instead of adding. The remainder of this package makes these loops
+fast, validates calls and handles failures. Slices may differ by one element: the number of ranks
+need not divide the length of the tensor.
 """
 
 import torch
@@ -30,7 +30,7 @@ def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group =
 
 
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Leave the sum of slice r in the x of rank r; the other slices of x are overwritten."""
+    """Store the sum of slice r in x on rank r; the other slices of x are overwritten."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     slices = x.tensor_split(n)
     right, left = (rank + 1) % n, (rank - 1) % n
@@ -53,13 +53,13 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
 
 
 def ring_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x by the sum over all ranks; every link carries 2(n-1)/n S, which is optimal."""
+    """Replace x by the sum over all ranks; each link carries 2(n-1)/n S bytes, the optimum."""
     ring_reduce_scatter(x, group)
     ring_all_gather(x, group)
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:
-    """Leave the sum on rank 0: at distance 1, 2, 4, ... every second rank sends its sum down."""
+    """Store the sum on rank 0: at distances 1, 2, 4, ... every second rank sends its sum down."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     empty = x[:0]
     distance = 1
@@ -74,7 +74,7 @@ def tree_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def tree_broadcast(x: Tensor, group: Group = None) -> None:
-    """Copy the x of rank 0 to every rank: each step doubles the number of ranks that have it."""
+    """Copy rank 0's x to every rank: each step doubles the number of ranks that have it."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     empty = x[:0]
     distance = 1
@@ -87,6 +87,6 @@ def tree_broadcast(x: Tensor, group: Group = None) -> None:
 
 
 def tree_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x by the sum in 2 log n messages, whose number dominates for short tensors."""
+    """Replace x by the sum in 2 log n messages; for short tensors, only their number matters."""
     tree_reduce(x, group)
     tree_broadcast(x, group)

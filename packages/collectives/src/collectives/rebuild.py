@@ -9,11 +9,11 @@ from collectives.groups import communicator
 
 
 def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return a new group of the ranks that the failure of `group` did not name as lost.
+    """Return a new group of the ranks that were not reported as lost when `group` failed.
 
-    Every surviving rank must call this function after its `RankLost`, as they all call
+    Every surviving rank must call this function after its `RankLost`, as with
     `torch.distributed.new_group`. Ranks keep their global numbers, and the failed group remains
-    unusable, also if it is the default group. The new group needs the store of the default group:
+    unusable, even if it is the default group. The new group needs the store of the default group:
     it must not be served by a lost rank.
 
     Args:
@@ -38,7 +38,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
         survivors,
         timeout=timeout or timedelta(seconds=comm.timeout),
         backend=dist.get_backend(group),
-        # The lost ranks make no call.
+        # The lost ranks do not call this function.
         use_local_synchronization=True,
     )
     assert isinstance(rebuilt, dist.ProcessGroup)

@@ -1,8 +1,8 @@
 """Access to a process group's store that is bounded in time.
 
-Unless it is a file, the store is served by rank 0's process or by the launcher. It may therefore be
-as dead as the rank that is being searched for. Every query runs on a separate thread, which is
-abandoned if the store does not answer.
+Unless it is a file, the store is served by rank 0's process or by the launcher. It may therefore
+have ended together with the lost rank. Every query runs on a separate thread, which is abandoned if
+the store does not answer.
 """
 
 import os
@@ -136,7 +136,7 @@ def fetch(
 ) -> dict[int, bytes]:
     """Write `publish` to the store, then return the value of `keys[rank]` for every rank.
 
-    Raise RankLost with the ranks that have not written theirs by `deadline`, a value of
+    Raise RankLost with the ranks that have not written their value by `deadline`, a value of
     time.monotonic, or that are known to have ended (`find_ended`).
     """
     start_time = time.monotonic()
@@ -174,9 +174,9 @@ def _wait_for(
     deadline: float,
     find_ended: Callable[[], Sequence[int]],
 ) -> list[int]:
-    """Return when the rank has written its key, at the deadline, or if ranks end before writing.
+    """Wait until the rank has written its key, ranks end before writing, or the deadline passes.
 
-    The result contains the ranks that ended.
+    Return the ranks that ended.
     """
     pause = MIN_PAUSE_SECONDS
     next_check = time.monotonic() + CHECK_SECONDS

@@ -1,1 +1,1 @@
-"""Algorithms that send messages, and the table of the function that runs each collective."""
+"""Algorithms that send messages, and a table that maps each collective to its function."""

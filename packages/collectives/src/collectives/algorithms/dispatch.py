@@ -1,6 +1,6 @@
-"""The function that runs a collective with an algorithm.
+"""Execution of each collective call by one of the algorithms.
 
-A call chooses its algorithm, is compared with the other ranks' calls if that is due, and runs.
+A call is compared with the other ranks' calls if necessary, then its algorithm is chosen and run.
 """
 
 import time
@@ -23,10 +23,10 @@ from collectives.store import fetch
 
 Function = Callable[..., None]
 
-# The measured models, by collective, the hosts of the ranks and the number of ranks per host.
+# The measured cost models, keyed by collective, the ranks' hosts and the ranks per host.
 _models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], CostModel] = {}
 
-# The function of each collective, by algorithm.
+# For each algorithm, the function that runs each collective.
 BY_MESSAGES: dict[str, dict[str, Function]] = {
     "ring": {
         "all_reduce": ring.all_reduce,
@@ -98,7 +98,7 @@ def all_to_all(
 
 
 def _compare_lengths(comm: Communicator, local: Lengths) -> None:
-    """Raise Mismatch unless every rank of an all-to-all expects the lengths that it is sent."""
+    """Raise Mismatch unless each rank of an all-to-all expects the lengths that it receives."""
     world = comm.world
     numbers = torch.tensor(local.sends + local.receives, device="cpu")
     lengths = {}
@@ -109,7 +109,7 @@ def _compare_lengths(comm: Communicator, local: Lengths) -> None:
 
 
 def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
-    """Return the engine's job for a call on contiguous tensors, or None if it cannot run it."""
+    """Return a call on contiguous tensors as an engine job, or None if the engine cannot run it."""
     if not _uses_shared_memory(comm, call):
         return None
     for tensor in (out, source):
@@ -121,7 +121,7 @@ def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
-    """Return when every rank has made this call."""
+    """Wait until every rank has made this call."""
     compare_calls(comm, packed)
     if not comm.topology.one_host:
         synchronize = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -131,26 +131,26 @@ def barrier(comm: Communicator, packed: bytes) -> None:
 def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     """Return the algorithm of a call, after comparing the call with the other ranks' calls."""
     if _uses_shared_memory(comm, call):
-        # Shared memory compares calls itself, at a tick that it needs anyway.
+        # The shared-memory algorithm compares calls itself, at a tick that it needs anyway.
         return "shared_memory"
     compare_calls(comm, packed)
     if call.algorithm != "auto":
         return call.algorithm
     if call.kind == "all_to_all":
-        # An all-to-all of equal parts, which runs here only if gloo can run it.
+        # This is an all-to-all of equal parts. It gets here only if gloo can run it.
         return NATIVE
     return _choose(comm, call, packed, size)
 
 
 def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
-    """Return True if the call runs in shared memory, which costs less at every size."""
+    """Return True if the call runs in shared memory, which is the fastest at every size."""
     if call.algorithm == "auto":
         return comm.topology.one_host
     return call.algorithm == "shared_memory"
 
 
 def compare_calls(comm: Communicator, packed: bytes) -> None:
-    """Compare this rank's call with the other ranks' calls, if that is due."""
+    """Compare this rank's call with the other ranks' calls, if calls are being compared."""
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
     elif comm.operation.compares_calls:
@@ -177,7 +177,7 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 
 
 def _measure(comm: Communicator, kind: str) -> CostModel:
-    """Return the model of a collective: rank 0's, if it has measured these hosts, or a new one."""
+    """Return rank 0's cost model if it has measured these hosts; otherwise measure a new one."""
     key = kind, comm.topology.where, comm.topology.ranks_per_host
     known = _models.get(key)
     text = _broadcast_text(comm, f"known/{kind}", known.to_json() if known else "")
@@ -202,18 +202,18 @@ def _measure(comm: Communicator, kind: str) -> CostModel:
 
 
 def _broadcast_text(comm: Communicator, key: str, text: str) -> bytes:
-    """Return rank 0's text, through the store."""
+    """Return rank 0's text, which is passed through the store."""
     publish = {key: text} if comm.rank == 0 else {}
     deadline = time.monotonic() + comm.point_to_point.seconds_left
     try:
         return fetch(comm.store, {0: key}, deadline, publish)[0]
     except RankLost as error:
-        # Rank 0 may have made another call, which the reports of all ranks show.
+        # Rank 0 may have made a different call; the reports of all ranks then show this.
         raise PeerError(0, str(error)) from error
 
 
 def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
-    """Run a collective of that kind on `size` bytes of zeros."""
+    """Run the collective `kind` on `size` bytes of zeros."""
     op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
     count = size // call.dtype.itemsize // comm.world

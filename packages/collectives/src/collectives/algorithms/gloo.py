@@ -1,4 +1,4 @@
-"""gloo's collectives as one more algorithm: between hosts they are sometimes the fastest."""
+"""gloo's own collectives as another algorithm; between hosts they are sometimes the fastest."""
 
 import time
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from collectives.store import clone_store, run_within
 # therefore uses a separate gloo group, in which all ranks can only make the same call. Ranks that
 # make different calls are in different groups, where they wait for each other until the timeout.
 #
-# Such a group shares the gloo device of the process. It costs two threads, n-1 connections and
-# about 15 ms when it is created, and there are at most `MAX_GROUPS`.
+# All of these groups share the gloo device of the process. Creating one costs two threads, n-1
+# connections and about 15 ms. At most `MAX_GROUPS` exist.
 #
 # A connection that is accepted after gloo itself has timed out aborts the process. The group is
 # therefore created with gloo's timeout disabled, on a thread that is abandoned at our timeout.
@@ -33,8 +33,8 @@ MAX_GROUPS = 64
 NO_TIMEOUT = timedelta(days=365)
 # Smallest timeout that is passed to gloo, which interprets zero as its default.
 MIN_SECONDS = 1e-3
-# The dtypes that gloo reduces with the same result as this package. It would round 16-bit floats at
-# every rank.
+# The dtypes that gloo reduces with the same result as this package. gloo would round 16-bit floats
+# at every rank.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPTIONS = {
     "all_reduce": dist.AllreduceOptions,
@@ -44,25 +44,25 @@ OPTIONS = {
     "broadcast": dist.BroadcastOptions,
     "all_to_all": dist.AllToAllOptions,
 }
-# The op that gloo runs for each of ours; the sum of AVG is divided afterwards.
+# The gloo op for each of our ops; AVG divides the sum afterwards.
 OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
 
 
 class GlooGroups:
-    """The gloo groups of a group's ranks: see Note [One gloo group per kind of call]."""
+    """The gloo groups of one process group: see Note [One gloo group per kind of call]."""
 
     def __init__(self, group: Any, store: Store) -> None:
         backend = group
         if isinstance(group, dist.ProcessGroup):
             with suppress(RuntimeError):
                 backend = group._get_backend(torch.device("cpu"))
-        #: The group's gloo backend. None under TORCH_DISTRIBUTED_DEBUG=DETAIL and for NCCL alone.
+        #: The group's gloo backend. None if TORCH_DISTRIBUTED_DEBUG=DETAIL or only NCCL is used.
         self.base = backend if isinstance(backend, ProcessGroupGloo) else None
-        #: A gloo group and the function that starts its collective, by packed call.
+        #: For each packed call, a gloo group and the function that starts its collective.
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
         self._options: Any = None if self.base is None else self.base.options
         self._store = store
-        # The timeout of the next call, in two forms: creating a timedelta for each call costs time.
+        # The timeout of the next call, also as a timedelta because creating one per call is slow.
         self._seconds = 0.0
         self._timeout = timedelta(seconds=MIN_SECONDS)
 
@@ -126,7 +126,7 @@ class GlooGroups:
         base: Any = self.base
         options = gloo._Options()
         options._devices = base.options._devices
-        # The base group has two threads. With one, every call waits for a thread to wake up.
+        # Use two threads, like the base group. With one, every call waits for a thread to wake up.
         options._threads = base.options._threads
         options._timeout = NO_TIMEOUT
 
@@ -138,13 +138,13 @@ class GlooGroups:
 
 
 def connect_in_time(store: Store, create: Callable[[Store], Any], seconds: float) -> Any:
-    """Return the gloo group that `create` connects; raise TimeoutError after `seconds`.
+    """Return the gloo group that `create()` returns; raise TimeoutError after `seconds`.
 
     `create` must disable gloo's own timeout: see Note [One gloo group per kind of call].
     """
 
     def connect() -> Any:
-        # A client that waits in a store occupies its connection, so this thread uses another.
+        # A client that waits in a store occupies its connection, so this thread opens another one.
         separate = clone_store(store)
         if separate is not store:
             separate.set_timeout(NO_TIMEOUT)
@@ -157,7 +157,7 @@ def connect_in_time(store: Store, create: Callable[[Store], Any], seconds: float
 
 
 def _start_function(group: Any, kind: str, op: str, root: int) -> Callable[..., Any]:
-    """Return the function that starts a collective on flat tensors: one, or (output, input)."""
+    """Return the function that starts a collective on a flat tensor or on (output, input)."""
     options: Any = OPTIONS[kind]()
     if op:
         options.reduceOp = getattr(dist.ReduceOp, OPS[op])

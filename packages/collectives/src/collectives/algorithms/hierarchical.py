@@ -1,4 +1,4 @@
-"""Two levels: shared memory inside a host, a ring between one leader rank per host.
+"""A two-level algorithm: shared memory inside each host, and a ring of one leader per host.
 
 The link between hosts carries each tensor once per host instead of once per rank: with H hosts, a
 leader sends 2(H-1)/H S bytes and all other ranks send nothing. Sums of bfloat16 are rounded once
@@ -95,5 +95,5 @@ def remaining_timeout(start_time: float, arena: Arena) -> Iterator[None]:
 
 
 def host_leaders(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
-    """Return one rank per host: the source on its host, otherwise the first rank."""
+    """Return the leader of each host: `source` on its host, the first rank on other hosts."""
     return [source if source is not None and source in host else host[0] for host in hosts]

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group, which all algorithms that send are built on."""
+"""Point-to-point messages between the ranks of a group, used by all message-based algorithms."""
 
 import time
 import zlib
@@ -18,7 +18,7 @@ from collectives.errors import PeerError
 # ~~~~~~~~~~~~~~~~~~~~~~~
 # gloo delivers a message only to a receive with the same tag. A message's tag is computed from the
 # call that it belongs to and from its length, so ranks that make different calls wait for each
-# other until the timeout. Without it, a message that is longer than expected would abort the
+# other until the timeout. Without tags, a message that is longer than expected would abort the
 # process, and a message of another dtype would be accepted.
 
 PIECE_BYTES = 512 * 1024
@@ -27,20 +27,20 @@ TAG_BITS = 0x7FFFFFFF
 # The tag of receives that only test or close a connection. Users' tags are small numbers; a longer
 # message that such a receive accepted would abort the process.
 UNUSED_TAG = TAG_BITS
-# 2^32 divided by the golden ratio, which is odd, spreads lengths over the tags.
+# An odd number close to 2^32 divided by the golden ratio, which spreads lengths over the tags.
 TAG_FACTOR = 0x9E3779B1
-# The number of seconds that a wait without a deadline may last.
+# Longest wait without a deadline, in seconds.
 MAX_SECONDS = 1e6
 
 Message = tuple[int, Tensor]
-# A message that has been started: the group's rank of the peer, its work and its buffer.
+# A message in transit: the peer's rank in the group, the work handle and the buffer.
 Started = tuple[int, Any, Tensor]
 
 
 class PointToPoint:
     """Sends and receives flat tensors between some ranks of a process group.
 
-    Methods number the ranks by their position in `ranks`. Errors name the ranks of the group. All
+    Methods identify a rank by its position in `ranks`. Errors report ranks of the group. All
     messages are sent as bytes, so any dtype can be sent.
 
     Args:
@@ -63,7 +63,7 @@ class PointToPoint:
     def subgroup(self, positions: Sequence[int]) -> "PointToPoint":
         """Return an object for messages between the ranks at `positions`, numbered in that order.
 
-        Both objects share their deadline, tag and the peer that is waited for.
+        The new object and this one share the deadline, the tag and the awaited peer.
         """
         ranks = [self._ranks[position] for position in positions]
         part = PointToPoint(self._group, ranks, positions.index(self.rank), self._backend)
@@ -77,14 +77,14 @@ class PointToPoint:
 
     @property
     def waits_for(self) -> int | None:
-        """Return the group's rank whose message a thread waits for, or None."""
+        """Return the peer (a rank of the group) whose message a thread waits for, or None."""
         return self._state.peer
 
     def disconnected_peers(self) -> list[int]:
-        """Return the group's ranks whose connections were closed, unless this rank closed them."""
+        """Return the ranks of the group whose connections were closed, but not by this rank."""
         if not isinstance(self._backend, ProcessGroupGloo):
             return []
-        # torch's type stubs lack this method.
+        # torch's type stubs do not declare this method.
         receive: Any = self._backend.recv  # type: ignore[attr-defined]
         peers = []
         for peer in set(self._ranks) - {self._ranks[self.rank]}:
@@ -106,7 +106,7 @@ class PointToPoint:
         self.finish_within(self._state.seconds)
 
     def tag_by(self, call: bytes) -> None:
-        """Tag the following messages by this call: see Note [Tags of messages]."""
+        """Tag the following messages as belonging to this call: see Note [Tags of messages]."""
         self._state.tag = zlib.crc32(call)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -119,8 +119,9 @@ class PointToPoint:
     def exchange_reduce(
         self, send: Message, receive: tuple[int, Tensor, Tensor], name: str
     ) -> None:
-        """Send a tensor; combine the received one with `local` into `out`: (source, local, out).
+        """Send a tensor while receiving another one and combining it with `local` into `out`.
 
+        `send` is (target, tensor) and `receive` is (source, local, out).
         The tensor is received in pieces, and a piece is combined while the next one is transferred.
         This needs two pieces of extra memory, independent of the tensor's size. `out` may share
         memory with `local` and with the sent tensor. Both ranks must call this method, with an
@@ -147,7 +148,7 @@ class PointToPoint:
                 buffer = buffers[(i + 1) % 2][: outs[i + 1].numel()]
                 receiving = self._start([], [(source, buffer)])
             self._wait(current)
-            # `out` may be the tensor that is sent, so its piece must have left.
+            # `out` may be the tensor that is being sent, so wait until this piece has been sent.
             self._wait(sending[i : i + 1])
             COMBINE[name](local_piece, buffers[i % 2][: out_piece.numel()], out=out_piece)
         self._wait(sending[len(outs) :])
@@ -195,7 +196,7 @@ class _State:
         self.seconds = float("inf")
         #: The part of the tag that depends on the call.
         self.tag = 0
-        #: The group's rank whose message is waited for.
+        #: The peer (a rank of the group) whose message a thread waits for.
         self.peer: int | None = None
 
 

@@ -1,6 +1,6 @@
-"""Reduce ops on tensors: their functions, the dtype they accumulate in, and unsupported dtypes.
+"""Reduce ops on tensors: their functions, accumulation dtypes and unsupported dtypes.
 
-Floats of 16 and 8 bits accumulate in float32 and are rounded once, at the end. If one process sees
+16-bit and 8-bit floats accumulate in float32 and are rounded once, at the end. If one process sees
 the tensors of all ranks, it combines them in rank order, so that a result does not depend on the
 size of a chunk.
 """
@@ -63,14 +63,14 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
-    """Return views of `length` elements each; the last may be shorter. Empty tensors are kept."""
+    """Return views of `length` elements each; the last may be shorter, or empty if `flat` is."""
     if flat.numel() <= length:
         return [flat]
     return [flat[start : start + length] for start in range(0, flat.numel(), length)]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for floats of 16 and 8 bits, otherwise the dtype itself."""
+    """Return float32 for 16-bit and 8-bit floats, otherwise the dtype itself."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -79,7 +79,7 @@ def average(name: str, tensor: Tensor, world: int) -> None:
     if name != "AVG":
         return
     if tensor.is_complex():
-        # A complex division does not round correctly; the division of each part does.
+        # Complex division is not correctly rounded, but dividing the two parts separately is.
         tensor = torch.view_as_real(tensor)
     if world & (world - 1) == 0:
         # Multiplying by the inverse of a power of two gives the same result three times as fast.

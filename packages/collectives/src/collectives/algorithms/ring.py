@@ -53,7 +53,7 @@ def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None
 def _reduce(
     point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, name: str
 ) -> None:
-    """Reduce slices[rank] into `out`, or in place; the latter overwrites the other slices."""
+    """Reduce slices[rank] into `out`, or in place, which overwrites the other slices."""
     rank, world = point_to_point.rank, point_to_point.world
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
@@ -81,7 +81,7 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
 
 
 def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
-    """Reduce-scatter by sending each slice to its owner, which reduces all of them."""
+    """Run a reduce-scatter by sending each slice to its owner, which reduces what it receives."""
     rank, world = point_to_point.rank, point_to_point.world
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world // wide.itemsize)

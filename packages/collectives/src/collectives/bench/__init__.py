@@ -1,4 +1,4 @@
-"""Benchmark of collectives, interleaved with the backend's own (python -m collectives.bench)."""
+"""Interleaved benchmark against the backend's own collectives (python -m collectives.bench)."""
 
 from collectives.bench.interleaved import Times, time_interleaved
 from collectives.bench.rows import bench, main, table

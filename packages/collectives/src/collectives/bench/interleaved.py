@@ -1,10 +1,10 @@
 """Interleaved timing of contenders, on machines whose speed changes over time.
 
 Every contender runs in every round, so other load on the machine affects all of them, and ratios
-are computed within a round. A contender's first call of a round is not timed, because the previous
+are computed within a round. A contender's first call in a round is not timed, because the previous
 contender has changed the caches and the state of the other ranks' threads.
 
-Wire bytes are the bytes that the sockets of this process have handed to TCP, so other programs on
+Wire bytes are the bytes that the sockets of this process have passed to TCP, so other programs on
 the interface do not matter. Shared memory and NCCL's own transports are not counted.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import collectives
 
 Contenders = Mapping[str, Callable[[], object]]
-# A call of more bytes is long enough to need no call for warming up.
+# A call with more bytes takes so long that it does not need a warm-up call.
 WARM_UP_BYTES = 32 << 20
 HUGE_BYTES = 256 << 20
 # Offset of tcpi_bytes_sent in Linux's struct tcp_info (since 4.19), and the size that is read.
@@ -35,7 +35,7 @@ _TCP_INFO_BYTES = 256
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one contender; each is the slowest rank's."""
+    """The times of one contender; each time is that of the slowest rank."""
 
     #: Mean seconds per call, by round.
     rounds: np.ndarray
@@ -103,7 +103,7 @@ def sent_bytes() -> int:
 
 
 def _bytes_sent_by(descriptor: int) -> int:
-    """Return the bytes that a socket has sent, or 0 for other and closed files."""
+    """Return the bytes that a TCP socket has sent, or 0 for any other file or a closed one."""
     with suppress(OSError):
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return 0

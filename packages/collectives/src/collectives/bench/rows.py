@@ -3,11 +3,11 @@
     python -m collectives.bench --quick
     python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png
 
-Sizes and bandwidths are defined as in nccl-tests. The size is the whole array. algbw is size /
-time, and busbw is algbw times 2(n-1)/n for all-reduce, and times (n-1)/n for reduce-scatter and
+Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole array. algbw is
+size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
-all-reduce). `wire_bytes` are the bytes that a rank hands to TCP per call, the maximum over the
-ranks. `runs` is the algorithm that ran. A rank needs memory for twice the largest size.
+all-reduce). `wire_bytes` are the bytes that a rank passes to TCP per call, the maximum over the
+ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BLOCK = 1 << 20
 TIMEOUT = timedelta(seconds=200)
 QUICK = (1 << 10, 64 << 10, 1 << 20)
 FULL = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 1 << 20, 10 << 20, 100 << 20, 1 << 30)
-# The name of the function, by case.
+# The name of the function for each collective.
 FUNCTIONS = {
     "all_reduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_tensor",
@@ -59,8 +59,9 @@ def bench(
 ) -> list[Row]:
     """Measure the collectives at several sizes (bytes) and return the rows on rank 0.
 
-    Under torchrun the launched group is measured. Otherwise this function starts processes, for
-    each number of processes in `worlds`; by default two, or one on a machine with one GPU.
+    Under torchrun, the launched group is measured. Otherwise this function starts groups of new
+    processes, one group per size in `worlds`; by default one group of two processes, or of one
+    process on a machine with one GPU.
     """
     sizes = tuple(sizes) or (QUICK if quick else FULL)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -126,7 +127,7 @@ class _Case:
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
         if kind == "all_reduce" and device == "cpu":
-            # Each tensor is the source for the other one, because memory limits the size.
+            # Each tensor is the source for the other one, which saves a third tensor.
             shared = collectives.shared_empty(self.count)
             self.tensors = dict.fromkeys(self.calls, (result, shared))
             self.tensors["shared_empty"] = (shared, result)
@@ -141,7 +142,7 @@ class _Case:
             self.calls[name](result, source)
 
     def run_in_place(self, name: str) -> None:
-        """Run an all-reduce on the result alone."""
+        """Run an all-reduce in place, on the result tensor."""
         self.calls[name](self.tensors[name][0])
 
     def count_wrong(self, name: str, expected: Sequence[Tensor], *, in_place: bool) -> int:
@@ -177,7 +178,7 @@ def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
             for column, value in _speed(kind, size, times[name]).items():
                 row[prefix + column] = value
             row[f"{prefix}wrong"] = wrong[name]
-            # The ratios in place replace those out of place.
+            # The in-place ratios replace the out-of-place ratios.
             row |= _ratios(times, name, case.native)
     # The choice of "auto" is known only after its calls.
     return [_description(kind, name, size, device) | row for name, row in rows.items()]
@@ -192,7 +193,7 @@ def _algorithms(kind: str, device: str) -> list[str]:
 
 
 def _values(rank: int, device: str) -> Tensor:
-    """Return the block of values that the tensor of a rank repeats."""
+    """Return the block of values that is repeated in a rank's tensor."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(BLOCK, generator=generator).to(device)
 

@@ -8,8 +8,8 @@ Between hosts the time of an algorithm is linear in four prices (Thakur, Rabense
 Here alpha is the latency of a message, 1/beta is the bandwidth of a link, and gamma is the time to
 combine a byte. Omega is the time that a rank spends on starting and ending a send or a receive (the
 overhead of LogP: Culler and others, 1993). Without omega, a ring of two ranks, which sends and
-receives at the same time, would cost the same as a tree, which sends and then receives. Short
-messages show that the ring takes longer.
+receives at the same time, would cost the same as a tree, which sends and then receives. For
+short messages, measurements show that the ring takes longer.
 
 `terms` counts the quantities from the definition of each algorithm, so a fit is linear least
 squares. Shared memory costs less than messages at every size, so it has no prices.
@@ -173,7 +173,7 @@ def candidates(
 ) -> tuple[str, ...]:
     """Return the algorithms that can run this collective with `hosts` ranks per host.
 
-    `shared` is True if all ranks share memory; by default, if there is one host.
+    `shared` is True if all ranks share memory; the default is True if there is only one host.
     """
     if collective not in COLLECTIVES:
         raise ValueError(
@@ -188,7 +188,7 @@ def candidates(
     if is_rooted_or_reduced and 1 < len(hosts) < sum(hosts):
         names.append("hierarchical")
     names.append("ring")
-    # If ranks receive different parts, a tree would send most of them several times.
+    # If ranks receive different parts, a tree would send most parts several times.
     if is_rooted_or_reduced:
         names.append("tree")
     return tuple(names)

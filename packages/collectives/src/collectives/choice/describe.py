@@ -23,7 +23,7 @@ class Description:
     hosts: Sequence[Sequence[int]]
     #: True if all ranks share memory.
     shared_memory: bool
-    #: The reason for each rank that this rank shares no memory with.
+    #: For each rank that does not share memory with this rank, the reason.
     why_not_shared: Mapping[int, str]
     #: "compiled", or "Python" with the reason why the engine was not compiled.
     engine: str
@@ -33,7 +33,7 @@ class Description:
     timeout_seconds: float
 
     def picks(self, collective: str) -> dict[int, str]:
-        """Return the algorithm of "auto" by size in bytes; empty if it has not been measured."""
+        """Return the choice of "auto" by size in bytes, or {} if `collective` was not measured."""
         ranks_per_host = tuple(len(host) for host in self.hosts)
         if self.shared_memory:
             return dict.fromkeys(SIZES, candidates(collective, ranks_per_host)[0])

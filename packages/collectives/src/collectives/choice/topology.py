@@ -63,13 +63,13 @@ class Topology:
                 names=self.local_ranks,
                 timeout=timeout,
             )
-        #: The reason for each rank that this rank shares no memory with.
+        #: For each rank that does not share memory with this rank, the reason.
         self.why_not = {
             other: _why_not(addresses[rank], addresses[other])
             for other in range(world)
             if other not in self.local_ranks
         }
-        #: The identity of each rank's host, which a measurement applies to.
+        #: An identifier of each rank's host. A measurement is valid for these hosts only.
         self.where = tuple(address.host for address in addresses)
         #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
@@ -78,7 +78,7 @@ class Topology:
         if self.arena is not None:
             self.arena.is_whole_group = self.one_host
         self._num_allocations = 0
-        # The number, the other ranks' tensors and their views, by address of this rank's tensor.
+        # By address of this rank's tensor: its number, the other ranks' tensors and their views.
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
 
     def require(self) -> Arena:
@@ -117,7 +117,7 @@ class Topology:
         return tensor[:numel]
 
     def shared(self, flat: Tensor) -> Shared | None:
-        """Return all ranks' copies of a tensor, or None if it is not in `allocate`d memory."""
+        """Return all ranks' copies of a tensor, or None if `allocate` did not return its memory."""
         storage = flat.untyped_storage().data_ptr()
         entry = self._shared.get(storage)
         if entry is None:
@@ -185,7 +185,7 @@ def _why_not(local: Address, other: Address) -> str:
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host with all of whose ranks it shares memory in both directions.
+    A rank joins the first host if it and every rank of that host have opened each other's memory.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

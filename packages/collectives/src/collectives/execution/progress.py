@@ -94,7 +94,7 @@ class ProgressQueue:
             last.join()
 
     def assign(self, make_job: Callable[[], Job | None], *, is_usable: bool) -> Job | None:
-        """Choose the executor of a new call; return its job if that is the engine.
+        """Choose the executor of a new call; return its job if the executor is the engine.
 
         The caller holds `submitting` and then calls `submit`. `is_usable` is False if the group has
         failed.
@@ -129,8 +129,8 @@ class ProgressQueue:
     def close(self) -> None:
         """End the progress thread after the queued calls.
 
-        These calls may wait for ranks that do not come, so this method returns after
-        `CLOSE_SECONDS` at the latest.
+        The queued calls may be waiting for lost ranks, so this method waits at most
+        `CLOSE_SECONDS`.
         """
         with self.submitting:
             thread = self._thread

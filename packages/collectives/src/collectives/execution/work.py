@@ -17,8 +17,8 @@ from torch.futures import Future
 from collectives.execution.threads import start_thread
 from collectives.shared_memory.process import yield_core
 
-# The operation itself raises an error that names the lost ranks at the timeout. `wait` must not
-# raise its less specific error before.
+# At the timeout, the operation itself raises an error that names the lost ranks. `wait` must not
+# raise its less specific error earlier.
 GRACE_SECONDS = 3.0
 
 

@@ -1,1 +1,1 @@
-"""The parts of the registered backend that are not methods: arguments and other backends."""
+"""Support code of the registered backend: method decorators, arguments and torch's backends."""

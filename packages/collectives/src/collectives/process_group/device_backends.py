@@ -1,4 +1,4 @@
-"""torch's backends inside a group of ours: gloo for messages, and those of other devices."""
+"""torch's backends inside our group: gloo for messages, and the backends of other devices."""
 
 import time
 from typing import Any
@@ -24,7 +24,7 @@ _OPTIONS = (
 
 
 def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
-    """Return a gloo group; raise RankLost with the ranks that do not join, or end meanwhile."""
+    """Return a gloo group; raise RankLost with the ranks that do not join or that end meanwhile."""
 
     def synchronize(key: str, deadline: float) -> None:
         fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
@@ -37,7 +37,7 @@ def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
             deadline - time.monotonic(),
         )
     except (RuntimeError, TimeoutError):
-        # gloo's error names no rank. The ranks that still run write to the store once more.
+        # gloo's error does not name a rank, so ranks that still run write to the store again.
         synchronize("still running", time.monotonic() + REPORT_SECONDS)
         raise
 

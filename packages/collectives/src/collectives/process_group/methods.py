@@ -33,7 +33,7 @@ def by_device(method: Method) -> Method:
         work = method(self, *args, **kwargs)
         if self._coalescing is not None:
             # If the body of torch's `_coalescing_manager` raises, torch does not end coalescing.
-            # Handles of finished calls must not keep their tensors alive until the next one. Calls
+            # Handles of finished calls must not keep tensors alive until the next coalescing. Calls
             # finish in order, so the first handle that is pending ends the search.
             while self._coalescing and _has_succeeded(self._coalescing[0]):
                 self._coalescing.popleft()
@@ -70,8 +70,8 @@ def collective_method(*names: str) -> Callable[[Callable[..., Started]], Method]
 def on_gloo(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
-    The inherited method would deadlock: it holds the interpreter while it calls gloo, which may
-    wait for its own thread, which needs the interpreter to free the tensors of an earlier call.
+    The inherited method would deadlock: it holds the interpreter while gloo may wait for its own
+    thread, and that thread needs the interpreter to free the tensors of an earlier call.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ stores become visible in program order (x86-64). Elsewhere `is_available` return
 are used.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
-If a yield shows that another program uses the core, the engine sleeps almost at once for a while.
+If a yield shows that another program uses the core, waits sleep almost immediately for a while.
 A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the deadline.
 """
 
@@ -79,7 +79,7 @@ class Arena:
         pids: the ranks' processes.
         rank: the position of this rank.
         names: the ranks in the group.
-        timeout: the time that a rank is waited for, in seconds.
+        timeout: the longest wait for a rank, in seconds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Arena:
         self._pids = pids
         self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
-        # One byte per rank: 1 if it has left the group in good order.
+        # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
         self._bytes = [
@@ -190,7 +190,7 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
-        # Clocks are read last: a rank may reach the tick and then leave or end in good order.
+        # Clocks are read last: a rank may reach the tick and then leave or end normally.
         left = [i for i in self._others if self._left[i][0]]
         dead = self.dead()
         late = [i for i in self._others if self._clocks[i][0] < tick]
@@ -240,7 +240,7 @@ class Arena:
             self.read_lengths()
 
     def put(self, job: engine.Job | None) -> None:
-        """Queue a job for `serve`; None makes `serve` return. The length is not limited."""
+        """Queue a job for `serve`; None makes `serve` return. The queue has no length limit."""
         if self._library is not None:
             with self._filling:
                 self._backlog.append(job)

@@ -2,9 +2,9 @@
 
 Messages are only bytes, so ranks that make different calls would hang, abort or get a wrong result.
 In shared memory the comparison uses a tick that is needed anyway, so it is always on. Between hosts
-it costs ceil(log2 n) short messages per call, and is on inside `checked` only. Outside, ranks that
-make different calls do not receive each other's messages (see Note [Tags of messages]), and compare
-their calls when the wait ends.
+it costs ceil(log2 n) short messages per call, and is on inside `checked` only. Otherwise, ranks
+that make different calls do not receive each other's messages (see Note [Tags of messages]), and
+compare their calls when the wait ends.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ KINDS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
     "barrier", "shared_empty", "reduce", "gather", "scatter",
 )  # fmt: skip
-# The collectives that run the steps of another one.
+# The collectives that run the steps of another collective.
 STEPS = {"reduce": "all_reduce", "gather": "all_to_all", "scatter": "all_to_all"}
 ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "tree", "gloo")
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def steps(self) -> str:
-        """Return the collective whose steps, and therefore prices, this call has."""
+        """Return the collective whose steps this call runs and whose prices therefore apply."""
         return STEPS.get(self.kind, self.kind)
 
     @cached_property
@@ -113,16 +113,16 @@ class Call:
 
 
 def digest_shapes(shapes: Sequence[Sequence[object]]) -> int:
-    """Return a number that differs, except by a chance of 2^-64, if the shapes do."""
+    """Return a number that differs for different shapes, except with probability 2^-64."""
     text = repr([tuple(shape) for shape in shapes]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
-    """Raise Mismatch, the same on every rank, unless all fingerprints are equal and have no NaN.
+    """Raise the same Mismatch on every rank unless all fingerprints are equal and report no NaN.
 
     `names` are the ranks in the group, in the order of `packed`. The call that most ranks have made
-    is taken to be the right one.
+    is assumed to be correct.
     """
     if packed.count(packed[0]) == len(packed) and not packed[0][NAN_OFFSET]:
         return
@@ -150,7 +150,7 @@ class Lengths:
 
 
 def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> None:
-    """Raise Mismatch, the same on every rank, unless each rank expects what it is sent.
+    """Raise the same Mismatch on every rank unless each rank expects the lengths it receives.
 
     The keys of `lengths` are positions in `names`, which are the ranks in the group. Ranks whose
     lengths are unknown are omitted.

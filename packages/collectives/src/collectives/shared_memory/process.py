@@ -16,7 +16,7 @@ def yield_core() -> None:
 
 
 class PeerProcess:
-    """Another process, which may end and whose number may then be reused.
+    """Another process, which may end and whose process ID may then be reused.
 
     A process handle detects both. Without `pidfd_open`, which is missing from older kernels, some
     builds of Python and some sandboxes, the process is identified by its start time in /proc.
@@ -56,7 +56,7 @@ class PeerProcess:
             self._handle = None
 
     def _read_status(self) -> tuple[str, str] | None:
-        """Return the state and the start time of the process with this number, if it exists."""
+        """Return the state and the start time of the process with this ID, if it exists."""
         with suppress(FileNotFoundError, ProcessLookupError):
             # The name in parentheses may contain spaces and parentheses.
             fields = self._stat.read_text().rpartition(")")[2].split()

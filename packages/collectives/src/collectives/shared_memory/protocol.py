@@ -10,8 +10,8 @@ of memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in 
 
 Every element is summed once, in rank order, so all ranks get the same bits. The first tick also
 compares the ranks' calls, so finding a mismatch costs no extra step. A rank does not know whether
-its peers' tensors are shared too. They exchange notes at the first tick, and all ranks make the
-same decision.
+its peers' tensors are shared too, so ranks exchange notes at the first tick and all make the same
+decision.
 """
 
 import ctypes
@@ -186,7 +186,7 @@ def _position(target: int, source: int) -> int:
 
 
 def barrier(arena: Arena, call: bytes) -> None:
-    """Return when every rank has made this call."""
+    """Wait until every rank has made this call."""
     arena.announce(call)
     arena.sync()
     arena.read_notes()
