@@ -5,8 +5,8 @@
 #     [ gradients | participating | stepped | has NaN | one flag per parameter: 1 if missing ]
 #
 # The flags are summed together with the gradients. From the sums every rank knows, without another
-# collective, if all ranks participated, took the same optimizer steps and had the same gradients.
-# Only if the sums differ from the expected ones do the ranks exchange names.
+# collective, whether all ranks participated, took the same optimizer steps and had the same
+# gradients. Only if the sums differ from the expected ones do the ranks exchange names.
 #
 # `parameter.grad` is a view of the buffer, so the all-reduce works on the gradient itself. Complex
 # gradients are stored as pairs of real numbers.
@@ -220,12 +220,12 @@ class Bucket:
         return torch.equal(self.flags, self._expected_flags[world_size][has_stepped])
 
     def is_missing_everywhere(self, slot: int) -> Tensor:
-        """Return if the summed flags show that no participating rank had this gradient."""
+        """Return True (as a tensor) if the sums show that no participating rank had it."""
         return self.flags[RANK_FLAGS + slot] == self.flags[0]
 
     @cached_property
     def _usual_flags(self) -> tuple[Tensor, Tensor]:
-        """The flags of a participating rank with all gradients: not stepped, and stepped."""
+        """The flags of a participating rank with all gradients: without and with a step."""
         usual = torch.zeros_like(self.flags)
         stepped = torch.zeros_like(self.flags)
         usual[0] = 1.0

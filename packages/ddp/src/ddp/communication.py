@@ -122,7 +122,7 @@ class BucketReduction:
     def _track(self, collective: Collective) -> None:
         self.collectives.append(collective)
         work = collective.work
-        # torch's own collectives are polled. Those of the caller can report their completion.
+        # torch's own collectives are polled. The caller's collectives can report their completion.
         if self._is_on_cpu and type(work) is not dist.Work and hasattr(work, "get_future"):
             number = len(self.collectives)
 

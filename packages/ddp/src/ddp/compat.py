@@ -71,7 +71,7 @@ class TorchCompatibility:
     # `prepare_for_backward`. It has no effect here.
     require_forward_param_sync = True
 
-    # Readers: those of the methods of `ReducerFacade`.
+    # Readers: see the methods of `ReducerFacade`.
     @property
     def reducer(self) -> ReducerFacade:
         """The part of torch's reducer that trainers call."""
@@ -79,7 +79,7 @@ class TorchCompatibility:
 
     # Reader: Lightning's `DDPStrategy.teardown`.
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return that `static_graph=True` is not recommended: it makes nothing faster here."""
+        """Return that `static_graph=True` is not recommended, because it is not faster here."""
         return {"can_set_static_graph": False}
 
 
@@ -96,7 +96,7 @@ class ReducerFacade:
 
     # Reader: Lightning's `DDPStrategy`, after a manual backward pass with `static_graph=True`.
     def _delay_all_reduce(self) -> None:
-        """Do nothing: the backward pass itself has ended its first step."""
+        """Do nothing: `backward()` has already reduced the first step, unlike in torch's DDP."""
 
     # Readers: Accelerate's `trigger_sync_in_backward`, Lightning's `prepare_for_backward`, torch's
     # `PipelineStage`.

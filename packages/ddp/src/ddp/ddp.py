@@ -58,7 +58,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With 25, the default, the first of several buckets has at most 1.
+            parameter separately. With 25, the default, the first of several buckets is limited to 1.
             torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
@@ -83,8 +83,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             set of gradients.
         mixed_precision: torch's `_MixedPrecision`. Forward and backward passes compute in
             `param_dtype` and gradients are sent in `reduce_dtype`; weights keep their dtype.
-        restricted_arguments: other arguments of torch's DDP. Values that are not supported are
-            refused by name.
+        restricted_arguments: other arguments of torch's DDP. An error names each argument whose
+            value is not supported.
 
     Raises `ValueError` on every rank if modules or options differ across ranks.
     """
@@ -205,9 +205,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def finish_gradient_synchronization(self) -> None:
         """Average the gradients if no backward pass since the last call has done so.
 
-        `backward()` averages gradients by itself. Call this method after backward passes under
-        `no_sync` only, or on a rank whose backward pass reached no parameter. Raises the errors
-        that `backward()` would raise.
+        `backward()` averages gradients by itself. Call this method if every backward pass of
+        the step ran under `no_sync`, or on a rank whose backward pass reached no parameter. Raises
+        the errors that `backward()` would raise.
         """
         replica = self._replica
         replica.connect_copy()
@@ -305,7 +305,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._replica.connect_at_first_gradient()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
-        # Process groups cannot be copied: the copy is averaged over the same ranks.
+        # Process groups cannot be copied, so the copy's gradients are averaged over the same ranks.
         result = self.__new__(type(self))
         memo[id(self)] = result
         shared = {name: getattr(self, name) for name in ("_group", "_options", "_comm_hook")}

@@ -73,7 +73,7 @@ def all_reduce_gradients_flat(
 
 def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
     tensor.mul_(1 / group.world_size)
-    # A backend sums memory, whose order may differ across ranks. The sum needs the logical order.
+    # A backend sums elements in memory order, which may differ across ranks; use logical order.
     is_dense = tensor.layout is torch.strided
     summed = tensor.contiguous() if is_dense else tensor
     gradient_bytes = tensor_bytes(summed if is_dense else summed._values())

@@ -175,7 +175,7 @@ def select_bucket_size(
 def select_group(
     group: dist.ProcessGroup | None, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup | None:
-    """Return the group that one of three arguments names; raise `RuntimeError` for two."""
+    """Return the group that one of three arguments specifies; raise `RuntimeError` if two do."""
     if device_mesh is not None and (group or process_group) is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if group is not None and process_group is not None:

@@ -31,7 +31,7 @@ class ParameterHooks:
     def __init__(self, replica: Replica, wrapper: object) -> None:
         self._replica = weakref.proxy(replica)
         self._handles: list[Any] = []
-        #: Parameter and gradient hook of some handles, by their index.
+        #: For the handles of gradient hooks, by their index: the parameter and the hook.
         self._gradient_hooks: dict[int, tuple[nn.Parameter, Callable[[Tensor], None]]] = {}
         #: Replicas of newer wrappers that average some of these parameters.
         self._newer: list[Replica] = []

@@ -42,8 +42,8 @@ from ddp.process_group import ReduceGroup
 SMALL_BYTES = 2**16
 
 #: The second collective of a bucket is launched once this many further buckets have been launched.
-#: By then the first has most likely completed, and all ranks launch their collectives in the same
-#: order.
+#: By then the first collective has most likely completed, and all ranks launch their collectives in
+#: the same order.
 SECOND_COLLECTIVE_LAG = 2
 
 
@@ -311,8 +311,8 @@ class Reducer:
                 self._copy_in(bucket, slot)
 
     def _wait(self) -> None:
-        # A round waits for the collective of each bucket and launches its next one, so that the
-        # next ones of all buckets overlap.
+        # Each round waits for the current collective of every bucket and launches the bucket's next
+        # one, so that the next collectives of all buckets overlap.
         for reduction in self._polled:
             reduction.poll()
         self._polled = []

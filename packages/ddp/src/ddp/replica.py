@@ -1,4 +1,4 @@
-"""The replica of one rank: connection to the other ranks, and start and end of each step."""
+"""One rank's replica: its connection to the other ranks, and the start and end of each step."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ class Replica:
         self.unused = UnusedParameters()
         self.buffers = BufferSynchronization()
         self.is_connected = False
-        #: True if a backward pass was synchronized since `finish_gradient_synchronization`.
+        #: True if a pass was synchronized since the last `finish_gradient_synchronization`.
         self.is_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
         self._is_finish_queued = False
-        #: The queued `_end_backward`. The engine holds the only reference, so the callback is dead
-        #: once an error has ended that backward pass.
+        #: A weak reference to the queued `_end_backward`. The engine holds the only strong one, so
+        #: this reference is dead once an error has ended that backward pass.
         self._finish_callback: Callable[[], object] = lambda: None
         #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
         self.is_sync_requested = False
@@ -161,7 +161,7 @@ class Replica:
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:
             return
-        # The first call, or parameters were unfrozen or replaced before the first gradient.
+        # This is the first call, or parameters were unfrozen or replaced before the first gradient.
         self.hooks.remove()
         self._connecting_parameters = trained
         for parameter in trained:
@@ -259,7 +259,7 @@ class Replica:
             self.buffers.record_checksum(self.tracked.named_buffers().values())
 
     def _discard_interrupted_pass(self) -> None:
-        """Forget a backward pass that raised an error, so that it did not call `_end_backward`."""
+        """Reset the state of a backward pass that raised and thus did not call `_end_backward`."""
         # Dynamo cannot trace the second condition, which is not evaluated in a usual forward pass.
         if not self._is_finish_queued:
             return
@@ -270,7 +270,7 @@ class Replica:
                 self.weighting.abandon_pass()
 
     def _fail_open_step(self) -> NoReturn:
-        """Raise an error, because a backward pass raised one after it had opened a step."""
+        """Raise an error, because an earlier backward pass failed after it had opened a step."""
         reason = "the last backward pass raised an error before its gradients were averaged"
         self.failures.fail(reason)
         raise RuntimeError(
@@ -292,8 +292,8 @@ class Replica:
             if is_new_to_average or parameter not in self._adopted:
                 changed.append(parameter)
         self._broadcast(changed, "the broadcast of new weights")
-        # A comparison or broadcast that raised leaves the change unrecorded: the next forward pass
-        # detects it again.
+        # Record the change only now: if a comparison or broadcast above raises, the next forward
+        # pass detects the change again.
         self.reducer.release()
         self.tracked.refresh()
         self.unused.names = []
@@ -308,7 +308,7 @@ class Replica:
     # ----- backward pass -----
 
     def end_forward(self) -> bool:
-        """Decide if the backward pass of the forward pass that ended is synchronized."""
+        """Decide whether the backward pass of this forward pass synchronizes gradients."""
         self._is_forward_synchronized = self._ddp.require_backward_grad_sync
         return self._is_forward_synchronized
 
@@ -460,7 +460,7 @@ class Replica:
         return self.group.world_size / count
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
-        """Copy the buffers of rank 0 to every rank; in `join()`, of the last rank with inputs."""
+        """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs."""
         buffers = list(self.tracked.named_buffers().values())
         if not buffers:
             return

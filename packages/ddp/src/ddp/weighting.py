@@ -1,4 +1,4 @@
-"""Averages for ranks that do not count equally: sums, and means by weight."""
+"""Sums and weighted means of gradients, for ranks that do not count equally."""
 
 # Note [Weighted averages]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,7 +38,7 @@ class GradientWeighting:
         self._weight_function = average if callable(average) else None
         self._group = group
         self._try_open_step = try_open_step
-        #: Weight of the current backward pass, once it was computed.
+        #: Weight of the current backward pass, once it has been computed.
         self._pass_weight: float | None = None
         #: Sum of weights since the last synchronized step.
         self._accumulated_weight = 0.0
@@ -91,7 +91,7 @@ class GradientWeighting:
     def start_step(
         self, failures: FailureAttribution, device: torch.device, *, is_participating: bool
     ) -> float:
-        """Open a step; return the factor for each gradient. A collective with a function."""
+        """Open a step; return the factor for each gradient. A collective if weighted."""
         if not self._weight_function:
             self._is_in_step = True
             return 1.0

@@ -37,7 +37,7 @@ from ddp.bench.rows import Link, Measured, Row
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
-#: Rounds before the measured ones; buckets are rebuilt in the second.
+#: Rounds before the measured ones; buckets are rebuilt in the second round.
 WARMUP_ROUNDS = 2
 
 
@@ -199,7 +199,7 @@ def _measure_link(device: torch.device, quick: bool) -> Link:
 
 
 def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
-    """Return the median duration of an all-reduce, without two warm-up calls."""
+    """Return the median duration of an all-reduce, after two warm-up calls."""
     tensor = torch.ones(num_bytes // 4, device=device)
     durations = []
     for _ in range(8):

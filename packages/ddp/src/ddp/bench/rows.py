@@ -14,7 +14,7 @@ from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_
 
 Row = dict[str, float | int | str]
 
-#: Designs that the step times of all designs are divided by.
+#: Reference designs: the step times of all designs are divided by theirs.
 REFERENCES = ("none", "torch", "torch tuned")
 
 
@@ -22,7 +22,7 @@ REFERENCES = ("none", "torch", "torch tuned")
 class Link:
     """Bandwidth and latency of an all-reduce that runs alone."""
 
-    #: Bytes of the array that are summed per second.
+    #: Bytes of the array that is summed, per second.
     bandwidth: float
     #: Seconds per call.
     latency: float
@@ -96,7 +96,7 @@ class Measured:
         return row
 
     def _ratios(self, step: np.ndarray) -> Row:
-        """Return percentiles of the step time divided by that of each reference."""
+        """Return percentiles of the step time divided by the step time of each reference."""
         row: Row = {}
         for reference in REFERENCES:
             ratios = step / self.seconds(reference) if reference in self.names else None

@@ -47,7 +47,7 @@ class GradBucket:
 
     @classmethod
     def of_bucket(cls, bucket: Bucket) -> GradBucket:
-        """Return the bucket of dense gradients as a hook receives it."""
+        """Return the `GradBucket` that a hook receives for a bucket of dense gradients."""
         buffer = bucket.gradients
         if bucket.parameters[0].is_complex():
             buffer = torch.view_as_complex(buffer.view(-1, 2))
@@ -158,7 +158,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _is_allowed(annotation: Any, *allowed: Any) -> bool:
-    # `from __future__ import annotations` turns annotations into text, which is not checked.
+    # `from __future__ import annotations` turns annotations into strings, which are not checked.
     return (
         annotation is inspect.Signature.empty
         or isinstance(annotation, str)

@@ -1,4 +1,4 @@
-"""Reductions of a bucket in another form: `Cast` to another dtype, and low-rank `PowerSGD`."""
+"""Reductions that send a compressed bucket: `Cast` to another dtype, and low-rank `PowerSGD`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ddp.process_group import ReduceGroup
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Send gradients in `dtype`, and add them in that of the bucket if it is at least as wide.
+    """Send gradients in `dtype`, and add them in the bucket's dtype if it is at least as wide.
 
     Each rank sends slice i of its gradients to rank i, which adds the slices unrounded and sends
-    the rounded sum to all ranks. Each gradient is thus rounded twice, not once per rank, and the
-    bytes are those of an all-reduce in `dtype`. An all-reduce that the caller passed receives the
-    rounded buffer instead, and adds in the precision that it chooses. A wider `dtype` is also used
-    for the addition, in one all-reduce of the converted buffer.
+    the rounded sum to all ranks. Each gradient is thus rounded twice, not once per rank, and as
+    many bytes are sent as by an all-reduce in `dtype`. An all-reduce that the caller passed
+    receives the rounded buffer instead, and adds in the precision that it chooses. A wider `dtype`
+    is also used for the addition, in one all-reduce of the converted buffer.
     """
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Cast(Compression):
 
 
 class PowerSGD(Compression):
-    """Send each matrix as a product of two thin ones (Vogels et al. 2019, Algorithm 1).
+    """Send each matrix as a product of two thin matrices (Vogels et al. 2019, Algorithm 1).
 
     The residual of earlier steps is added to a gradient M of shape (n, m). Then P = M Q is averaged
     and orthonormalized, and Q = M^T P is averaged. The product P Q^T replaces the gradient, and
@@ -162,7 +162,7 @@ class PowerSGD(Compression):
         return 2 * self.rank * (rows + columns) <= rows * columns
 
     def _add_residual(self, bucket: Bucket, slot: int, world_size: int) -> Tensor:
-        """Return this rank's gradient plus its residual, in the memory of the next residual."""
+        """Return this rank's gradient plus its residual, stored in the next residual's buffer."""
         parameter = bucket.parameters[slot]
         gradient = bucket.views[slot].flatten(1)
         dtype = torch.promote_types(gradient.dtype, torch.float32)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class MixedPrecision(Protocol):
-    """The attributes of torch's `_MixedPrecision`; None keeps a dtype."""
+    """The attributes of torch's `_MixedPrecision`; None leaves a dtype unchanged."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -35,7 +35,7 @@ def check_mixed_precision(value: Any) -> None:
 
 
 def communication_dtype(policy: MixedPrecision | None) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent, or None for their dtype."""
+    """Return the dtype in which gradients are sent, or None for the dtype that they have."""
     return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 

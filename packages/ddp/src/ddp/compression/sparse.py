@@ -1,4 +1,4 @@
-"""Averages of sparse gradients, which layers with `sparse=True` have."""
+"""Averaging of sparse gradients, as computed by layers with `sparse=True`."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from ddp.process_group import ReduceGroup
 class BufferSynchronization:
     """Copies the buffers of one rank to every rank at the end of each step.
 
-    torch's DDP copies them at the start of a forward pass. At the end of a backward pass they are
-    also equal if a checkpoint or an evaluation follows on one rank only.
+    torch's DDP copies them at the start of a forward pass. Copying at the end of a backward pass
+    keeps them equal even if a checkpoint or an evaluation follows on one rank only.
     """
 
     def __init__(self) -> None:

@@ -171,9 +171,9 @@ def check_same_gradients(
 ) -> set[str]:
     """Compare the reports of all ranks; return the parameters without a gradient on any rank.
 
-    A collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on every rank
-    if a gradient contains NaN, if weights changed on some ranks only and differ now, or if a
-    parameter has a gradient on some ranks only and `find_unused_parameters` is False.
+    This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
+    every rank if a gradient contains NaN, if weights changed on some ranks only and differ now, or
+    if a parameter has a gradient on some ranks only and `find_unused_parameters` is False.
     """
     reports: dict[int, GradientReport] = {}
     for rank, gathered in enumerate(gather_objects(report, group)):

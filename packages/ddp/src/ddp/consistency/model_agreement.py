@@ -80,7 +80,7 @@ def broadcast_tensors(
     # that pass would fail, although torch's DDP changes buffers in the same way.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for batch in _batches(tensors):
-            # Bytes carry every dtype, including bool and float8.
+            # Bytes can represent every dtype, including bool and float8.
             pieces = [_as_bytes(tensor) for tensor in batch]
             flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
             with failures.attribute(description):

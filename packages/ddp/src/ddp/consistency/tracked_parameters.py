@@ -38,9 +38,9 @@ class TrackedParameters:
         self.sparse = {name: p for name, p in self.trained.items() if p in sparse}
 
     def have_changed(self) -> bool:
-        """Return True if other parameters must be averaged than those recorded.
+        """Return True if the parameters to average are no longer the recorded ones.
 
-        Parameters that were frozen since stay recorded and count as unused on every rank. A
+        Parameters that were frozen since then stay recorded and count as unused on every rank. A
         training loop may therefore freeze and unfreeze them in every step at no cost.
         """
         now = self._snapshot()

@@ -46,14 +46,14 @@ class ZeroContribution(JoinHook):
 
 
 def count_participants(group: ReduceGroup, device: torch.device, *, is_participating: bool) -> int:
-    """Return the number of ranks that participate. A collective."""
+    """Return the number of ranks that participate. This is a collective."""
     count = torch.tensor([int(is_participating)], device=device)
     dist.all_reduce(count, group=group.process_group)
     return int(count)
 
 
 def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
-    """Return the highest rank that is a candidate. A collective."""
+    """Return the highest rank that is a candidate. This is a collective."""
     rank = torch.tensor([group.rank if is_candidate else -1], device=device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group.process_group)
     return int(rank)

@@ -12,9 +12,9 @@ class UnusedParameters:
     """The parameters without a gradient on any rank in the last step."""
 
     def __init__(self) -> None:
-        #: Names of the parameters that no rank used, although that was not allowed.
+        #: Names of the parameters that no rank used, if that is not allowed.
         self.names: list[str] = []
-        #: False if the last forward pass was that of a wrapper of a part of the module.
+        #: False if the last forward pass ran in a wrapper of only a part of the module.
         self.is_whole_module = True
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
@@ -23,12 +23,12 @@ class UnusedParameters:
         if options.find_unused_parameters or options.static_graph or not self.is_whole_module:
             return
         for index in sorted(unused):
-            # Parameters that were frozen since are not expected to have a gradient.
+            # Parameters that have been frozen since then are not expected to have a gradient.
             if reducer.parameters[index].requires_grad:
                 self.names.append(reducer.names[index])
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
-        """Raise the error of torch's DDP if there are unused parameters; add their names."""
+        """Raise torch's DDP error for unused parameters, if there are any, and add their names."""
         if not self.names:
             return
         missing = f"did not receive grad for rank {rank}: "

@@ -33,7 +33,7 @@ class Meter(Observer):
 
     @property
     def last(self) -> StepRecord:
-        """The last synchronized step; `RuntimeError` before the first."""
+        """The last synchronized step; raises `RuntimeError` before the first one."""
         if not self.steps:
             raise RuntimeError("no step was recorded yet; run one and synchronize its gradients")
         return self.steps[-1]

@@ -25,7 +25,7 @@ class BucketRecord:
 
     @property
     def seconds(self) -> float:
-        """Duration of the reduction, including the time behind earlier buckets."""
+        """Duration of the reduction, including the time spent waiting for earlier buckets."""
         return self.done - self.sent
 
     @property
