@@ -3,10 +3,10 @@
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
-`mine:job` names a function of an importable module that returns the `paramserver.Job`, equal in all
-processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
-`recover FOLDER` takes a damaged journal back to its last good record. `convert JOB OLD NEW` writes
-the journals in OLD for the number of servers of the job into NEW.
+`mine:job` names a function of an importable module that returns the `paramserver.Job`, the same in
+all processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
+`recover FOLDER` truncates a damaged journal to its last good record. `convert JOB OLD NEW` converts
+the journals in OLD to the job's number of servers and writes them to NEW.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(f"serving at {server.address}", flush=True)
     server.serve()
-    # The state is in the journal, so no peer or thread has to be waited for.
+    # The state is in the journal, so do not wait for peers or threads.
     os._exit(0)
 
 
@@ -147,7 +147,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _read_key_pair(path: Path | None) -> tuple[str, str]:
-    """Return the public and the secret key of a file, or two empty texts without a file."""
+    """Return the public and the secret key of a file, or two empty strings without a file."""
     if path is None:
         return "", ""
     keys = path.read_text().split()

@@ -1,4 +1,4 @@
-"""Files with the state of a worker of local steps, which is saved before every exchange."""
+"""Checkpoint files of a worker with local steps, which are saved before every exchange."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from paramserver.protocol.session import Session
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the file at `path` by one with `state`, atomically and through to the disk."""
+    """Replace the file at `path` atomically by one with `state`, and sync it to the disk."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with unfinished.open("wb") as file:
         torch.save(state, file)

@@ -93,7 +93,7 @@ class LocalSteps:
         outer: factory of the outer optimizer on the servers, or an `OptimizerSpec`.
         compression: encoding of pushed and pulled changes; None sends float values.
         fragments: number of equal parts of the model. One fragment is exchanged every
-            `steps / fragments` steps, each in its turn (Douillard et al., "Streaming DiLoCo with
+            `steps / fragments` steps, in rotation (Douillard et al., "Streaming DiLoCo with
             overlapping communication", 2025, algorithm 2).
         overlap: local steps that a worker takes while a fragment is exchanged.
         alpha: weight of the worker's parameters when the exchanged fragment arrives; the received

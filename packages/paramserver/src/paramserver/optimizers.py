@@ -24,10 +24,10 @@ class OptimizerSpec:
 
     Args:
         optimizer: factory of the optimizer, such as `partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: factory of a torch scheduler from the optimizer; it advances after every update.
+        scheduler: factory of the optimizer's torch scheduler, which advances after every update.
             `partial(LambdaLR, lr_lambda=f)` multiplies the learning rate by `f(updates)`.
-        groups: returns the options of a parameter that differ from those of the optimizer, from its
-            name and shape, such as `{"weight_decay": 0.0}`.
+        groups: function of a parameter's name and shape that returns the options that differ from
+            those of the optimizer, such as `{"weight_decay": 0.0}`.
         max_norm: limit of the norm of all gradients of an update, see
             `torch.nn.utils.clip_grad_norm_`. A server clips the mean gradient.
         master_dtype: type in which a server stores and updates the parameters. Workers receive them
@@ -124,7 +124,7 @@ class Updater:
         if self.spec.max_norm is not None:
             self._clip_gradients(self.spec.max_norm)
         self.optimizer.step()
-        # Parameters without a gradient are skipped, so the momentum of other fragments stays.
+        # Parameters without a gradient are skipped, so the momentum of other fragments is kept.
         self.optimizer.zero_grad()
         self._publish()
         if self._scheduler:
@@ -156,7 +156,7 @@ class Updater:
             self._publish()
 
     def settings(self) -> dict[str, str]:
-        """Return the settings that updates depend on, as texts that are equal in every process."""
+        """Return the settings that determine updates, as strings that all processes share."""
         spec = self.spec
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         if self.optimizer is None:
@@ -189,7 +189,7 @@ class Updater:
             if elements.is_complex():
                 elements = torch.view_as_real(elements)
             norms.append(torch.linalg.vector_norm(elements, dtype=torch.float64))
-        # One number is read from a GPU, because the host waits for each.
+        # Only one number is read from a GPU, because the host waits for each read.
         norm = float(torch.stack([part.to(norms[0].device) for part in norms]).norm())
         if not math.isfinite(norm):
             raise RuntimeError(
@@ -208,7 +208,7 @@ class Updater:
                 parameter.copy_(target)
 
     def _groups(self, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Return a group of the optimizer per set of options."""
+        """Return one optimizer group per set of options."""
         assert self.spec.groups is not None
         groups: dict[str, dict[str, Any]] = {}
         for target, name, shape in zip(self.targets, self._names, shapes, strict=True):
@@ -230,7 +230,7 @@ def _copy_tensor_options(optimizer: Optimizer) -> None:
 
 
 def _require_known_options(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an option that the optimizer lacks, which torch would ignore."""
+    """Raise `ValueError` for an unknown option of the optimizer, which torch would ignore."""
     for group in optimizer.param_groups:
         if unknown := sorted(set(group) - {"params", *optimizer.defaults}):
             raise ValueError(

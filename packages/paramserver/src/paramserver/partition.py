@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """Shape of the piece's view: that of the parameter if the piece is all of it, else flat."""
+        """Shape of the view: the parameter's if the piece is a whole parameter, otherwise flat."""
         numel = self.stop - self.start
         return self.shape if numel == torch.Size(self.shape).numel() else (numel,)
 
@@ -112,7 +112,7 @@ class Shard:
         for piece in self.pieces:
             first = max(start, piece.offset)
             last = min(stop, piece.offset + piece.nbytes)
-            # Both bounds are aligned or an end of the piece, so no element is split.
+            # Both bounds are aligned or are an end of the piece, so no element is split.
             if first < last:
                 yield replace(
                     piece,
@@ -122,7 +122,7 @@ class Shard:
                 )
 
     def digest(self) -> str:
-        """Return a short text that is equal for equal layouts only."""
+        """Return a short string that is equal only for equal layouts."""
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()[:16]
 
 
@@ -197,8 +197,8 @@ def _lay_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
 def require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` if elements of the parameters share memory.
 
-    The servers store every element separately. Of several elements that share memory, only the one
-    that is written last by a pull would keep its update.
+    The servers store every element separately. If elements shared memory, only the one that a pull
+    writes last would keep its update.
     """
     local = {}
     for name, parameter in parameters.items():
@@ -206,7 +206,7 @@ def require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
         if tensor.numel() and not tensor.is_meta:
             local[name] = tensor
     ranges = {name: _byte_range(tensor) for name, tensor in local.items()}
-    # The parameters whose byte ranges contain the start of the next one.
+    # The parameters whose byte ranges contain the start of the next range.
     overlapping: list[str] = []
     for name in sorted(ranges, key=lambda name: ranges[name]):
         start, _ = ranges[name]
@@ -241,7 +241,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _mark_bytes(tensor: Tensor, marks: Tensor, start: int) -> Tensor:
-    """Return the elements of `marks`, one per byte from address `start`, of a tensor's bytes."""
+    """Return the marks of a tensor's bytes; `marks` has one per byte, from address `start`."""
     shape = (*tensor.shape, tensor.itemsize)
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     return marks.as_strided(shape, strides, tensor.data_ptr() - start)
@@ -269,7 +269,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def local_part(tensor: T) -> T:
-    """Return this rank's part of a `DTensor`, and any other tensor itself."""
+    """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor
     local: T = tensor.to_local()

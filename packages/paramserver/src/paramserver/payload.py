@@ -98,12 +98,12 @@ class Gradients:
     def flat(self) -> dict[str, Tensor]:
         """Return the elements of each parameter, or of this rank's part of it, in logical order.
 
-        They are a view of a contiguous parameter, and a copy of any other.
+        The elements of a contiguous parameter are returned as a view, those of any other as a copy.
         """
         return {name: local_part(p.detach()).reshape(-1) for name, p in self._parameters.items()}
 
     def store(self, flat: Mapping[str, Tensor]) -> None:
-        """Copy the elements that `flat` returned, and that were changed, into the parameters."""
+        """Copy the elements that `flat` returned and the caller changed into the parameters."""
         for name, parameter in self._parameters.items():
             local = local_part(parameter.detach())
             if not local.is_contiguous():  # such as a convolution in torch.channels_last
@@ -130,7 +130,7 @@ class Changes(Gradients):
         self._changes: list[Tensor] = []
         #: Compression residuals to add to the next change, by server and fragment, flat.
         self._residuals: dict[tuple[int, int], Tensor] = {}
-        #: Residuals of the last payload, which count once all servers have accepted it.
+        #: Residuals of the last payload, which take effect when all servers have accepted it.
         self._pending_residuals: dict[tuple[int, int], Tensor] = {}
         #: Fragment that arrived since the last `load`, by server; -1 for all parameters.
         self._arrived: dict[int, int] = {}
@@ -188,7 +188,7 @@ class Changes(Gradients):
         add_flat(views, self._compression.decode(data, numel))
 
     def load(self, alpha: float = 0.0) -> None:
-        """Copy what has arrived into the module, which keeps weight `alpha` of its fragment."""
+        """Copy the arrived data into the module; old values of a fragment keep weight `alpha`."""
         flat = self.flat()
         for server, number in self._arrived.items():
             pulled = self._pulled[server]

@@ -37,7 +37,7 @@ class Server:
         return [p.detach().clone() for p in self.parameters]
 
     def push(self, worker: int, gradients: list[Tensor]) -> None:
-        """Apply the gradients, or the mean of all workers' gradients when the last has arrived."""
+        """Apply the gradients, or the mean of all workers' gradients once all have arrived."""
         self.clocks[worker] += 1
         if self.bound > 0:
             self._step(gradients)
@@ -64,7 +64,7 @@ class Worker:
         self.clock = 0
 
     def step(self, server: Server) -> None:
-        """Pull, compute a gradient and push it; return if other workers are too far behind."""
+        """Pull, compute a gradient and push it; do nothing if other workers are too far behind."""
         if not server.may_pull(self.number):
             return
         self._load(server.pull())

@@ -23,7 +23,7 @@ from paramserver.protocol.replica import Replica
 from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import Connection
 
-#: Seconds between two messages to a waiting worker that the server is alive.
+#: Seconds between two messages that report to a waiting worker that the server is alive.
 _KEEP_ALIVE = 2.0
 
 
@@ -37,8 +37,8 @@ class Server:
             the server uses the policy's `outer` instead, and workers use `optimizer` locally.
         consistency: the policy; None is `BulkSynchronous()`.
         workers: number of workers from the start. No worker continues before all have joined.
-        shard: the part of the parameters that this server stores; None is all of them. Of several
-            servers, the server of the first shard orders the updates of all.
+        shard: the part of the parameters that this server stores; None is all of them. With several
+            servers, the server of the first shard orders the updates of all servers.
         timeout: seconds after which a wait ends with an error, if the worker that is waited for has
             neither pulled nor pushed in that time and does not wait itself.
         on_worker_loss: "stop" raises an error in all other workers, which names the lost worker;
@@ -152,7 +152,7 @@ class Server:
                         worker, message, data, now, is_known_finite=is_known_finite
                     )
                     if answer is not None:
-                        # A timeout that another request found while this one became answerable.
+                        # Another request may have found a timeout while this one became answerable.
                         self._errors.pop(worker, None)
                         if deliver and answer.size:
                             self._deliver(worker, deliver)
@@ -180,7 +180,7 @@ class Server:
             self.core.replica.copy_outs[worker] = copy_out
 
     def lose(self, worker: int, reason: str) -> None:
-        """Note that `worker` is gone without having finished."""
+        """Record that `worker` was lost before it finished."""
         with self._changed:
             self.core.lose(worker, reason)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Encoding of sparse gradients, such as those of embeddings, by rows.
 
 A piece of a shard may start and end in the middle of a row, because shards have equal bytes. The
-elements of a row that lie in the piece are sent.
+elements of a row that are in the piece are sent.
 """
 
 from collections.abc import Mapping

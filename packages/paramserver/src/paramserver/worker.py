@@ -43,7 +43,7 @@ class Worker:
     of the block unless it has left. If the block or `finish` raises, the worker reports the failure
     to the servers. The first rank reports for its site. If the block raises on another rank, the
     first rank fails in its next collective of the site: as soon as that rank's process has ended,
-    or else after the timeout of the site's process group.
+    or otherwise after the timeout of the site's process group.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers.
@@ -119,8 +119,8 @@ class Worker:
         self._steps = 0
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * (local.fragments if local else 1)
-        #: Local step from which `pull` must receive an update; None if none is outstanding. Without
-        #: local steps it stays 0: every `pull` receives one.
+        #: Local step from which `pull` must receive an update; None if no update is outstanding.
+        #: Without local steps it stays 0, so that every `pull` receives an update.
         self._next_pull_step: int | None = 0
         self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
         self._exchange: Future[None] | None = None
@@ -139,7 +139,7 @@ class Worker:
     def clock(self) -> int:
         """Logical time: the clock at which this worker joined plus its accepted pushes since then.
 
-        The policy compares workers by it.
+        The policy compares the clocks of workers.
         """
         return self._session.clock
 
@@ -413,7 +413,7 @@ class Worker:
         """Continue from a checkpoint, which was saved before a push.
 
         If the servers have not accepted that push, it is sent now; otherwise only its residuals are
-        carried over. If training continued without this worker since, the push is void, and the
+        carried over. If training has continued without this worker, the push is void, and the
         worker continues with its local optimizer from the parameters of the servers.
         """
         assert self._local is not None

@@ -1,12 +1,12 @@
 """The journal of a server, from which it continues after its process was killed.
 
 Every change is recorded before the answer that reports it is sent (write-ahead). A `kill -9` loses
-only changes that no worker knows of. Records survive the process, and with `fsync=True` also the
-machine.
+only changes that no worker knows of. Records survive a crash of the process, and with `fsync=True`
+also a crash of the machine.
 
-A snapshot starts a new file at once. A thread writes the snapshot while the server continues, next
-to the previous one, and renames it when it is complete. Until then the previous snapshot and its
-files remain.
+A snapshot immediately starts a new file. While the server continues, a thread writes the snapshot
+next to the previous one and renames it when it is complete. Until then the previous snapshot and
+its files remain.
 
 All files are checked before any of them is used. The only damage that is repaired is an incomplete
 record at the end of the last file: the server died while it wrote the record, and sent no answer.
@@ -139,7 +139,7 @@ class DiskJournal:
             self._append(kind, parts)
             return
         except OSError:
-            # A snapshot that fills the disk fails, and frees its space.
+            # If a running snapshot has filled the disk, it fails and frees its space.
             self.wait()
         try:
             self._append(kind, parts)

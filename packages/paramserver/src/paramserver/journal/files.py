@@ -31,9 +31,9 @@ MAGIC = b"pserver2"
 IDENTITY_BYTES = 8
 # Magic number, identity of the journal, number of the file, checksum.
 FILE_HEAD = struct.Struct(f"<8s{IDENTITY_BYTES}sQI")
-# Kind, bytes of the body, checksum of the body, checksum of this header.
+# Kind, body length in bytes, body checksum, header checksum.
 RECORD_HEAD = struct.Struct("<cQII")
-# At the end of a snapshot: bytes, checksum, and the fields of FILE_HEAD.
+# At the end of a snapshot: length in bytes, checksum, and the fields of FILE_HEAD.
 SNAPSHOT_TAIL = struct.Struct(f"<QI8s{IDENTITY_BYTES}sQI")
 # The worker, its epoch and the sequence number of a push: `Staged.push`.
 PUSH_FIELDS = struct.Struct("<qqq")
@@ -54,7 +54,7 @@ class JournalError(RuntimeError):
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes `start` to `stop` of file `number`, which were checked."""
+    """Bytes `start` to `stop` of file `number`, which have passed the checks."""
 
     number: int
     kind: bytes
@@ -63,7 +63,7 @@ class Span:
 
 
 def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
-    """Check all files from a snapshot on and yield their spans; raise `JournalError` at damage."""
+    """Check the files since a snapshot and yield their spans; raise `JournalError` at damage."""
     identity = b"" if snapshot is None else check_snapshot(folder, snapshot)
     number = snapshot or 0
     last = max(file_numbers(folder, "journal"), default=0)
@@ -132,7 +132,7 @@ def _read_record_span(
 
 
 def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> Iterator[Record]:
-    """Yield the records, each of which is read when needed; `current` receives its span."""
+    """Yield the records, reading each only when needed; `current` receives the record's span."""
     for span in spans:
         if span.kind not in (STAGED, FOLLOWED):
             continue
@@ -261,7 +261,7 @@ def publish_file(folder: Path, number: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names of a folder's files through to the disk."""
+    """Sync the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -294,7 +294,7 @@ def damage_error(path: Path, offset: int, what: str) -> JournalError:
 
 
 def recovery_command(folder: Path) -> str:
-    """Return the command that recovers a folder, with those of the job's other servers."""
+    """Return the command that recovers a folder and the folders of the job's other servers."""
     whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
     return f"python -m paramserver recover {whole}"
 

@@ -1,4 +1,4 @@
-"""The journals of all servers of a job: whether they are complete, and recovery from damage."""
+"""Checks that the journals of all servers of a job are complete, and recovery from damage."""
 
 import re
 import time
@@ -28,12 +28,12 @@ from paramserver.journal.files import (
 )
 from paramserver.protocol.log import Log
 
-#: Number of times that the journal of another server, which may be running, is read.
+#: Number of attempts to read the journal of another server, which may be running.
 _READS = 5
 
 
 def journal_folders(folder: Path) -> list[Path]:
-    """Return the journals of the servers of a job, those of servers 0, 1, ..."""
+    """Return the journal folders of a job's servers, in the order of the servers."""
     paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
     present = [path for path in paths if any(path.iterdir())]
     return sorted(present, key=lambda path: int(path.name[7:]))
@@ -68,7 +68,7 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
 
 
 def _has_pushes(folder: Path) -> bool:
-    """Return True unless the journal contains no push; its server may be running."""
+    """Return False only if the journal contains no push; its server may be running."""
     for _ in range(_READS):
         try:
             first = newest_snapshot(folder)
@@ -81,13 +81,13 @@ def _has_pushes(folder: Path) -> bool:
 
 
 def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
-    """Take a damaged journal back to its last good record, and return a report in lines.
+    """Truncate a damaged journal to its last good record; return the lines of a report.
 
     Discarded records and files are moved into `discarded-N` of the same folder.
 
     Args:
         folder: the folder of one server, or the folder that contains those of all servers of a job.
-            In the latter case no server remains ahead of the records of the others.
+            In the latter case, no server remains ahead of records that other servers have lost.
         before: path of a file and a byte; the record there and all later ones are discarded, too.
 
     Raises:
@@ -172,7 +172,7 @@ class _GoodPart:
             self.error = self.error or str(error)
 
     def last(self, position: int | None = None) -> _End:
-        """Return the last end, or the last one that is not after entry `position` of the log."""
+        """Return the last end, or the last end that is not after entry `position` of the log."""
         ends = [end for end in self._ends if position is None or end.position <= position]
         if not ends:
             raise JournalError(
@@ -182,7 +182,7 @@ class _GoodPart:
         return ends[-1]
 
     def cut(self, end: _End) -> list[str]:
-        """Cut the journal at `end`, move the remainder away, and return a report in lines."""
+        """Truncate at `end`, move the remainder to `discarded-N`; return the lines of a report."""
         path = journal_path(self.folder, "journal", end.number)
         later = [
             journal_path(self.folder, name, number)

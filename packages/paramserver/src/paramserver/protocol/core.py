@@ -1,6 +1,6 @@
 """The protocol of one server as a state machine: requests in, answers out.
 
-It uses neither locks, threads, sockets nor a clock; the time is the argument `now`. `Server` calls
+It uses no locks, threads, sockets or clock; the time is the argument `now`. `Server` calls
 it from threads, `transport.zeromq` from one loop, and the tests from a simulated network and clock.
 
 An answer of None means that the request has to wait. The caller repeats it after a change, calls
@@ -192,7 +192,7 @@ class Core:
     def check(self, now: float) -> list[tuple[int, Exception]]:
         """Return the workers whose wait has timed out, each with its error.
 
-        If training continues without silent workers, they are lost instead, and the list is empty.
+        If training continues without silent workers, they become lost and the list is empty.
         """
         timed_out: list[tuple[int, Exception]] = []
         for worker, (_, message) in list(self.waits.waiting.items()):
@@ -222,7 +222,7 @@ class Core:
         return self.waits.next_deadline(self.ledger)
 
     def lose(self, worker: int, reason: str) -> None:
-        """Note that `worker` is gone without having finished."""
+        """Record that `worker` was lost before it finished."""
         member = self.ledger.awaited.get(worker)
         if member is None:
             return

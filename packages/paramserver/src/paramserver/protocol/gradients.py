@@ -9,8 +9,8 @@ from torch import Tensor
 def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` if a gradient is not finite."""
     values = {name: g._values() if g.is_sparse else g for name, g in gradients.items()}
-    # The sums are fast to compute, and are read from a GPU at once. They may overflow, so the
-    # elements decide if a sum is not finite.
+    # The sums are fast to compute, and are read from a GPU in one transfer. They may overflow,
+    # so the elements are checked if a sum is not finite.
     are_finite = [elements.sum().isfinite() for elements in values.values()]
     if not are_finite or torch.stack([flag.to(are_finite[0].device) for flag in are_finite]).all():
         return
@@ -27,9 +27,9 @@ def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
 def mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the mean of the gradients in `dtype`; 16-bit gradients are summed in float32.
 
-    The sum is computed in the memory of the first gradient if that is wide enough.
+    The sum is computed in the memory of the first gradient if its dtype is wide enough.
     """
-    # The sort is stable, so the order of the workers stays. A dense tensor has to come first,
+    # The sort is stable, so it keeps the order of the workers. A dense tensor has to come first,
     # because a dense tensor cannot be added to a sparse one in place.
     total, *others = sorted(gradients, key=lambda gradient: gradient.is_sparse)
     if others:

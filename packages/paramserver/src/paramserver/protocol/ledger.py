@@ -5,11 +5,11 @@ replication; Schneider 1990). The ledger has no lock, clock or tensor: its state
 its log. A server refuses an entry that its ledger would not have created, and a log whose digest
 shows that it continues another history.
 
-A push is staged at every server and then committed at the first server in one message. It is in the
-log or it is not, so a worker that dies halfway leaves nothing behind. Reads are entries of the same
-log, so all servers answer a read with the same version. Workers forward the log to the other
-servers, which need no links between them. A worker that rejoins starts a new epoch, and requests of
-its older epochs are refused.
+A push is staged at every server and then committed at the first server in one message. It is
+either in the log or not, so a worker that dies halfway leaves no partial push. Reads are entries of
+the same log, so all servers answer a read with the same version. Workers forward the log to the
+other servers, which need no links between them. A worker that rejoins starts a new epoch, and
+requests of its older epochs are refused.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -42,7 +42,7 @@ class Member:
     #: First epoch of this membership; a worker that is restarted continues its membership.
     first_epoch: int = 0
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
-    #: The policy compares workers by it.
+    #: The policy compares the clocks of workers.
     clock: int = 0
     #: Clock at the start of this epoch.
     first_clock: int = 0
@@ -146,7 +146,7 @@ class Ledger:
         return Log(max(position, self._first), entries, self._digests[skipped])
 
     def can_follow(self, position: int) -> bool:
-        """Return True if a server that has replayed `position` entries may have the others' state.
+        """Return False if a server that has replayed `position` entries must have lost entries.
 
         Before a worker pushes again, all servers have replayed its last push. A server that is
         behind by two pushes of a worker has therefore lost a part of its journal.
@@ -261,9 +261,9 @@ class Ledger:
     def _clock_of_join(self, worker: int) -> int:
         """Return the clock at which `worker` joins.
 
-        A worker that is waited for continues at its own clock. Any other worker joins at the clock
-        of the slowest, so that it delays no worker longer than the slowest does, and the bound
-        holds from its first read on.
+        An awaited worker continues at its previous clock. Any other worker joins at the clock of
+        the slowest worker, so that it does not delay other workers longer than that worker does,
+        and the bound already holds for its first read.
         """
         member = self.awaited.get(worker)
         return member.clock if member else self._slowest()
@@ -334,7 +334,7 @@ class Ledger:
             self._append(Write(step, (0,) * len(step)))
 
     def _is_complete(self) -> bool:
-        """Return True if all workers that are waited for have pushed at this clock."""
+        """Return True if all awaited workers have pushed at this clock."""
         pushed = self._pushed()
         return bool(self._accepted) and pushed.issuperset(self.awaited)
 

@@ -44,7 +44,7 @@ class Write:
     """Entry: one update by the mean of these pushes, summed in this order."""
 
     pushes: tuple[Push, ...]
-    #: Staleness of each push: the updates between the version its worker read and this one.
+    #: Staleness of each push: number of updates between the version that was read and this one.
     staleness: tuple[int, ...]
 
 
@@ -111,7 +111,7 @@ class Log:
 
 
 def digest(before: str, entry: Entry) -> str:
-    """Return the digest of a history that `entry` follows, from the digest of the history."""
+    """Return the digest of a history extended by `entry`, from the digest of that history."""
     text = before + json.dumps(_to_list(entry), separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -56,7 +56,7 @@ class Message:
     #: Epoch of the worker's membership; each join that the ledger records increases it by one.
     epoch: int = 0
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
-    #: The policy compares workers by it. In a JOIN: the number of the session.
+    #: The policy compares the clocks of workers. In a JOIN: the number of the session.
     clock: int = 0
     #: Number of a read; in an answer, a version or a value that depends on the kind.
     number: int = 0
@@ -64,8 +64,8 @@ class Message:
     position: int = 0
     #: Number of bytes of data that follow the message.
     size: int = 0
-    #: Version that the worker has, so that a change of it suffices. In an answer: the fragment of
-    #: that change, or -1 if the data are the whole shard.
+    #: Version that the worker has; the server may send only the change since then. In an answer:
+    #: the fragment of that change, or -1 if the data are the whole shard.
     have: int = -1
     #: A layout, a log or an error.
     text: str = ""
@@ -79,7 +79,7 @@ class Message:
 
     def fields(self) -> tuple[Any, ...]:
         """Return all fields in order."""
-        # `astuple` would copy deeply, which takes longer than all else that a message needs.
+        # `astuple` would copy deeply, which takes longer than all other work on a message.
         return tuple(vars(self).values())
 
     def to_text(self) -> str:

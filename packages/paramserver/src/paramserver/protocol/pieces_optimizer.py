@@ -1,6 +1,6 @@
 """The optimizer of one server, which stores pieces of the parameters.
 
-An optimizer that uses whole tensors, norms or groups would give other updates for pieces. It is
+An optimizer that uses whole tensors, norms or groups would give different updates for pieces. It is
 refused before training starts.
 """
 
@@ -75,8 +75,8 @@ def updater_of_pieces(
 def _require_one_group(
     factory: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor]
 ) -> None:
-    """Raise `ValueError` if a factory of an optimizer of parts would group whole parameters."""
-    # They have the shapes of the parameters and take no memory.
+    """Raise `ValueError` if the factory would divide whole parameters into several groups."""
+    # These have the shapes of the parameters and take no memory.
     whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
     groups = factory(whole).param_groups
     if len(groups) > 1:

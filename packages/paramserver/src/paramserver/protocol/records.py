@@ -27,7 +27,7 @@ Record = Staged | Followed
 
 
 class Journal(Protocol):
-    """Storage of the records."""
+    """Append-only storage of one server's records; see `DiskJournal`."""
 
     def record(self, record: Record) -> None:
         """Store a record; return when it is written."""

@@ -223,7 +223,7 @@ class Replica:
 
     @property
     def newest(self) -> Tensor:
-        """The parameters that readers receive, which contain the rounding of compression."""
+        """The parameters that readers receive, including the rounding errors of compression."""
         return self._buffer if self._published is None else self._published
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,14 +348,14 @@ class Replica:
 
 
 def _describe(policy: Consistency | None) -> str:
-    """Return the settings of a policy as a text that is equal in every process."""
+    """Return the settings of a policy as a string that is equal in every process."""
     values = getattr(policy, "__dict__", {}).items()
     rules = [f"{key}={value}" for key, value in values if key != "outer"]
     return f"{type(policy).__name__}({', '.join(rules)})"
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:
-    """Return a text that is equal for equal shards with equal payloads only."""
+    """Return a string that is equal only for equal shards with equal payloads."""
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"
     kind = "whole fragments" if shard.whole and policy.fragments > 1 else "fragments"

@@ -71,7 +71,8 @@ class Session:
         answers = [Message(Kind.REREAD)]
         tried = -1
         while answers[0].kind is Kind.REREAD:
-            # A JOIN changes nothing at these servers, and at the first one only if none is too old.
+            # A JOIN does not change these servers, and changes the first server only if none of
+            # them is too old.
             replies = (yield others) if others else []
             position = min((reply.position for reply in replies), default=0)
             if position == tried:

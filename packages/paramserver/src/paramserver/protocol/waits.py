@@ -62,7 +62,7 @@ class Waits:
         return min(ends, default=float("inf"))
 
     def reason(self, worker: int, now: float) -> str:
-        """Return why the other workers stop waiting for a worker."""
+        """Return the reason why the other workers stop waiting for a worker."""
         if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
             return f"other workers have waited {self._drop_after:g} s for it"
         return f"it neither pulled nor pushed for {self.timeout:g} s"

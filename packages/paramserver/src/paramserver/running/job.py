@@ -59,8 +59,8 @@ class Job:
     def pack(self) -> bytes:
         """Return the job as bytes for another process.
 
-        Unlike `pickle.dumps`, `torch.save` preserves that tensors of the module share memory, such
-        as a buffer that is a view of a parameter.
+        Unlike `pickle.dumps`, `torch.save` preserves memory that tensors of the module share, such
+        as that of a buffer that is a view of a parameter.
         """
         file = io.BytesIO()
         torch.save(self, file)
@@ -183,7 +183,7 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
 
 
 def describe_failure(outcome: Outcome) -> str:
-    """Return a text on how a process failed."""
+    """Return a description of how a process failed."""
     if outcome.error is None:
         return f"{outcome.name} died with exit code {outcome.exit_code}"
     return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"

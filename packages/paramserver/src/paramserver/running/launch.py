@@ -112,7 +112,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         server_ends, worker_ends = _connect(transport, shards, workers, folder)
         # Pickled here, because multiprocessing would put the parameters into shared memory, so that
-        # all workers would have the same ones.
+        # all workers would share them.
         packed = job.pack()
         with Processes(context, folder, timeout + GRACE, progress) as processes:
             for i, (shard, end) in enumerate(zip(shards, server_ends, strict=True)):

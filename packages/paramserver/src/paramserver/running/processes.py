@@ -79,7 +79,7 @@ class Processes:
         self._all.append(process)
 
     def restart(self, name: str) -> None:
-        """Start a process that has ended once more."""
+        """Start a process again after it has ended."""
         self._lost.pop(name, None)
         self._killed.pop(name, None)
         self.start(name, *self._calls[name])

@@ -113,7 +113,7 @@ def run_on_zeromq(
     context: BaseContext,
     progress: ReportProgress | None,
 ) -> Result:
-    """Do what `run` does, with processes that are restarted when they die."""
+    """Run a job as `run` does, with processes that are restarted when they die."""
     packed = job.pack()
     shards = job.shards()
     if journal is not None:

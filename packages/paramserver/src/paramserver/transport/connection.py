@@ -121,7 +121,7 @@ class RemoteConnection(Connection):
         """Send a request and wait for its answer."""
         channel = self._channel
         if self._awaits_answer:
-            # Its answer may still arrive, and would be taken for that of this request.
+            # The earlier answer may still arrive and be mistaken for the answer to this request.
             raise PeerLost(
                 f"an earlier request to {channel.peer} failed before it was answered; create the "
                 "servers and workers again, from its last state_dict()"

@@ -93,7 +93,7 @@ class SharedMemoryChannel(Channel):
             on_progress(stop)
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
-        """Let the worker read in place if possible, else copy; see `ConnectionBuffers`."""
+        """Let the worker read in place if possible, otherwise copy; see `ConnectionBuffers`."""
         is_home = data.data_ptr() == self.home.data_ptr() and len(data) == self._nbytes
         in_place = _HAS_ORDERED_WRITES and is_home
         self._words[_DONE] = 0

@@ -12,7 +12,7 @@ that a slow link does not fill the memory. A request is dropped or answered with
 its sender has joined as the worker that it names.
 
 CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
-thread of each worker sends a BEAT every second, also while the worker computes, so that a slow
+thread of each worker sends a BEAT every second, even while the worker computes, so that a slow
 worker can be distinguished from a dead one.
 """
 
@@ -95,7 +95,7 @@ class ZeroMQServer:
         self._waiting = dict[int, _Request]()
         self._buffers = BufferPool(core.replica.shard.buffer_bytes)
         #: By worker: routing id, connection number and session of the sender that joined last. A
-        #: worker of this package uses one number for both, which the log keeps if this server dies.
+        #: worker of this package uses one number for both; the log keeps it if this server dies.
         self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
         #: Time of the last report of a full disk.

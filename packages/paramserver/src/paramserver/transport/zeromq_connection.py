@@ -28,7 +28,7 @@ class Keys:
     secret: str
     #: At a worker: public key of the server.
     server: str = ""
-    #: At a server: public key of each rank that may join. A key may have several ranks.
+    #: At a server: public key of each rank that may join. Several ranks may have the same key.
     workers: Mapping[int, str] = field(default_factory=dict)
 
 
