@@ -190,7 +190,7 @@ def copy_back(tensor: Tensor, flat: Tensor) -> None:
 
 
 def check_pair(long_name: str, long: Tensor, short_name: str, short: Tensor, world: int) -> None:
-    """Raise an error unless `long` has room for one `short` per rank, of the same dtype."""
+    """Raise an error unless `long` has `short`'s dtype and the size of one `short` per rank."""
     if long.dtype != short.dtype:
         raise TypeError(
             f"{long_name} is {long.dtype} but {short_name} is {short.dtype}; make them the same"

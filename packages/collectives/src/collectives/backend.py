@@ -287,7 +287,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             backend.set_timeout(timeout)
 
     def _wait_for_pending_works(self) -> None:
-        """Return when all asynchronous calls so far have finished."""
+        """Wait until all asynchronous calls so far have finished."""
         self.communicator.progress.wait_for_last()
 
     def _get_sequence_number_for_group(self) -> int:

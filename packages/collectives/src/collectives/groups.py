@@ -30,7 +30,7 @@ _watcher: threading.Thread | None = None
 
 
 def communicator(group: Any = None) -> Communicator:
-    """Return the communicator of a process group; the default group if `group` is None."""
+    """Return the communicator of `group`, or of the default group if it is None."""
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
@@ -64,8 +64,8 @@ def communicator(group: Any = None) -> Communicator:
 def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
     """Compare every call across ranks before data moves.
 
-    Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
-    deviating ranks.
+    Every rank must enter the context. A difference raises `Mismatch` on all ranks. The error
+    contains the deviating ranks.
 
     Args:
         group: the group; the default group if None.

@@ -18,7 +18,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
 
     Args:
         group: the failed group; the default group if None.
-        timeout: the timeout of the new group; that of the failed group if None.
+        timeout: the timeout of the new group; if None, the timeout of the failed group.
     """
     comm = communicator(group)
     group_error = comm.failures.group_error

@@ -220,7 +220,7 @@ class Bucket:
         return torch.equal(self.flags, self._expected_flags[world_size][has_stepped])
 
     def is_missing_everywhere(self, slot: int) -> Tensor:
-        """Return True (as a tensor) if the sums show that no participating rank had it."""
+        """Return a tensor that is True if the sums show that no participant had this gradient."""
         return self.flags[RANK_FLAGS + slot] == self.flags[0]
 
     @cached_property

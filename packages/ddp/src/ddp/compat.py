@@ -79,7 +79,7 @@ class TorchCompatibility:
 
     # Reader: Lightning's `DDPStrategy.teardown`.
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return that `static_graph=True` is not recommended, because it is not faster here."""
+        """Return log data that advises against `static_graph=True`, which is not faster here."""
         return {"can_set_static_graph": False}
 
 

@@ -91,7 +91,7 @@ class GradientWeighting:
     def start_step(
         self, failures: FailureAttribution, device: torch.device, *, is_participating: bool
     ) -> float:
-        """Open a step; return the factor for each gradient. A collective if weighted."""
+        """Open a step; return the factor for each gradient. This is a collective if weighted."""
         if not self._weight_function:
             self._is_in_step = True
             return 1.0

@@ -72,7 +72,7 @@ class Updater:
         factory: the optimizer factory.
         parameters: the parameters, or parts of parameters.
         names: name of each of `parameters`.
-        shapes: shape of the whole parameter of each of `parameters`.
+        shapes: for each of `parameters`, the shape of the whole parameter.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Updater:
             self._publish()
 
     def settings(self) -> dict[str, str]:
-        """Return the settings that determine updates, as strings that all processes share."""
+        """Return the settings that updates depend on, as strings that all processes agree on."""
         spec = self.spec
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         if self.optimizer is None:

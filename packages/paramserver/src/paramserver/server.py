@@ -2,7 +2,7 @@
 
 `Core` implements the protocol. `Server` adds the lock, the clock and the waiting, all of them in
 `Server.request`, which a transport calls from one thread per worker. A wait ends with an error only
-if a worker that is waited for has been silent; a slow worker is waited for without a time limit.
+if an awaited worker has been silent; the wait for a slow worker has no time limit.
 """
 
 import math
@@ -39,8 +39,8 @@ class Server:
         workers: number of workers from the start. No worker continues before all have joined.
         shard: the part of the parameters that this server stores; None is all of them. With several
             servers, the server of the first shard orders the updates of all servers.
-        timeout: seconds after which a wait ends with an error, if the worker that is waited for has
-            neither pulled nor pushed in that time and does not wait itself.
+        timeout: seconds after which a wait ends with an error, if the awaited worker has neither
+            pulled nor pushed in that time and is not waiting itself.
         on_worker_loss: "stop" raises an error in all other workers, which names the lost worker;
             "continue" trains without it.
         elastic: whether other workers may join, with any rank, and lost workers may rejoin. A

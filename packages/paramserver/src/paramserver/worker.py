@@ -219,8 +219,8 @@ class Worker:
     def finish(self) -> int:
         """Push the remaining local changes, wait for all workers, and load the final parameters.
 
-        The final parameters are copied into the module, and their version is returned. A slow
-        worker is waited for without a time limit. If a worker stays silent for the server's
+        The final parameters are copied into the module, and their version is returned. The wait
+        for a slow worker has no time limit. If a worker stays silent for the server's
         `timeout`, the call raises an error (on_worker_loss="stop").
         """
         if self._finished:

@@ -63,7 +63,7 @@ class Description:
 
 
 def describe(group: Any = None) -> Description:
-    """Return the description of a group; the default group if `group` is None.
+    """Return the description of `group`, or of the default group if it is None.
 
     Every rank must make the first call on a group, because it sets the group up.
     """

@@ -88,7 +88,7 @@ class ProgressQueue:
         return State.ENGINE_THEN_PYTHON
 
     def wait_for_last(self) -> None:
-        """Return when all asynchronous calls so far have finished, successfully or not."""
+        """Wait until all asynchronous calls so far have finished, successfully or not."""
         last, self.last = self.last, None
         if last is not None:
             last.join()

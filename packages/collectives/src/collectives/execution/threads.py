@@ -38,7 +38,7 @@ def abandon(thread: threading.Thread) -> None:
 
 
 def join_threads(seconds: float) -> None:
-    """Return when all threads have ended, after `seconds` at the latest."""
+    """Wait at most `seconds` until all threads have ended."""
     deadline = time.monotonic() + seconds
     for thread in list(_threads):
         if thread is not threading.current_thread():

@@ -32,8 +32,8 @@ class Work(dist.Work):
             finished `GRACE_SECONDS` after it.
         count_calls: returns the number of calls that the group has started. While it increases, a
             queued operation is not late.
-        has_moved: returns True if the data have moved, although the thread that runs the operation
-            may still wait for the interpreter.
+        has_moved: returns True if the data have moved, even if the thread that runs the operation
+            still waits for the interpreter.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Work(dist.Work):
             start_thread("collectives callbacks", partial(future.set_result, None))
 
     def join(self) -> None:
-        """Return when the operation has finished, successfully or not; raise if it is late."""
+        """Wait until the operation has finished, successfully or not; raise if it is late."""
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
         while not self._done.wait(seconds):

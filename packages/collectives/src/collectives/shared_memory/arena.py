@@ -164,7 +164,7 @@ class Arena:
         return self._shared.tick
 
     def sync(self) -> None:
-        """Tick, and return when all ranks have ticked."""
+        """Tick, then wait until all ranks have ticked."""
         if self._library is not None:
             self.do(self.job("tick"))
             return

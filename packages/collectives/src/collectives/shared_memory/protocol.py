@@ -181,7 +181,7 @@ def _all_to_all_in_python(
 
 
 def _position(target: int, source: int) -> int:
-    """Return the position of a target's part in the source's slot, which has no part to itself."""
+    """Return the position of a target's part in a slot, which has no part for the slot's owner."""
     return target - 1 if target > source else target
 
 

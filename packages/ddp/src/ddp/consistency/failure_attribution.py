@@ -96,7 +96,7 @@ class FailureAttribution(Observer):
                 work.wait()
 
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
-        """Return the `value` of every rank.
+        """Exchange values with all ranks and return the `value` of every rank.
 
         If a peer waits in a collective instead, both ranks raise `RuntimeError`.
         """

@@ -12,7 +12,7 @@ class UnusedParameters:
     """The parameters without a gradient on any rank in the last step."""
 
     def __init__(self) -> None:
-        #: Names of the parameters that no rank used, if that is not allowed.
+        #: Names of the parameters that no rank used, recorded only if that is not allowed.
         self.names: list[str] = []
         #: False if the last forward pass ran in a wrapper of only a part of the module.
         self.is_whole_module = True

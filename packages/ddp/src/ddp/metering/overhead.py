@@ -44,7 +44,7 @@ class Overhead:
     bandwidth: float
     #: Seconds per call.
     latency: float
-    #: Seconds of overhead that remain for every bucket size.
+    #: Seconds of overhead that remain at any bucket size.
     floor: float = 0.0
 
     def seconds(self, num_buckets: float) -> float:

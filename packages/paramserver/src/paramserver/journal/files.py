@@ -63,7 +63,7 @@ class Span:
 
 
 def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
-    """Check the files since a snapshot and yield their spans; raise `JournalError` at damage."""
+    """Check a snapshot and the files after it; yield their spans, or raise `JournalError`."""
     identity = b"" if snapshot is None else check_snapshot(folder, snapshot)
     number = snapshot or 0
     last = max(file_numbers(folder, "journal"), default=0)

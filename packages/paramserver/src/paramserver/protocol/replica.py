@@ -67,7 +67,7 @@ class Replica:
             fragments=len(self._fragments),
         )
         targets = iter(self._updater.targets)
-        #: By fragment: the tensors that receive the gradients.
+        #: For each fragment, the tensors that receive the gradients.
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
         self._settings = {"policy": _describe(policy)} | self._updater.settings()
         self.compression = local.compression if local else None
@@ -76,8 +76,8 @@ class Replica:
                 f"expected real parameters with {self.compression}, got the complex {name}; "
                 "pass LocalSteps without compression"
             )
-        #: With compression: the parameters as readers have them, which differ from `_buffer` by a
-        #: rounding error that the next change carries.
+        #: With compression, the parameters that readers have. They differ from `_buffer` by a
+        #: rounding error, which is added to the next change.
         self._published = self._buffer.clone() if self.compression else None
         #: Fragment of the last update, and the data that readers of the version before it need.
         self._changed = 0
@@ -91,7 +91,7 @@ class Replica:
         #: Epoch and number of each worker's pending read, its version, and a copy of that version
         #: if it is not the newest any more.
         self._pending_reads: dict[int, tuple[EpochAndNumber, int, Tensor | None]] = {}
-        #: By worker that may still read this memory, a function that copies the parameters out.
+        #: For each worker that may still read this memory, a function that copies the parameters.
         self.copy_outs: dict[int, Callable[[], None]] = {}
 
     @torch.no_grad()

@@ -36,8 +36,8 @@ class Session:
     Args:
         worker: number of the worker.
         layouts: layout of each server's shard.
-        number: a number that no other session of this worker has, by which a server recognizes a
-            join that it receives twice.
+        number: a number that is unique among the sessions of this worker. A server uses it to
+            recognize a join that it receives twice.
     """
 
     def __init__(self, worker: int, layouts: list[str], number: int = 0) -> None:

@@ -59,8 +59,8 @@ class Job:
     def pack(self) -> bytes:
         """Return the job as bytes for another process.
 
-        Unlike `pickle.dumps`, `torch.save` preserves memory that tensors of the module share, such
-        as that of a buffer that is a view of a parameter.
+        Unlike `pickle.dumps`, `torch.save` preserves shared memory, such as that of a parameter
+        and a buffer that is a view of it.
         """
         file = io.BytesIO()
         torch.save(self, file)

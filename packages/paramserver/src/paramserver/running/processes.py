@@ -31,8 +31,8 @@ ReportProgress = Callable[[Progress], object]
 class Processes:
     """The processes of a run, by name.
 
-    If this process dies, they end and remove `folder`. A worker that the first server has lost, and
-    that has not ended `patience` seconds later, is killed.
+    If this process dies, they end and remove `folder`. A worker that the first server reports as
+    lost is killed if it has not ended `patience` seconds later.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Progress:
 
 
 def progress_of(core: Core) -> Progress:
-    """Return the progress of a run whose first server has this core."""
+    """Return the progress of a run, from the core of its first server."""
     staleness = core.replica.staleness
     losses = [loss for loss, _ in core.reports.values() if not math.isnan(loss)]
     return Progress(

@@ -21,7 +21,7 @@ from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, i
 def run_on_ray(job: Job, shards: list[Shard], progress: ReportProgress | None = None) -> Result:
     """Run a job as `run` does, on the connected Ray cluster or on a new local one."""
     ray = import_extra("ray", "ray")
-    # Ray serializes each tensor separately, so even frozen ones would lose their shared memory.
+    # Ray serializes each tensor separately, so even frozen tensors would lose shared memory.
     tensors = [*job.module.named_parameters(), *job.module.named_buffers()]
     require_separate_memory(dict(tensors))
     if not ray.is_initialized():

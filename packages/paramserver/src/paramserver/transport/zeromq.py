@@ -94,7 +94,7 @@ class ZeroMQServer:
         #: Complete requests by worker that wait for their answer.
         self._waiting = dict[int, _Request]()
         self._buffers = BufferPool(core.replica.shard.buffer_bytes)
-        #: By worker: routing id, connection number and session of the sender that joined last. A
+        #: For each worker: routing id, connection number and session of the last sender to join. A
         #: worker of this package uses one number for both; the log keeps it if this server dies.
         self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
