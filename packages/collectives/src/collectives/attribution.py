@@ -34,7 +34,7 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 #   apply to ranks that wait: they are about to report.
 # - Rule 4 comes before rule 5 because a rank without a report may have completed this call. If
 #   rule 5 applies, rule 4 considers the reports only.
-# - Calls with empty tensors send no messages, so ranks can complete different ones. From then on
+# - Calls with empty tensors send no messages, so ranks can complete different calls. From then on
 #   equal calls have different numbers, and only rule 7 finds the rank that deviated. It comes after
 #   the rules for lost ranks, because such a difference may be harmless.
 

@@ -25,7 +25,7 @@ class RankLost(RuntimeError):
 class Mismatch(RuntimeError):
     """Ranks made different calls, or passed a NaN. The deviating ranks are in `ranks`.
 
-    If calls are compared first (on one host, and inside `checked`), no data has moved and the group
+    If calls are compared first (on one host or inside `checked`), no data has moved and the group
     can still be used.
     """
 

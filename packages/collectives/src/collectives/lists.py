@@ -4,7 +4,7 @@
     all_to_all                    the same steps; lengths may differ
     gather, scatter               an all-to-all in which only the root receives or sends
     reduce                        an all-reduce whose result only the root keeps
-    coalesced calls               the collective on one tensor into which several are packed
+    coalesced calls               the collective on one tensor that packs several tensors
 
 These functions therefore compare calls, time out and report lost ranks like other collectives.
 """

@@ -33,7 +33,7 @@ class Consistency(Protocol):
 
     @property
     def averages(self) -> bool:
-        """True if the mean of all gradients of one clock is one update."""
+        """True if the mean of all gradients of a clock is applied as one update."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Gradients:
 
         Returns:
             The size of the payload in bytes, and an iterable. Iterating over it writes the payload
-            while it is being sent, and yields the number of bytes that are written so far.
+            while it is being sent, and yields the number of bytes written so far.
         """
         shard = self._shards[server]
         buffer = self._connections[server].gradients

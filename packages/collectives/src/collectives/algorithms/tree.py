@@ -21,7 +21,7 @@ from collectives.algorithms.reduction import accumulation_dtype, average, in_pie
 def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
     """Return the ranges (low, middle, high) that contain `rank`, from the largest to the smallest.
 
-    A range is [low, high) and is halved at `middle`; its first half may be longer by one.
+    A range is [low, high) and is halved at `middle`; the first half may be one rank longer.
     """
     low, high = 0, world
     ranges = []

@@ -77,7 +77,7 @@ class CostModel:
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
         """Return the nonnegative prices that minimize the relative errors (least squares).
 
-        scipy's active-set method is that of Lawson and Hanson, 1974, chapter 23.
+        scipy uses the active-set method of Lawson and Hanson, 1974, chapter 23.
         """
         # Imported here, because it is slow and most programs never fit a model.
         from scipy.optimize import nnls

@@ -138,7 +138,7 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment and map those of the other ranks; None if one cannot be mapped."""
+        """Create a segment and map the other ranks' segments; an entry is None if it fails."""
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):

@@ -18,8 +18,8 @@ def yield_core() -> None:
 class PeerProcess:
     """Another process, which may end and whose process ID may then be reused.
 
-    A process handle detects both. Without `pidfd_open`, which is missing from older kernels, some
-    builds of Python and some sandboxes, the process is identified by its start time in /proc.
+    A process handle detects both events. Without `pidfd_open`, which is missing from older kernels,
+    some builds of Python and some sandboxes, the process is identified by its start time in /proc.
 
     Raises ProcessLookupError if the process does not exist.
     """

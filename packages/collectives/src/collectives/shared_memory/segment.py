@@ -101,7 +101,7 @@ def _anonymous_file() -> int:
     """Return a descriptor of a file in memory that has no name.
 
     Without `memfd_create`, which is missing from older kernels, some builds of Python and some
-    sandboxes, the file is created in /dev/shm and unlinked at once.
+    sandboxes, the file is created in /dev/shm and unlinked immediately.
     """
     with suppress(AttributeError, OSError):
         return os.memfd_create("collectives")

@@ -40,7 +40,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
-    """Return one row per transport, with the ratio of RPC's time to its time."""
+    """Return one row per transport, with the ratio of RPC's time to the transport's time."""
     times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
     for _ in range(2):  # interleaved, so that a slow minute affects all of them
         for transport in TRANSPORTS:

@@ -118,7 +118,7 @@ def check_request(worker: int, message: Message) -> None:
 
 
 def loss_and_bytes(text: str) -> tuple[float, int]:
-    """Return the loss and the bytes pushed so far that the text of a push contains."""
+    """Return the loss and the number of bytes pushed so far, from the text of a push."""
     match json.loads(text):
         case [float() | int() as loss, int(pushed)] if 0 <= pushed < LIMIT:
             with suppress(OverflowError):  # an integer that is larger than any float
@@ -139,7 +139,7 @@ def pushed_twice(worker: int) -> RuntimeError:
 
 
 def raise_failure(peer: str, answer: Message) -> None:
-    """Raise the exception that an answer of `peer` carries, if it carries one."""
+    """Raise the exception that an answer of `peer` carries, if any."""
     if answer.kind is Kind.FAILED:
         name, _, text = answer.text.partition(": ")
         if name in _ERRORS:

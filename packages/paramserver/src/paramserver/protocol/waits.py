@@ -32,7 +32,7 @@ class Waits:
     def start(
         self, worker: int, message: Message, now: float, earlier: tuple[float, Message] | None
     ) -> None:
-        """Start a wait, or continue the `earlier` one if it is of the same request."""
+        """Start a wait, or continue the `earlier` one if it belongs to the same request."""
         since = earlier[0] if earlier and earlier[1] == message else now
         self.waiting[worker] = since, message
 

@@ -89,9 +89,9 @@ class ZeroMQServer:
             self.close()
             raise RuntimeError(f"cannot listen at {address}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        #: Requests by worker whose data are being received.
+        #: For each worker, the request whose data are being received.
         self._incoming = dict[int, _Request]()
-        #: Complete requests by worker that wait for their answer.
+        #: For each worker, the complete request that waits for its answer.
         self._waiting = dict[int, _Request]()
         self._buffers = BufferPool(core.replica.shard.buffer_bytes)
         #: For each worker: routing id, connection number and session of the last sender to join. A
