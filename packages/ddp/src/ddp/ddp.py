@@ -58,8 +58,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With 25, the default, the first of several buckets is limited to 1.
-            torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
+            parameter separately. With the default of 25, the first of several buckets is limited to
+            1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
         all_reduce: function with the signature of `torch.distributed.all_reduce`.

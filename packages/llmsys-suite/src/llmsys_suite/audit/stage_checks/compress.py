@@ -35,8 +35,8 @@ ROUNDS = 3
 #: Bits of a codebook. With b bits, each row of a weight has at most 2**b distinct values, and some
 #: row has more than 2**(b - 1).
 CODEBOOK_BITS = {"k-means, 4 bits": 4, "k-means, 2 bits": 2}
-#: Range of the largest rounding error of all weights, in steps of a grid. One of hundreds of weights
-#: is close to the middle between two values, unless the grid has more bits.
+#: Range of the largest rounding error of all weights, in steps of a grid. Of hundreds of weights,
+#: one is close to the middle between two values, unless the grid has more bits.
 ROUNDING = (0.4, 0.51)
 #: Fraction of zeros in a weight that is pruned by half.
 PRUNED = (0.49, 0.51)
