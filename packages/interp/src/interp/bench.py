@@ -1,8 +1,8 @@
-"""Benchmarks of structured computations next to direct ones.
+"""Benchmarks that compare structured computations with direct ones.
 
-Both computations alternate (A B A B ...). `ratio` is the peer's time divided by ours, `error` the
-largest difference relative to the largest result. If the peer computes many heads or forward passes
-of equal cost, it computes a sample of them, and its time is scaled.
+The two computations alternate (A B A B ...). `ratio` is the peer's time divided by ours, and
+`error` is the largest difference divided by the largest result. If the peer would compute many
+heads or forward passes of equal cost, it computes only a sample, and its time is scaled up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return all rows, with the sizes of GPT-2 small, or with small sizes if `quick`."""
+    """Run all benchmarks at GPT-2 small's sizes, or at small sizes if `quick`; return all rows."""
     torch.manual_seed(0)
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
@@ -104,7 +104,8 @@ def beside_transformer_lens() -> Row:
     scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
 
     def theirs(ov: LowRank, qk: LowRank) -> Tensor:
-        # TransformerLens multiplies row vectors, and does not set pairs in the wrong order to 0.
+        # TransformerLens uses row vectors, and does not set scores of pairs in the wrong order to
+        # 0.
         pairs: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
         return pairs * torch.ones(pairs.shape[::2], device=pairs.device).triu(1)[:, None, :, None]
 
@@ -114,7 +115,7 @@ def beside_transformer_lens() -> Row:
 
 
 class _Largest(TorchDispatchMode):
-    """A recorder of the bytes of the largest tensor that an operator creates."""
+    """A mode that records the size in bytes of the largest tensor that an operator creates."""
 
     bytes = 0
 
@@ -199,7 +200,7 @@ def _sizes(ov: LowRank) -> Row:
 def _compared(
     case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, scaled: float = 1.0
 ) -> Row:
-    """Alternate both computations and return times, their ratio, and our error."""
+    """Time both computations alternately; return a row with times, ratios and our error."""
     times: list[tuple[float, float]] = []
     _timed(ours)
     for _ in range(pairs):
@@ -228,7 +229,7 @@ def _timed(run: Run) -> tuple[Tensor, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table, and write the rows as JSON with `--json`."""
+    """Run the benchmarks and print a table; with `--json`, also write the rows to a file."""
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")

@@ -9,20 +9,19 @@ The score of a head is its mean attention to the target keys of a kind:
     current     the current token
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
-the past. Padding is neither a query nor a key. One of the heads always has the best score of a
-kind. Its p-value is an upper bound of the probability that the best of all heads has such a score
-if keys are permuted.
+the past. Padding is neither a query nor a key. Some head always has the best score of a kind. Its
+p-value is an upper bound of the probability that any head reaches this score if keys are permuted.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
-a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts
-are not independent either, if a head attends by position. The p-value is the larger one of both
+a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts are
+not independent either, if a head attends by position. The p-value is the larger of those of the two
 clusterings, so a kind needs several tokens and several positions. (For `first`, all queries of a
-prompt have the same target, so prompts that start with the same two tokens form a cluster.)
-Nothing is assumed about the dependence within a cluster or among a query's m target keys. Because
-exp is convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by
-Chernoff's bound
+prompt have the same target, so prompts that start with the same two tokens form a cluster.) Nothing
+is assumed about the dependence within a cluster or among a query's m target keys. Because exp is
+convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's
+bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
 
@@ -39,9 +38,9 @@ from torch import Tensor
 
 from interp.prompts import Prompt, mask_of, tokens_of
 
-#: The largest p-value of a significant head.
+#: A head with a larger p-value is noise.
 _SIGNIFICANCE = 0.05
-#: The smallest fraction of the distance from chance to 1 of a significant head.
+#: A head with a smaller (score - chance) / (1 - chance) is noise.
 _MIN_EFFECT = 0.1
 
 
@@ -52,11 +51,11 @@ class DetectedHead:
     kind: str
     layer: int
     head: int
-    #: In [0, 1].
+    #: The mean attention to the target keys, in [0, 1].
     score: float
     #: The score of uniform attention.
     chance: float
-    #: Corrected for the number of heads.
+    #: The p-value, corrected for the number of heads.
     p_value: float
 
     @property
@@ -70,7 +69,7 @@ class DetectedHead:
 class HeadScores:
     """The scores of all heads by kind."""
 
-    #: (layers, heads), in [0, 1]; nan if no query has a target key, as without repeated tokens.
+    #: (layers, heads), in [0, 1]; nan if no query has a target key (no repeated tokens).
     scores: Mapping[str, Tensor]
     #: The scores of uniform attention.
     chance: Mapping[str, float]
@@ -172,7 +171,7 @@ def detect_heads(
 
 
 def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:
-    """Return cluster indices of all queries, (batch, seq), -1 for unused queries."""
+    """Return cluster indices of all queries, (batch, seq), with -1 for unused queries."""
     position = real.cumsum(-1)
     if kind == "first":
         row = torch.arange(len(tokens), device=tokens.device)
@@ -189,7 +188,7 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Ten
 def _queries_and_keys(
     layers: list[Tensor], tokens: Tensor, queries: Tensor | slice | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return True for the queries to average over, and for the keys that are not padding."""
+    """Return masks of the queries to average over and of the keys that are not padding."""
     chosen = torch.ones_like(tokens, dtype=torch.bool)
     if isinstance(queries, slice):
         chosen = torch.zeros_like(chosen)
@@ -217,7 +216,7 @@ def _queries_and_keys(
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
-    """Return True for the keys that are visible to queries of this layer, (batch, seq_q, seq_k).
+    """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can see.
 
     A layer whose weights are all 0 beyond some distance has a sliding window.
     """
@@ -275,7 +274,7 @@ def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
-    """Raise ValueError if a row of a query is not a softmax, or has no visible key."""
+    """Raise ValueError if a query's row is not a softmax, or if it has no visible key."""
     rows = pattern.sum(-1).masked_fill(~chosen[:, None], 1.0)
     lowest, highest = float(rows.min()), float(rows.max())
     if not (lowest > 0 and highest <= 1.02 and float(pattern.min()) >= 0):

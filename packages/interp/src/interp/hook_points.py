@@ -16,7 +16,7 @@ def hook_points(
 ) -> dict[str, tuple[str, int]]:
     """Return the site of each hook name that matches, and the number of heads it is split into.
 
-    Sites without heads have 0. Raises ValueError for unknown names.
+    The number is 0 for sites without heads. Raises ValueError for unknown names.
     """
     if names != "transformer_lens" or not isinstance(model, Decoder):
         raise ValueError(

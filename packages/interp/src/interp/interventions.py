@@ -82,9 +82,9 @@ def knock_out_attention(
 ) -> Callable[[Tensor], Tensor]:
     """Return a replacement for patterns in which `queries` do not attend to `keys`.
 
-    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights and that of an
-    attention sink (gpt-oss) are scaled to a sum of 1, which equals a score of -inf before the
-    softmax. `heads` restricts the heads.
+    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights, including that
+    of an attention sink (gpt-oss), are scaled to a sum of 1. This is equivalent to a score of -inf
+    before the softmax. `heads` selects the affected heads.
 
     Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache.
     """
@@ -103,7 +103,7 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # The weight that a row lacks is that of its sink, unless the difference is due to rounding.
+        # The weight that is missing from a row is that of its sink, unless it is a rounding error.
         sink = 1 - wide.sum(-1, keepdim=True)
         sink = sink.where(sink > 4 * torch.finfo(pattern.dtype).eps, 0.0)
         total = remaining.sum(-1, keepdim=True) + sink
@@ -130,9 +130,9 @@ def _indices(values: Sequence[int], what: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseAutoencoder:
-    """A sparse autoencoder of activations, given as its weights.
+    """A sparse autoencoder of activations, defined by its weights.
 
-    Features are f = act((x - b_dec) W_enc + b_enc), or without the subtraction, and the
+    Features are f = act((x - b_dec) W_enc + b_enc), where the subtraction is optional, and the
     reconstruction is f W_dec + b_dec. The activation is ReLU, or JumpReLU with `threshold`.
     """
 
@@ -191,7 +191,7 @@ class SparseAutoencoder:
     def replace(
         self, *, ablate: Sequence[int] = (), keep_error: bool = True
     ) -> Callable[[Tensor], Tensor]:
-        """Return a replacement of activations by their reconstruction, without some features.
+        """Return a replacement of activations by their reconstruction without ablated features.
 
         `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
         ablated features have an effect.

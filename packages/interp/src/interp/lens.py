@@ -3,8 +3,8 @@
 - `logit_lens` decodes the stream after every layer with the model's final norm and unembedding, one
   layer at a time, so that (layers, ..., vocabulary) is never allocated (nostalgebraist 2020).
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
-  logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1)
-  is linear for a fixed s(x). Norms are black boxes: g, P and b are probed, and the result checked.
+  logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1) is
+  linear for a fixed s(x). Norms are black boxes: g, P and b are probed, and the result is checked.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def logit_lens(
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
-    The last of Hugging Face's `hidden_states` is behind the final norm and is refused: pass the
-    recorded input of that norm instead.
-    `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model)
-    or any function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`.
-    `targets` (batch, seq) are token ids whose probability and rank are computed per layer.
+    The last of Hugging Face's `hidden_states` is an output of the final norm and is refused: pass
+    the recorded input of that norm instead. `norm` is the final norm or None. `unembed` is an
+    `nn.Linear`, its weight (vocabulary, d_model) or any function to logits: with a cap on logits
+    (Gemma 2), pass `None` and `decoder.decode`. `targets` (batch, seq) are token ids whose
+    probability and rank are computed per layer.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(
@@ -113,7 +113,7 @@ def logit_lens(
 
 
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
-    """Raise ValueError if the stream is g * u + b with |u|^2 = d_model at every position."""
+    """Raise ValueError if the stream is a norm's output g * u + b with |u|^2 = d_model everywhere."""
     if norm is None or stream[..., 0].numel() < 4:  # Few positions may have that size by chance.
         return
     gain, shift, _ = _gain_and_shift(norm, stream)
@@ -154,8 +154,8 @@ def attribution(
 
     `components` broadcast to the final stream (batch, seq, d_model) and sum to it. Token ids are
     (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
-    Pass the recorded final stream as `final` to check that no component is missing. A cap on logits
-    (Gemma 2) is not a sum of terms: the logits here are those before it.
+    Pass the recorded final stream as `final` to check that no component is missing. A capped logit
+    (Gemma 2) is not a sum of terms, so the logits here are those before the cap.
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
@@ -191,7 +191,7 @@ def read_direction(
 ) -> Tensor:
     """Return the rows of the unembedding at `targets`, minus those at `against`.
 
-    Raises ValueError unless both hold one token id per position of the stream.
+    Raises ValueError unless both contain one token id per position of the stream.
     """
     for name, ids in (("targets", targets), ("against", against)):
         if ids is not None and ids.shape != stream.shape[:-1]:
@@ -206,7 +206,8 @@ def read_direction(
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return `(gain, shift, centered)` with norm(x) = gain * P x + shift.
 
-    Any callable of that form is accepted. Raises ValueError for others.
+    P subtracts the mean if `centered`, otherwise P = 1; `gain` includes the scale of `x`. Raises
+    ValueError for a callable that is not of this form.
     """
     if norm is None:
         return torch.ones_like(x), torch.zeros_like(x), False

@@ -35,11 +35,11 @@ class Patterns(dict[str, Tensor]):
 
 @contextmanager
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
-    """Record the pattern of every attention of `model` while the block runs, of the latest call.
+    """Record the pattern of the latest call of every attention of `model` while the block runs.
 
-    Recorded are a softmax over the last of four dimensions and `scaled_dot_product_attention`. If
-    fewer columns are multiplied with the values, only those are kept, as without the sink of
-    gpt-oss: rows then sum to less than 1. Custom kernels and compiled graphs are not visible:
+    A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. If
+    only some columns are multiplied by the values, the other columns are dropped (the sink of
+    gpt-oss), so rows sum to less than 1. Custom kernels and compiled graphs are not visible:
     RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention` does not use
     its inference fast path meanwhile.
     """
@@ -59,7 +59,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
         patterns[name] = pattern.detach() if detach else pattern
 
     def trim(factor: Tensor) -> None:
-        """Keep the columns of the pattern that are multiplied with the values."""
+        """Keep only the columns of the pattern that are multiplied by the values."""
         recorded = patterns.get(inside[-1])
         width = factor.shape[-1]
         if recorded is not None and width < recorded.shape[-1]:
@@ -85,7 +85,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
 
 
 class _Watch(TorchFunctionMode):
-    """An interceptor of torch functions that does not change their arguments and results."""
+    """A mode that observes torch functions without changing their arguments or results."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Watch(TorchFunctionMode):
             pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.keep(pattern if pattern.ndim == 4 else pattern[None])
         elif func in _SOFTMAX and _over_keys(out, args, kwargs):
-            # Cloned, because the model may change it in place.
+            # The pattern is cloned, because the model may change it in place.
             self.keep(out.clone())
         elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
             self.trim(args[0])

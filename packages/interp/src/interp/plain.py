@@ -9,7 +9,7 @@ outputs of all heads are added to the stream.
     logits   W_U x_2
 
 Vectors are columns, as in the paper: W_QK scores query x and key y by x^T W_QK y, W_OV maps x to
-W_OV x. This file computes with whole matrices, and the package with their thin factors.
+W_OV x. This file computes with dense matrices, and the package with their thin factors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def streams(
 ) -> list[Tensor]:
     """Return the residual stream (seq, d_model) before the first layer and after each layer.
 
-    `ablated` heads, (layer, head), add nothing.
+    Heads in `ablated`, given as (layer, head), add nothing.
     """
     qk, ov = qk_circuits(w), ov_circuits(w)
     d_head = w.q.shape[-2]
@@ -107,7 +107,7 @@ def copying(w: Weights) -> Tensor:
 
 
 def ablations(w: Weights, tokens: Tensor) -> Tensor:
-    """Return the increase of the loss in nats without each head, (layers, heads)."""
+    """Return the increase in loss (nats) from ablating each head, (layers, heads)."""
 
     def loss(ablated: frozenset[tuple[int, int]]) -> Tensor:
         predicted = logits(w, tokens, ablated)[:-1]

@@ -1,7 +1,7 @@
 """Patches of some positions of one text, also during generation.
 
-A patch follows the positions of calls by the length of the model's cache: the first call contains
-the prompt, and each later call the new tokens.
+A patch determines the positions of a call from the length of the model's cache: the first call
+contains the prompt, and each later call contains the new tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Replacement = Tensor | Callable[[Tensor], Tensor]
 
 @contextmanager
 def report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> Iterator[None]:
-    """Report the position of each call in its text to patches, by the length of the cache."""
+    """Report the position at which each call starts, the length of the cache, to patches."""
     patches = {id(at): at for at in positioned.values()}
     outer_modules: set[str] = set()
     for site in positioned:

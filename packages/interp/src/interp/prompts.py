@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-#: A function of final residual streams (n, seq, d_model) with results (n,).
+#: A function from final residual streams (n, seq, d_model) to one number per stream, (n,).
 Metric = Callable[[Tensor], Tensor]
 #: One metric for all pairs of prompts, or one per pair.
 Metrics = Metric | Sequence[Metric]
@@ -34,7 +34,7 @@ def tokens_of(prompt: Prompt) -> Tensor:
 
 
 def mask_of(prompt: Prompt) -> Tensor:
-    """Return booleans (n, seq) that are False at padding; True without an `attention_mask`."""
+    """Return booleans (n, seq), False at padding; all are True without an `attention_mask`."""
     mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
     if mask is None:
         return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
@@ -62,7 +62,7 @@ def require_zeros_and_ones(mask: Tensor) -> None:
 def split_pairs(
     clean: Prompt, corrupted: Prompt, metric: Metrics
 ) -> list[tuple[Prompt, Prompt, Metric]]:
-    """Return the pairs of a batch of prompts, each with its metric; [] for a single pair."""
+    """Return the pairs of a batch of prompts, each with its metric, or [] for a single pair."""
     clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
     count = len(clean_tokens)
     if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim < 2 or not count:
@@ -88,7 +88,7 @@ def split_pairs(
 
 @dataclass(frozen=True)
 class _MetricOfPair:
-    """A metric that was passed for one pair, and may read a position before its padding."""
+    """A metric that was passed for one pair, so it may read the position before its padding."""
 
     metric: Metric
 
@@ -109,7 +109,7 @@ def _require_no_padding_at_the_end(prompt: Prompt) -> None:
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:
     """Return one prompt of a batch, with a batch dimension of 1.
 
-    Raises ValueError for an argument that may or may not have a row per prompt.
+    Raises ValueError if it is unclear whether an argument has one row per prompt.
     """
     if isinstance(prompt, Tensor):
         return prompt[index : index + 1]
@@ -148,9 +148,9 @@ class MeanOverPairs:
     def standard_error_of(self, quantity: Callable[[Any], Tensor]) -> Tensor:
         """Return the standard error over pairs of a quantity of this result.
 
-        `result.standard_error_of(lambda result: result.recovered)` is that of a ratio of means,
-        which differs from that of `values`: the metrics of a pair vary together. Each pair is left
-        out once (the jackknife), and the standard error of a mean is the usual one.
+        `result.standard_error_of(lambda result: result.recovered)` is the standard error of a ratio
+        of means. The metrics of a pair vary together, so it does not follow from that of `values`.
+        The jackknife leaves out each pair once; for a mean, this is the usual standard error.
         """
         count = len(self.pairs)
         require_several_pairs(count)
@@ -171,7 +171,7 @@ def require_several_pairs(count: int) -> None:
 
 
 def mean_over_pairs(results: Sequence[Result]) -> Result:
-    """Return the mean of all numbers of several results, which are its `pairs`."""
+    """Return a result whose numbers are means over several results, which become its `pairs`."""
     numbers: dict[str, Any] = {"pairs": tuple(results)}
     for field in fields(results[0]):
         values = [getattr(result, field.name) for result in results]
@@ -193,7 +193,7 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
 
 
 def tensors_of(out: Any) -> dict[str, Tensor]:
-    """Return copies of the floating tensors of a model's output."""
+    """Return copies of the floating-point tensors of a model's output."""
     tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
     return {f"output {i}": x.detach().clone() for i, x in enumerate(tensors)}
 
@@ -212,7 +212,7 @@ def measure(metric: Metrics, streams: Tensor) -> Tensor:
 
 
 def is_close(repeated: Tensor, original: Tensor) -> bool:
-    """Return True if a repeated computation has the original's result up to rounding."""
+    """Return True if a repeated computation equals the original up to rounding."""
     # Masked logits are -inf, and must be -inf again.
     finite = original[original.isfinite()]
     atol = 1e-4 * float(finite.abs().max()) if finite.numel() else 0.0
@@ -232,7 +232,7 @@ def require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Te
 
 
 def require_repeatable(original: Mapping[str, Tensor], repeated: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a repeated run has other activations, as with a cache or dropout."""
+    """Raise ValueError if a repeated run differs in activations, as with a cache or dropout."""
     for site, activation in repeated.items():
         if not is_close(activation, original[site]):
             raise ValueError(

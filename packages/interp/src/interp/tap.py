@@ -113,8 +113,8 @@ def patch(
 ) -> Iterator[None]:
     """Replace activations while the block runs, by tensors or by functions of the old values.
 
-    Sites are named as in `record`, by `names` too. The new value must broadcast to the shape of the
-    old one, and is converted to its dtype and device. Nested contexts act in the order of entry: a
+    Sites and `names` are those of `record`. The new value must broadcast to the shape of the old
+    one, and is converted to its dtype and device. Nested contexts act in the order of entry: a
     `record` inside a `patch` sees the patched value.
 
     Raises ValueError for a wrong shape and for two replacements of a site, and RuntimeError at the

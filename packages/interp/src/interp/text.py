@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from interp.patching import Metric, logit_difference
 
-#: A function from a text to token ids, or to a mapping with `input_ids`, as of transformers.
+#: A function from a text to token ids, or to a mapping with `input_ids` (transformers).
 Tokenizer = Callable[[str], Any]
 
 
@@ -71,7 +71,7 @@ def pairs_of(
 
     `table` is a DataFrame or a mapping with the columns "clean" and "corrupted", texts of the same
     number of tokens, and "right" and "wrong", the answers as texts of one token or as token ids. A
-    metric is the difference of the logits of both answers at the last position.
+    metric is the difference of the logits of the two answers at the last position.
     """
     columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
     clean, corrupted = (

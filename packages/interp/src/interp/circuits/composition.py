@@ -3,9 +3,9 @@
     score(1 -> 2) = ||W_2 W_1|| / (||W_2|| ||W_1||)          Elhage et al. 2021
 
 Here W_1 = W_OV of the earlier head, and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of the
-later head. An orthonormal factor does not change the Frobenius norm. With R from the QR of the
-outer thin matrices, the norm is ||(R_2 b_2) (a_1 R_1^T)||: one matrix product for an earlier layer
-and all heads of all later layers.
+later head. Let W_i = a_i b_i, with the QR decompositions a_2 = Q_2 R_2 and b_1^T = Q_1 R_1.
+Orthonormal factors do not change the Frobenius norm, so ||W_2 W_1|| = ||(R_2 b_2) (a_1 R_1^T)||.
+One matrix product computes it for an earlier layer and all heads of all later layers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 Kind = Literal["q", "k", "v"]
 
-# The number of entries of the product of one block of pairs, 2 MiB; larger is not faster.
+# The number of entries in the product of one block of pairs (2 MiB); more are not faster.
 _BLOCK_NUMBERS = 1 << 19
 
 
 def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) -> Tensor:
     """Return the score of each pair of heads, (layer_1, head_1, layer_2, head_2).
 
-    Scores are 0 unless layer_1 < layer_2. `ov` and `qk` hold every head's circuit, batch (layers,
-    heads); `qk` is not needed for `kind="v"`. Two random circuits score about `chance(d_model)`.
-    Half precision is converted to float32.
+    Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain every head's circuit, with batch
+    shape (layers, heads); `qk` is not needed for `kind="v"`. Two random circuits score about
+    `chance(d_model)`. Half precision is converted to float32.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -37,7 +37,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     scores = writes.new_zeros(layers, heads, layers, heads)
     for first in range(layers - 1):
         scores[first, :, first + 1 :] = _pair_norms(reads[first + 1 :], writes[first])
-    # Folding also keeps the norms of the circuits themselves.
+    # Folding also preserves the norms of the circuits themselves.
     written, read = torch.linalg.matrix_norm(writes), torch.linalg.matrix_norm(reads)
     norms: Tensor = written[:, :, None, None] * read
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
@@ -70,9 +70,9 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 
 
 def _folded(matrix: LowRank) -> Tensor:
-    """Return `a R^T` with R from b^T = Q R, the matrix up to an orthonormal factor on the right.
+    """Return `a R^T` for b^T = Q R, which equals `a b` up to an orthonormal factor on the right.
 
-    The result is also up to a positive factor, which does not change scores.
+    The result is also scaled by a positive factor, which does not change scores.
     """
     a, b = _unit_size(decomposable(matrix.a)), _unit_size(decomposable(matrix.b))
     triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
@@ -80,13 +80,13 @@ def _folded(matrix: LowRank) -> Tensor:
 
 
 def _unit_size(x: Tensor) -> Tensor:
-    """Return matrices scaled to a largest entry of 1, so that no product over- or underflows."""
+    """Return matrices scaled to a maximum norm of 1, so that no product over- or underflows."""
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
     return x / largest.where(largest > 0, 1)
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
-    """Return ||reads[l, i] @ writes[h]||, (h, l, i), of factors (l, i, r, d) and (h, d, s)."""
+    """Return ||reads[l, i] @ writes[h]|| as (h, l, i), given (l, i, r, d) and (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
     written = writes.movedim(0, 1).reshape(d_model, -1)
     rows = reads.reshape(-1, rank, d_model)

@@ -1,7 +1,7 @@
 """Attention heads as functions of their circuits.
 
-W_QK determines the attention pattern of a head, W_OV the vectors that it moves. The concatenation
-of heads in front of W_O equals the sum of one W_O W_V product per head. Elhage et al. 2021.
+W_QK determines the attention pattern of a head, W_OV the vectors that it moves. Multiplying the
+concatenated heads by W_O equals a sum of one W_O W_V product per head. Elhage et al. 2021.
 """
 
 from __future__ import annotations

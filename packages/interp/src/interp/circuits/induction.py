@@ -42,8 +42,8 @@ def induction_circuit(
     """Return an exact induction circuit for sequences of BOS = 0 and tokens 1 ... vocabulary - 1.
 
     The logits are exactly the mean of the one-hot successors of all earlier occurrences of a token,
-    and 0 without one. This holds at the default `sharpness`: twice the difference of scores at
-    which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    and 0 if there are none. This holds at the default `sharpness`, twice the difference of scores
+    at which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
@@ -62,14 +62,14 @@ def induction_circuit(
         assert model.position is not None
         model.position.weight.copy_(position)
         model.unembed.weight.copy_(output)
-        # Queries at i and keys at i - 1 are equal in coordinate i - 1.
+        # The query at i and the key at i - 1 match in coordinate i - 1.
         first.q.weight[: t - 1] = sharpness * position[1:]
         first.k.weight[: t - 1] = position[:-1]
         # Position 0 has no predecessor and attends to itself.
         first.q.weight[0] += sharpness * position[0]
         first.v.weight[:v] = token
         first.o.weight[:, :v] = previous.T
-        # Queries and keys are equal in the coordinate of the token. BOS is not a query, so its
+        # A query and a key match in the coordinate of their token. BOS is not a query, so its
         # coordinate serves as the attention sink.
         second.q.weight[1:v] = sharpness * token[1:]
         second.q.weight[0] = sharpness / 2 * token.sum(0)
@@ -132,7 +132,7 @@ def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, l
             vocabulary=task.vocabulary, context=task.length, positions="attention", **sizes
         )
     generator = torch.Generator().manual_seed(task.seed)
-    # A shorter memory of squared gradients (0.98) carries more seeds through the phase change.
+    # With a shorter memory of squared gradients (0.98), more seeds reach the phase change.
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.98))
     losses = []
     for step in range(task.steps):
@@ -161,9 +161,9 @@ class Confirmation:
     induction: DetectedHead
     accuracy: float
     accuracy_without_previous: float
-    #: The score of the two heads.
+    #: The K-composition score of the two heads.
     k_composition: float
-    #: The largest score of the induction head with any other head of layer 0.
+    #: The largest K-composition score of the induction head with any other head of layer 0.
     k_composition_others: float
 
 

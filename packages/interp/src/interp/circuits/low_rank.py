@@ -88,7 +88,7 @@ class LowRank:
         return LowRank(a, b)
 
     def __matmul__(self, other: LowRank | Tensor) -> LowRank:
-        """Return the product, at the smaller rank; a tensor on either side is a dense matrix."""
+        """Return the product, with the smaller of the two ranks; a tensor is a dense matrix."""
         _require_product(self.shape, other)
         if isinstance(other, Tensor):
             require_alike("the two matrices", self.a, other)
@@ -105,9 +105,9 @@ class LowRank:
         return LowRank(other @ self.a, self.b)
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norm, (...)."""
+        """Return the Frobenius norm of each matrix, (...)."""
         full = self._decomposable()
-        # With R of a = QR, because Gram matrices would lose half of the digits.
+        # Use R of a = QR, because Gram matrices would lose half of the digits.
         norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(full.a, mode="r").R @ full.b)
         return norm
 
@@ -124,7 +124,7 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the r eigenvalues that can differ from 0, complex (..., r): those of `b a`."""
+        """Return the r eigenvalues that can be nonzero, complex (..., r), from those of `b a`."""
         _require_square(self)
         full = self._decomposable()
         values: Tensor = torch.linalg.eigvals(full.b @ full.a)
@@ -157,7 +157,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
 
 
 def synthesize(matrix: Tensor, rank: int) -> LowRank:
-    """Return the heads of dimension `rank` with circuits nearest to `matrix` (..., m, n).
+    """Return the heads of dimension `rank` whose circuits are nearest to `matrix` (..., m, n).
 
     They are the truncated SVD with the singular values split evenly between both factors. No other
     matrix of that rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
@@ -178,7 +178,7 @@ def decomposable(x: Tensor) -> Tensor:
 
 
 def require_alike(what: str, *tensors: Tensor) -> None:
-    """Raise TypeError for tensors of several dtypes, ValueError for several devices."""
+    """Raise TypeError if tensors differ in dtype, and ValueError if they differ in device."""
     if len({x.dtype for x in tensors}) > 1:
         dtypes = " and ".join(str(x.dtype) for x in tensors)
         raise TypeError(f"{what} are {dtypes}; convert them to one dtype, as with .float()")
@@ -219,5 +219,5 @@ def _require_square(matrix: LowRank) -> None:
 
 
 def stack_layers(layers: list[LowRank]) -> LowRank:
-    """Return the circuits of all layers as one matrix, batch (layers, heads)."""
+    """Return the circuits of all layers as one `LowRank` with batch shape (layers, heads)."""
     return LowRank(torch.stack([c.a for c in layers]), torch.stack([c.b for c in layers]))

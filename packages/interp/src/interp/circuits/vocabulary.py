@@ -4,9 +4,9 @@
     a head, OV       W_U W_OV W_E       unembed @ ov @ embed.mT
     a head, QK       W_E^T W_QK W_E     embed @ qk @ embed.mT
 
-Entry (s, t) is the logit of token s after token t (bigrams), the effect on the logit of s if a head
-attends to t, and the score of query s on key t. All are `LowRank`; `embed` and `unembed` are
-weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
+In this order, entry (s, t) is the logit of token s after token t (bigrams), the effect on the logit
+of s if a head attends to t, and the score of query s on key t. All are `LowRank`; `embed` and
+`unembed` are weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
-    """Return the eigenvalues of W_U W_OV W_E that can differ from 0, complex (..., d_head).
+    """Return the eigenvalues of W_U W_OV W_E that can be nonzero, complex (..., d_head).
 
     They are the eigenvalues of B (W_E W_U) A with W_OV = A B. The d_model x d_model matrix W_E W_U
     is the same for all heads, so the vocabulary is summed over once instead of once per head.

@@ -1,7 +1,7 @@
 """The attention-only transformer of Elhage et al. 2021, without MLPs and norms.
 
-Learned positions may be added to the inputs of queries and keys only. The stream then holds tokens
-only, and induction heads form in fewer steps.
+Learned positions may be added to the inputs of queries and keys only. The stream then contains
+tokens only, and induction heads form in fewer steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoders from folders that Hugging Face saved: config.json and safetensors."""
+"""Loading of decoders from folders in Hugging Face's format: config.json and safetensors files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Decoder:
-    """Load a decoder from a folder, whole or in shards, without transformers.
+    """Load a decoder from a folder with one or several safetensors files, without transformers.
 
-    Raises FileNotFoundError for a missing file, ValueError for another architecture and for tensors
-    that are missing, unused or of the wrong shape.
+    Raises FileNotFoundError for a missing file, and ValueError for an unsupported architecture and
+    for tensors that are missing, unused or of the wrong shape.
     """
     folder = Path(path)
     _require_file(folder / "config.json")

@@ -13,7 +13,7 @@ from interp.decoder.families import FAMILIES, Family
 from interp.decoder.modules.settings import Settings
 from interp.decoder.rotary import alibi_slopes, rope_parameters, rotary_of, yarn_temperature
 
-#: Options that change the function, with the only value that is supported.
+#: Options that change the function, each with the only supported value.
 _REQUIRED: Mapping[str, object] = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -30,8 +30,8 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
-#: Options that are supported if they equal another option: embeddings of OPT without a projection,
-#: and rotated dimensions of DeepSeek.
+#: Options that are supported only if they equal another option: OPT's embedding size, so that no
+#: projection is needed, and DeepSeek's rotated dimensions.
 _EQUAL: Mapping[str, str] = {
     "word_embed_proj_dim": "hidden_size",
     "head_dim": "qk_rope_head_dim",
@@ -98,7 +98,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
 
 
 def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of DeepSeek's routers; {} for other families."""
+    """Return the settings of DeepSeek's routers, or {} for other families."""
     if not FAMILIES[config["model_type"]].latent:
         return {}
     is_grouped = config["model_type"] == "deepseek_v3"
@@ -138,7 +138,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the first option of the configuration that is set."""
+    """Return the value of the first of these options that the configuration sets."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -203,7 +203,7 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
-    """Return True if transformers gives the layer a sliding window, by a rule of each family."""
+    """Return True if the layer has a sliding window; each Qwen family has a separate rule."""
     if not config.get("use_sliding_window"):
         return False
     limit = config.get("max_window_layers", 28)

@@ -1,6 +1,6 @@
 """Constants that a family applies outside its weights.
 
-A description has no modules for them: they are folded into copies of the weights.
+A description has no modules for them, so they are folded into copies of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from interp.decoder.names import is_norm_role, roles_of
 
-#: OPT's table of positions starts with two rows that its padding selects.
+#: OPT's position table starts with two rows that are reserved for padding.
 _OPT_OFFSET = 2
 
 
@@ -22,13 +22,13 @@ _OPT_OFFSET = 2
 class Constants:
     """Constants that descriptions fold into the weights."""
 
-    #: Added to the gains of norms (Gemma).
+    #: An offset that is added to the gains of norms (Gemma).
     gain_offset: float = 0.0
-    #: The factor of the embedding (Gemma, Granite).
+    #: The scale of the embedding (Gemma, Granite).
     embed_scale: Tensor | None = None
-    #: The factor of outputs that are added to the stream (Granite).
+    #: The scale of outputs that are added to the stream (Granite).
     residual_scale: float = 1.0
-    #: The factor of the logits (Cohere, Granite).
+    #: The scale of the logits (Cohere, Granite).
     logit_scale: float = 1.0
     #: The number of rows of the position table before position 0 (OPT).
     skipped_positions: int = 0
@@ -60,10 +60,10 @@ class Constants:
 
 
 def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constants:
-    """Return the constants of a model, or of a checkpoint with that configuration."""
+    """Return the constants of a model, or of a checkpoint with this configuration."""
     name = str(config.get("model_type"))
     if name.startswith("gemma"):
-        # Half precision rounds the buffer, and with it the model's embedding.
+        # In half precision, the model scales its embedding by the rounded buffer.
         scale = torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32)
         for buffer_name, buffer in [] if model is None else model.named_buffers():
             if buffer_name.endswith("embed_scale"):

@@ -11,7 +11,7 @@ A norm that a family does not have is an `nn.Identity`, so that all families hav
     blocks.*.attention.pattern          (batch, heads, seq, seq), after the softmax
     blocks.*.attention.o:input          z, the mixed values (batch, seq, heads * d_head)
     blocks.*.attention_out, .mlp_out    the outputs that are added to the stream
-    norm:input, unembed                 the final stream, the logits (before a cap)
+    norm:input, unembed                 the final stream and the logits (before a cap)
 
 Modules share the memory of the weights that they are built from.
 """
@@ -50,7 +50,7 @@ class DecoderBlock(nn.Module):
         # Parallel blocks with one norm (Phi, GPT-J, Cohere) use it for attention and MLP.
         is_shared = settings.parallel and f"{name}.norm2" not in weights
         norm2 = f"{name}.norm1" if is_shared else f"{name}.norm2"
-        # Names the stream between attention and MLP; parallel blocks have none.
+        # The site of the stream between attention and MLP, which parallel blocks do not have.
         self.mid = None if settings.parallel else nn.Identity()
         self.norm2 = weights.stream_norm(norm2, settings)
         self.mlp: nn.Module
@@ -94,7 +94,7 @@ def _require_one_text_per_row(position_ids: Tensor, padding: Tensor | None) -> N
     """Raise ValueError if a row of positions (batch, seq) packs several texts."""
     for row, ids in enumerate(position_ids):
         steps = ids.diff() if padding is None else ids[~padding[row]].diff()
-        # Without a mask, Hugging Face's models start another text at any step other than 1.
+        # Without a mask, Hugging Face's models treat any step other than 1 as the start of a text.
         if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
             raise ValueError(
                 f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         super().__init__()
         weights = Weights(tensors)
         self.settings = settings
-        #: The model that `describe` was called with.
+        #: The model that was passed to `describe`.
         self.source: Source | None = None
         #: The comparisons with that model that this description passed.
         self.comparisons: tuple[Comparison, ...] = ()
@@ -139,13 +139,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the logits of the tokens.
 
-        `attention_mask` (batch, seq) is 0 at padding. `position_ids` (batch, seq) are the positions
+        `attention_mask` (batch, seq) is 0 at padding. `position_ids` (batch, seq) are the indices
         of learned and rotary positions. Their default is that of the family in Hugging Face: the
-        columns, or the number of earlier tokens that are not padding (OPT, Bloom). Pass them if
-        tokens follow padding and positions are learned; otherwise a warning is issued.
+        column index, or the number of earlier tokens that are not padding (OPT, Bloom). Pass them
+        if tokens follow padding and positions are learned; otherwise a warning is issued.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
-        tokens are added to the cache. If the earlier tokens include padding, it must be passed.
+        tokens are added to the cache. If the earlier tokens include padding, the mask must be
+        passed.
         """
         self.require_fresh()
         past = 0 if cache is None else cache.get_seq_length()
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor | None:
-        """Return the positions of all tokens, (batch, tokens), or None for the columns."""
+        """Return the positions of all tokens, (batch, tokens), or None for column indices."""
         earlier = None if cache is None else cache.position_ids
         new: Tensor | None = None
         if position_ids is not None:
@@ -273,7 +274,7 @@ class Decoder(nn.Module):
         return cast(list[DecoderBlock], list(self.blocks))
 
     def qk(self, distance: int = 0) -> LowRank:
-        """Return W_QK of every head, batch (layers, heads), for keys `distance` positions back.
+        """Return W_QK of every head, (layers, heads), for keys `distance` positions earlier.
 
         Biases, norms of queries and keys, and ALiBi are not included.
         """
@@ -281,7 +282,7 @@ class Decoder(nn.Module):
         return stack_layers([block.attention.qk(distance) for block in self.layers])
 
     def ov(self) -> LowRank:
-        """Return W_OV of every head without biases, batch (layers, heads)."""
+        """Return W_OV of every head without biases, (layers, heads)."""
         self.require_fresh()
         return stack_layers([block.attention.ov() for block in self.layers])
 
@@ -289,8 +290,8 @@ class Decoder(nn.Module):
     def components(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
-        `prompt` are tokens or keyword arguments of `forward`. An attention's output is split into
-        heads unless a norm follows it.
+        `prompt` contains token ids or the keyword arguments of `forward`. An attention's output is
+        split into heads unless a norm follows it.
         """
         outputs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
         sites = ["embed_norm", *outputs]

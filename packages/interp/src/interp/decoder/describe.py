@@ -1,4 +1,4 @@
-"""Descriptions: any decoder module in memory as a `Decoder` that shares its weights.
+"""Description of any decoder module in memory by a `Decoder` that shares its weights.
 
 The configuration of a Hugging Face model, or the attributes and structure of another module, give
 candidate settings. `interp.decoder.verify` then compares the candidates with the model.
@@ -45,7 +45,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
     `settings` are fields of `Settings` that override the detected ones. For a module without a
     configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
-    tokens to verify, and to accept later. Its default is the model's number of positions, at most
+    tokens to verify and to accept later. Its default is the model's number of positions, at most
     1,024, and fewer for large models.
 
     The description is compared with the model under random weights and under its own weights; see
@@ -53,7 +53,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     folded in are copies. If the model changes their originals later, calls of the description raise
     RuntimeError.
 
-    Raises ValueError if no description has the model's logits.
+    Raises ValueError if no description reproduces the model's logits.
     """
     if isinstance(model, Decoder) and not settings:
         return model
@@ -103,7 +103,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
 
 def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a family that is not supported, with a property that is not known."""
+    """Raise ValueError for an unsupported family, and report which property is unknown."""
     kind = config.get("model_type")
     if kind in FAMILIES:
         return
@@ -121,7 +121,7 @@ def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 def _copied_names(
     tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor], chosen: Settings
 ) -> set[str]:
-    """Return the names of the tensors of which the decoder has copies."""
+    """Return the names of the tensors that the decoder has copied."""
     copied = set()
     for name, _, value in canonical_parts(folded, d_head=chosen.d_head, heads=chosen.heads):
         if name in tensors:
@@ -137,7 +137,7 @@ def _require_equal_logits(
     build: Callable[[Mapping[str, Tensor]], Decoder],
     decoder: Decoder,
 ) -> None:
-    """Compare logits under the model's weights: in float32 if a copy is small, and as they are."""
+    """Compare logits under the model's weights, and small 16-bit models also in float32."""
     length = min(12, decoder.settings.context or 12)
     vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ def _require_close(
 ) -> None:
     logits = decoder(tokens)
     errors = [distance(logits[:, [i]], expected[:, [i]]) for i in range(tokens.shape[1])]
-    # Rounding occasionally sends a token to another expert, but not the majority of tokens.
+    # Rounding may route some tokens to other experts, but not the majority of tokens.
     is_routed = bool(decoder.settings.experts_used)
     error = sorted(errors)[len(errors) // 2] if is_routed else max(errors)
     if not error <= tolerance:
@@ -169,7 +169,7 @@ def _require_close(
 
 
 def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
-    """Return the settings of the configuration, and the same with the model's rotary angles."""
+    """Return the configuration's settings, and the same settings with the model's rotary angles."""
     settings = settings_from_config(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
     frequencies: list[tuple[float, ...]] = []
@@ -182,14 +182,14 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
             return [settings]
         else:
             frequencies.append(tuple(buffer.float().tolist()))
-    # .bfloat16() rounds the buffer, and with it the angles of the model. Otherwise both are equal.
+    # .bfloat16() rounds the buffer and thus the model's angles. Otherwise both settings are equal.
     return list(dict.fromkeys([settings, replace(settings, frequencies=tuple(frequencies))]))
 
 
 def _settings_from_module(
     model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
 ) -> Iterator[Settings]:
-    """Yield candidate settings of a module without a configuration, the likeliest first."""
+    """Yield candidate settings of a module without a configuration, most likely first."""
     heads = _attribute(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
     if heads is None:
         raise ValueError(
@@ -223,7 +223,7 @@ def _settings_from_module(
 
 
 def _attribute(model: nn.Module, *names: str) -> Any:
-    """Return the first numeric attribute with one of these names, of the model or a submodule."""
+    """Return the first numeric attribute of the model or a submodule with one of these names."""
     for module, name in itertools.product(model.modules(), names):
         value = getattr(module, name, None)
         if isinstance(value, int | float):

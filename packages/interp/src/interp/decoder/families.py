@@ -11,31 +11,31 @@ from typing import Any
 class Family:
     """Properties that all models of a family share and that their configuration does not name."""
 
-    #: Layer norm instead of RMS norm.
+    #: True for layer norm, False for RMS norm.
     centered: bool = False
-    #: Norms without weights.
+    #: True if norms have no weights.
     bare_norms: bool = False
-    #: The default for the MLP in parallel with the attention, and the option that overrides it.
+    #: True if the MLP is parallel to the attention by default; `parallel_option` overrides it.
     parallel: bool = False
     parallel_option: str | None = None
     rotary: bool = True
-    #: The base of the angles if the configuration does not name one.
+    #: The base of the rotary angles if the configuration does not name one.
     default_theta: float = 1e4
-    #: The same for layers with a window, if they have a separate base.
+    #: The default base of layers with a sliding window, or None if they have the same base.
     local_theta: float | None = None
-    #: The default fraction of each head that is rotated. With None, the option is ignored.
+    #: The default fraction of rotated dimensions per head; with None, the option is ignored.
     rotary_fraction: float | None = None
-    #: Rotated pairs are (2i, 2i + 1).
+    #: True if rotated pairs are (2i, 2i + 1).
     interleaved: bool = False
     alibi: bool = False
-    #: Default positions do not count padding.
+    #: True if default positions do not count padding.
     positions_skip_padding: bool = False
-    #: Layers may have sliding windows.
+    #: True if layers may have sliding windows.
     windowed: bool = False
-    #: The activation if the configuration does not name one, and one that overrides it.
+    #: The default activation; `fixed_activation` overrides the one in the configuration.
     activation: str | None = None
     fixed_activation: str | None = None
-    #: Latent attention and routing as in DeepSeek.
+    #: True for latent attention and routing as in DeepSeek.
     latent: bool = False
     #: The epsilon of norms if the configuration does not name one.
     eps: float = 1e-5

@@ -17,7 +17,7 @@ from interp.decoder.modules.attention import DecoderAttention, Latent
 
 @torch.no_grad()
 def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
-    """Move the norm's weight and bias into `readers`, all modules that read the norm.
+    """Move the norm's weight and bias into `readers`, the modules that read its output.
 
     For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b).
     """
@@ -60,8 +60,8 @@ def _center_unembed(unembed: nn.Linear) -> None:
 def _fold_value_bias(attention: DecoderAttention) -> None:
     """Move the bias of the values into that of the output projection.
 
-    This keeps the function if values are not clamped and the rows of a pattern sum to 1, as without
-    sinks. The bias of a value head counts once per query head.
+    This preserves the function if values are not clamped and the rows of a pattern sum to 1 (no
+    sinks). The bias of a value head counts once per query head.
     """
     value, output = attention.v, attention.o
     is_linear = attention.sinks is None and attention.settings.clip is None
@@ -75,11 +75,11 @@ def _fold_value_bias(attention: DecoderAttention) -> None:
 
 
 def fold_decoder(model: Decoder) -> Decoder:
-    """Return a copy with norms and biases folded, which has the same log-probabilities.
+    """Return a copy with folded norms and biases and the same log-probabilities.
 
     Norms of the stream are folded into their readers; norms of outputs, queries and keys are kept.
-    The stream is centered if every reader subtracts its mean (layer norm), the unembedding if no
-    cap follows it. The original does not change.
+    The stream is centered if every reader subtracts its mean (layer norm), and the unembedding is
+    centered if no cap follows it. The original does not change.
     """
     source = None if model.source is None else model.source.all_copied()
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})

@@ -3,8 +3,8 @@
     model.layers.3.self_attn.q_proj.weight  ->  blocks.3.attention.q.weight
     transformer.h.3.attn.c_attn.weight      ->  blocks.3.attention.{q, k, v}.weight, transposed
 
-The last parts of a name decide (q_proj, gate, ln_1), so that custom models are described too.
-Fused weights are split: [q | k | v], or by group of heads if they are called query_key_value.
+Only the last parts of a name matter (q_proj, gate, ln_1), so custom models are described too. Fused
+weights are split as [q | k | v], or by group of heads if they are called query_key_value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-# Parameters whose names do not end in "weight" or "bias": stacked experts, sinks, a correction.
+# Parameters whose names do not end in "weight" or "bias": stacked experts, sinks, corrections.
 _UNNAMED = (
     (re.compile(r"(experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"(experts\.(?:gate_up|down)_proj)_bias$"), r"\1.bias"),
@@ -85,9 +85,9 @@ def canonical_weights(
 def canonical_parts(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the name of each tensor, and the canonical name and value of each part of it."""
+    """Yield each part of each tensor: the tensor's name, the canonical name and the value."""
     is_conv1d = _is_input_first(tensors)
-    # The experts of gpt-oss have biases, weights (in, out) and alternating gates and ups.
+    # The experts of gpt-oss have biases, weights (in, out) and interleaved gate and up projections.
     is_gpt_oss = any(name.endswith("experts.gate_up_proj_bias") for name in tensors)
     roles = roles_of(tensors)
     rotated = _latent_rotary_dims(tensors, roles)
@@ -112,7 +112,7 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Raises ValueError for a name without a role.
     """
     experts = any(".experts." in name for name in tensors)
-    # With a norm after the attention, its name is that of the norm before the MLP in other models.
+    # A norm after the attention has the name that the norm before the MLP has in other models.
     sandwiched = any("post_feedforward_layernorm" in name for name in tensors)
     roles = {}
     for name, tensor in tensors.items():
@@ -161,7 +161,7 @@ def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if weights are (in, out), as in GPT-2's checkpoints, where c_attn is wide."""
+    """Return True if weights are (in, out), as in GPT-2: c_attn has more columns than rows."""
     fused = (x for name, x in tensors.items() if name.endswith("c_attn.weight"))
     return any(x.shape[1] > x.shape[0] for x in fused)
 
@@ -238,7 +238,7 @@ def _split_fused(
 
 
 def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
-    """Return the number of rotated dimensions per head in latent attention, otherwise 0."""
+    """Return the number of rotated dimensions per head in latent attention, or 0."""
     rows = [len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_down.weight")]
     ranks = [
         len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_latent_norm.weight")
@@ -249,7 +249,7 @@ def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str])
 def _split_latent(
     role: str, tensor: Tensor, heads: int, d_head: int, rotated: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a tensor of latent attention, with rotated dimensions in front."""
+    """Yield the parts of a latent-attention parameter, with rotary query dimensions first."""
     part, _, kind = role.rpartition(".")
     block, _, part = part.rpartition(".")
     if part in ("q", "q_up"):
@@ -269,14 +269,14 @@ def _split_latent(
 def _split_groups(
     role: str, tensor: Tensor, heads: int, d_head: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield queries, keys and values of a tensor that holds them by group of heads."""
+    """Yield the queries, keys and values of a tensor that stores them by group of heads."""
     kv_heads = (len(tensor) // d_head - heads) // 2
     if kv_heads < 1 or len(tensor) != (heads + 2 * kv_heads) * d_head or heads % kv_heads:
         raise ValueError(
             f"{role} has {len(tensor)} rows, which are not {heads} query heads of {d_head} and "
             "key and value heads that they share evenly; check the number of heads"
         )
-    # Each group holds the query heads that share a key head, that key head and its value head.
+    # Each group contains the query heads that share a key head, that key head and its value head.
     groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, d_head))
     yield role.replace("qkv_by_group", "q"), groups[:, :-2].flatten(0, 2)
     yield role.replace("qkv_by_group", "k"), groups[:, -2].flatten(0, 1)

@@ -22,7 +22,7 @@ def neuron_attribution(
 ) -> list[Tensor]:
     """Return the term of each neuron in the logit of `targets`, (batch, seq, neurons) per layer.
 
-    The terms of a layer and that of its bias sum to the MLP's term of `attribution`. Raises
+    The terms of a layer and the term of its bias sum to the MLP's term in `attribution`. Raises
     ValueError for mixtures of experts, and if a norm follows the MLP.
     """
     for i, block in enumerate(model.layers):

@@ -23,7 +23,7 @@ class Rotary:
 
     #: The angle per position of each rotated pair.
     angles: tuple[float, ...] = ()
-    #: The factor of rotated vectors.
+    #: The scale of rotated vectors.
     scale: float = 1.0
     #: The angles in texts of more than `long_after` tokens.
     long_angles: tuple[float, ...] = ()
@@ -32,7 +32,7 @@ class Rotary:
 
 def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
     """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
-    # In float32, as in every implementation: the rounding errors matter at position 1,000.
+    # Use float32, as every implementation does: the rounding errors matter at position 1,000.
     exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     angles: list[float] = (1.0 / theta**exponents).tolist()
     return tuple(angles)
@@ -43,7 +43,7 @@ def scaled_rotary(
 ) -> Rotary:
     """Return the rotary positions of `dims` dimensions by the method that `rope` names.
 
-    `original_length` is that of the pretraining, `max_length` that of the scaled model.
+    `original_length` is the context length of pretraining, `max_length` that of the scaled model.
     """
     method = rope.get("rope_type") or rope.get("type") or "default"
     angles = rotary_angles(dims, rope["rope_theta"])
@@ -73,7 +73,7 @@ def scaled_rotary(
 
 
 def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:
-    """Divide small angles by the factor, keep large ones, and interpolate between them."""
+    """Divide small angles by the factor, keep large ones, and interpolate in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     rotations = length * angle / (2 * math.pi)
     smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
@@ -84,7 +84,7 @@ def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -
 def _yarn(
     angles: tuple[float, ...], factor: float, length: int, rope: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of the pretraining."""
+    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of pretraining."""
     dims = 2 * len(angles)
 
     def dim_of(rotations: float) -> float:
@@ -105,7 +105,7 @@ def _yarn(
 
 
 def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
-    """Return YaRN's factor of rotated queries and keys."""
+    """Return YaRN's scale of rotated queries and keys."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -127,7 +127,7 @@ def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, 
 
 
 def _longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> float:
-    """Return LongRoPE's factor of rotated queries and keys."""
+    """Return LongRoPE's scale of rotated queries and keys."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -137,13 +137,13 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    # Further heads take every second slope of a model with twice as many heads.
+    # The remaining heads use every second slope of a model with twice as many heads.
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
     return tuple(slopes)
 
 
 def rotary_of(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
-    """Return the rotary positions of a kind of layer."""
+    """Return the rotary positions of one kind of layer."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
         return Rotary()
     rope = rope_parameters(config, family, kind)
@@ -174,7 +174,8 @@ def _rotated_dims(
 def length_limit(config: Mapping[str, Any]) -> int | None:
     """Return the length beyond which rotary angles depend on earlier calls, or None.
 
-    The "dynamic" method of transformers keeps the angles of the longest text until a short one.
+    The "dynamic" method of transformers keeps the angles of the longest text so far, until a short
+    text resets them.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.rotary:
@@ -185,14 +186,14 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the length of the pretraining; that outside of the rotary options has priority."""
+    """Return the context length of pretraining; a value outside the rotary options has priority."""
     name = "original_max_position_embeddings"
     length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
     return length
 
 
 def rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
-    """Return the rotary parameters of a kind of layer, from newer or older configurations."""
+    """Return the rotary parameters of one kind of layer, from a newer or older configuration."""
     rope = dict(config.get("rope_parameters") or {})
     rope = dict(rope.get(kind, rope))
     theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.default_theta

@@ -2,8 +2,8 @@
 
 Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
 copies: weights with a constant folded in (the norms and embedding of Gemma, Granite's multipliers),
-and queries, keys and values that the checkpoint interleaves (GPT-NeoX). A copy whose original has
-changed is an error.
+and queries, keys and values that the checkpoint interleaves (GPT-NeoX). If the original of a copy
+changes, an error is raised.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ in the corrupted run and a' for its value in the clean run.
 
     effect = m(corrupted run with a := a') - m(corrupted run)
 
-`patch_streams` does so for each layer and position of the residual stream, `patch_parts` for the
-queries, keys, values, outputs or MLPs of each layer, head and position. `ablate_parts` replaces a
-head at all positions by zero, by a mean or by its values for other prompts.
+`patch_streams` does so for each layer and position of the residual stream, and `patch_parts` for
+the queries, keys, values, outputs or MLPs of each layer, head and position. `ablate_parts` replaces
+a head at all positions by zero, by a mean or by its values for other prompts.
 
-**Restarts.** A patch in layer l leaves the blocks before l as they were. The corrupted run is
-therefore recorded once, and a patch restarts at the recorded input of block l. Over all layers,
-this halves the number of block calls.
+**Restarts.** A patch in layer l does not change the blocks before l. The corrupted run is therefore
+recorded once, and a patch restarts at the recorded input of block l. Over all layers, this halves
+the number of block calls.
 
 **Batching.** All patches run as one batch. Patches of layer 0 start it, those of layer l join it at
 block l, and each block is called once per batch:
@@ -27,15 +27,16 @@ block l, and each block is called once per batch:
 **Causality.** In a `Decoder`, a patch at position t cannot change positions before t. Only the
 later positions are computed; queries, keys and values of earlier ones come from the recorded run.
 
-**Path patching** asks through which *receiver* a *sender* acts. A sender is the embedding, a head
-or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The residual
-stream is a sum of the senders' outputs s_i, so the edge from i to r is patched by adding
+**Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
+head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
+residual stream is a sum of the senders' outputs s_i, so the edge from i to r is patched by adding
 s_i' - s_i to the input of r alone:
 
     effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
 
 Components between i and r keep their corrupted values; those after r are computed. `path_patching`
-does so for any model, `patch_edges` for all edges of a `Decoder`, restarted at the receiver.
+does so for any model. `patch_edges` does so for all edges of a `Decoder` and restarts at the
+receiver.
 
 **Attribution patching** estimates all effects from one backward pass of the corrupted run:
 
@@ -45,9 +46,10 @@ A saturated softmax has almost no gradient. `attribute_parts` and `edge_attribut
 recompute the softmax of patched queries and keys and linearize only what follows it (AtP*).
 `edge_attribution` also measures the largest edges and reports the error of their estimates.
 
-All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
+`patch_streams`, `patch_parts`, `ablate_parts` and all functions for a `Decoder` accept several
 pairs of prompts, (pairs, seq), and return means. Result objects also have the result of each pair
-in `pairs`, and the `standard_error` of their values. `standard_error_of` is that of any quantity:
+in `pairs` and the `standard_error` of their values. `standard_error_of` computes it for any
+quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 

@@ -42,7 +42,7 @@ class PatchingResult(MeanOverPairs):
 
     @property
     def recovered(self) -> Tensor:
-        """The fraction of the gap that each patch closes: 0 as corrupted, 1 as clean."""
+        """The fraction of the gap that each patch closes: 0 if corrupted, 1 if clean."""
         if self.clean == self.corrupted:
             raise ValueError(
                 f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; pass "
@@ -53,7 +53,7 @@ class PatchingResult(MeanOverPairs):
 
 @dataclass(frozen=True, eq=False)
 class AblationResult(MeanOverPairs):
-    """The metric without each head or MLP."""
+    """The metric of the run without each head or MLP."""
 
     #: Names of the blocks.
     names: tuple[str, ...]
@@ -113,10 +113,10 @@ def patch_parts(
 ) -> PatchingResult:
     """Patch the clean activation into the corrupted run, per layer, head and position.
 
-    `part` is a site inside each block whose last dimension holds `heads` heads one after the
-    other. In a `Decoder` these are "attention.o:input" for z, "attention.q", "attention.k" and
-    "attention.v" (with the number of key-value heads), and "mlp_out" with one head. All other
-    arguments are those of `patch_streams`. `values` are (layers, heads, positions).
+    `part` is a site inside each block whose last dimension is a concatenation of `heads` heads. In
+    a `Decoder` these are "attention.o:input" for z, "attention.q", "attention.k" and "attention.v"
+    (with the number of key-value heads), and "mlp_out" with one head. All other arguments are those
+    of `patch_streams`. `values` are (layers, heads, positions).
 
     Raises ValueError as `patch_streams` does, and if the site does not have `heads` heads.
     """
@@ -209,7 +209,7 @@ def _part_sites(run: Restart, part: str, heads: int) -> list[str]:
 
 
 def _require_heads_of_decoder(model: Decoder, part: str, heads: int) -> None:
-    """Raise ValueError if a part has another number of heads; 1 patches all heads together."""
+    """Raise ValueError unless a part has `heads` heads; 1 patches all heads together."""
     attention = model.layers[0].attention
     known = {
         "attention.q": attention.heads,
@@ -271,8 +271,8 @@ def logit_difference(
 def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return a patch for the input of an output projection that ablates some of its heads.
 
-    The ablated heads are 0, or their values in `to`. It broadcasts to the input and may hold a mean
-    or the activations of another prompt.
+    The ablated heads are 0, or their values in `to`, which broadcasts to the input and may contain
+    a mean or the activations of another prompt.
     """
     if not all(0 <= head < heads for head in dropped):
         raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")

@@ -78,7 +78,7 @@ def attribution_patching(
     require_equal_shapes(before, seen)
 
     def metric_of_repeated(out: Any, final_stream: Tensor) -> Tensor:
-        # The sites may come before a dropout that makes the gradients random.
+        # A dropout after the sites would make the gradients random.
         require_repeatable(expected, tensors_of(out))
         return metric(out)
 
@@ -162,9 +162,9 @@ def edge_attribution(
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
     The norm, projection and softmax of an attention receiver are computed; everything after them,
-    and everything after the input of an MLP's norm, is linearized.
-    The `exact` edges with the largest estimates, or all edges if it is None, are measured too:
-    `.error` is the difference.
+    and everything after the input of an MLP's norm, is linearized. The `exact` edges with the
+    largest estimates, or all edges if it is None, are measured too: `.error` is the estimate minus
+    the measurement.
     """
     pairs = split_pairs(clean, corrupted, metric) or [(clean, corrupted, cast(Metric, metric))]
     results, changes = [], []
@@ -183,7 +183,7 @@ def edge_attribution(
 
 
 def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
-    """Return True for the `count` edges with the largest values, or for all if it is None."""
+    """Return a mask of the `count` edges with the largest absolute values; None selects all."""
     if count is None or count >= int(edges.exists.sum()):
         return edges.exists
     sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
@@ -201,7 +201,7 @@ def _estimated_edges(
     receivers: Sequence[Node] | None,
     batch: int,
 ) -> tuple[EdgeEffects, Tensor]:
-    """Return the estimates for one pair, and the changes of the senders' outputs."""
+    """Return the estimates for one pair of prompts, and the changes of the senders' outputs."""
     with torch.no_grad():
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
@@ -246,7 +246,7 @@ def _receiver_effects(
     metric: Metrics,
     layout: Layout,
 ) -> Tensor:
-    """Return the effects (n, heads) of input changes (n, seq, d_model) of a kind of receiver."""
+    """Return the effects (n, heads) of input changes (n, seq, d_model) on a kind of receiver."""
     if receiver.kind == "final":
         return (measure(metric, seen[site] + change) - measure(metric, seen[site]))[:, None]
     if receiver.kind == "mlp":
@@ -289,11 +289,11 @@ def _effect_through_softmax(
     if part == "q":
         after = attention.scores(new, k, *layout)[0].double().softmax(-1)
         return ((after - scores.softmax(-1)) * gradient).sum(-1).to(q.dtype)
-    # Note [Effect of one key]
-    # A key changes one score of each later query. Let e = exp(score) for this key, and let R and G
-    # be the sums of e and of e * gradient over the other keys. The row's contribution changes from
-    # (G + e gradient) / (R + e) to the same with the new e. R and G are summed over the other keys:
-    # if one key has almost all the weight, subtracting it would leave only rounding errors.
+    # Note [Effect of one key] A key changes one score of each later query. Let e = exp(score) for
+    # this key, and let R and G be the sums of e and of e * gradient over the other keys. The row's
+    # contribution changes from (G + e gradient) / (R + e) to the same expression with the new e. R
+    # and G are summed over the other keys: if one key has almost all the weight, subtracting it
+    # would leave only rounding errors.
     changed = attention.scores(q, new, *layout)[0].double()
     largest = scores.amax(-1, keepdim=True)
     e, e_new = (scores - largest).exp(), (changed - largest).clamp(-700, 300).exp()
@@ -328,11 +328,11 @@ def _gradients(
     seen: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return d metric(output, final stream) / d activation at each site, in the run of `prompt`."""
-    # Zeros are added to the activations, because no parameter might require a gradient.
+    # Zeros are added to the activations, because possibly no parameter requires a gradient.
     with torch.inference_mode(False):
         zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
-    # The last block's output, not the norm's input: a metric may call the norm itself.
+    # Record the last block's output, not the norm's input: a metric may call the norm itself.
     last_block = (f"blocks.{len(model.blocks) - 1}",) if isinstance(model, Decoder) else ()
     with torch.inference_mode(False), torch.enable_grad():
         with (

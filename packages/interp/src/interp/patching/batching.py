@@ -61,7 +61,7 @@ class PatchBatch:
         """Add one row per patch of this layer.
 
         `positions` is (patches, positions per patch). Return the rows and columns of the patched
-        positions in the activations of this block, which broadcast to that shape.
+        positions in the activations of this block; both broadcast to that shape.
         """
         old, new = len(self.streams), len(positions)
         inputs = self.run.block_inputs[layer].expand(new, -1, -1)
@@ -81,7 +81,7 @@ class PatchBatch:
 class CausalPatchBatch(PatchBatch):
     """A `PatchBatch` of a `Decoder` that computes the affected positions only.
 
-    `streams` is (1, m, d_model): the m affected positions of all rows, one after the other.
+    `streams` is (1, m, d_model): the m affected positions of all rows, concatenated.
     """
 
     def __init__(self, run: Restart, *, is_before_attention: bool) -> None:
@@ -107,7 +107,7 @@ class CausalPatchBatch(PatchBatch):
         return torch.zeros_like(positions), columns.gather(1, positions)
 
     def _extend_to_later_positions(self, layer: int) -> None:
-        """Mark all positions after an affected one: attention of the next block carries it on."""
+        """Mark all positions after an affected one, which the next block's attention affects."""
         if self.is_before_attention:
             return
         streams = self._fill_rows(self.run.block_inputs[layer], self.streams)
@@ -139,7 +139,7 @@ class CausalPatchBatch(PatchBatch):
             self.streams = block(self.streams, padding, position, position_ids)
 
     def final_streams(self) -> Tensor:
-        """Return the final streams (rows, seq, d_model), recorded ones where unaffected."""
+        """Return the final streams (rows, seq, d_model); unaffected positions are as recorded."""
         return self._fill_rows(self.run.final_stream, self.streams)
 
     def _fill_projections(self, site: str, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def run_patches(
 ) -> Tensor:
     """Return the metric (patches,) of each patched run.
 
-    `sites` and `sources` hold one site and its new values (seq, heads, d_head) per layer.
+    `sites` and `sources` contain one site and its new values (seq, heads, d_head) per layer.
     """
     part = sites[0].removeprefix(run.block_names[0])
     is_before_attention = bool(_BEFORE_ATTENTION.fullmatch(part))
@@ -192,7 +192,7 @@ def run_patches(
 def replace_heads(
     index: tuple[Tensor | slice | int, ...], new: Tensor, heads: int, old: Tensor
 ) -> Tensor:
-    """Return `old` (n, seq, heads * d_head) with `new` at `index`: row, position and head."""
+    """Return `old` (n, seq, heads * d_head) with `new` at `index` (row, position, head)."""
     changed = old.unflatten(-1, (heads, -1)).clone()
     changed[index] = new.to(changed)
     joined: Tensor = changed.flatten(-2)

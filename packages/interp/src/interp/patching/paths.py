@@ -35,7 +35,7 @@ class Node:
 
     kind: Literal["embed", "head", "q", "k", "v", "mlp", "final"]
     layer: int = 0
-    #: For "k" and "v", the number of the key-value head.
+    #: The number of the head; for "k" and "v", that of the key-value head.
     head: int = 0
 
     def __str__(self) -> str:
@@ -54,12 +54,12 @@ class EdgeEffects(MeanOverPairs):
     exists: Tensor
     #: (senders, receivers). 0 where `exists` is False.
     values: Tensor
-    #: Next to estimates, the measured effects of some edges, and nan for the other edges.
+    #: If `values` are estimates, the measured effects of some edges, and nan for the other edges.
     exact: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
-        """The estimate minus the exact effect of each measured edge, nan for the other edges."""
+        """The estimate minus the exact effect of each measured edge; nan for the other edges."""
         if self.exact is None:
             raise ValueError(
                 "these are exact effects, or no edge was measured; pass exact= to edge_attribution"
@@ -115,7 +115,7 @@ def patch_edges(
     receivers: Sequence[Node] | None = None,
     batch: int = 64,
 ) -> EdgeEffects:
-    """Return the exact effect of each edge from `senders` to `receivers`, by default of all.
+    """Return the exact effect of each edge from `senders` to `receivers`, by default of all edges.
 
     `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`. An edge is patched
     at all positions at once.
@@ -139,7 +139,7 @@ def measured(
     *,
     batch: int,
 ) -> Tensor:
-    """Return the exact effects of the `wanted` edges, (senders, receivers), and 0 for others."""
+    """Return the exact effects of the `wanted` edges, (senders, receivers); 0 for other edges."""
     values = torch.zeros_like(edges.values)
     run = Restart(model, "blocks.*", corrupted, batch=batch)
     baseline = measure(metric, run.final_stream)
@@ -185,7 +185,7 @@ def sender_changes(
     senders: Sequence[Node] | None,
     receivers: Sequence[Node] | None,
 ) -> tuple[EdgeEffects, Tensor]:
-    """Return edges with values of 0, and the clean minus the corrupted output of each sender.
+    """Return edges with values of 0, and each sender's clean output minus its corrupted output.
 
     The outputs are (senders, seq, d_model).
     """

@@ -85,13 +85,13 @@ class Restart:
         stream = self.block_inputs[0].clone()
         # Patches share a batch, so the rows must not depend on each other.
         two_rows = torch.cat([stream, -stream])
-        # A cache that grew makes keys longer than masks, which fails deep inside a block.
+        # If a cache has grown, keys are longer than masks, and a call fails deep inside a block.
         try:
             repeated = self(stream, 0)
             mixed = self(two_rows, 0)[:1] if self.batch > 1 else repeated
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(stateful) from error
-        # A batch of another size may be rounded differently, which matters in half precision.
+        # Another batch size may change the rounding, which matters in half precision.
         tolerance = torch.finfo(mixed.dtype).eps ** 0.5
         is_mixed = (mixed - self.final_stream).norm() > tolerance * self.final_stream.norm()
         if not is_close(repeated, self.final_stream) or bool(is_mixed):

@@ -55,7 +55,7 @@ def view(
         patching: A patching, ablation or edge result, or several by title.
         vocabulary: The string of each token id.
         title: The title of the page.
-        example: The row that is shown of results with a batch.
+        example: The batch row to show, for results with a batch dimension.
     """
     if isinstance(tokens, TextPrompt):
         tokens = tokens.strings[example]
@@ -151,7 +151,7 @@ def _patterns(
 
 
 def _distinguishing_parts(names: list[str]) -> list[str]:
-    """Return names without common parts: 0 for blocks.0.pattern, 1 for blocks.1.pattern."""
+    """Return names without common parts, such as 0 and 1 for blocks.0.mlp and blocks.1.mlp."""
     parts = [name.split(".") for name in names]
     if len(names) < 2 or len({len(p) for p in parts}) > 1:
         return names

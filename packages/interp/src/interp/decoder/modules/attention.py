@@ -10,14 +10,14 @@ from interp.decoder.modules.cache import Cache
 from interp.decoder.modules.settings import Settings
 from interp.decoder.modules.weights import Weights
 
-#: The epsilon of the norms inside DeepSeek's latent attention, which has no option.
+#: The epsilon of the norms inside DeepSeek's latent attention, which no option sets.
 _LATENT_EPS = 1e-6
 
 
 class Latent(nn.Module):
-    """A projection through a narrow, normed layer: the latent attention of DeepSeek.
+    """A projection through a narrow, normalized layer: the latent attention of DeepSeek.
 
-    The first dimensions of each head of keys come from `rotary` and are the same for all heads.
+    The first dimensions of each key head come from `rotary` and are the same for all heads.
     """
 
     bias = None
@@ -63,7 +63,7 @@ class Latent(nn.Module):
 
 
 class DecoderAttention(nn.Module):
-    """Causal attention with grouped heads, a sliding window, a cap, and any kind of positions."""
+    """Causal attention with grouped heads, a sliding window, a cap on scores, and any positions."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class DecoderAttention(nn.Module):
         self.k_norm = weights.norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
         self.o = weights.linear(f"{name}.o")
-        #: The logit of each head's sink, which takes weight from all keys (gpt-oss), or None.
+        #: The logit of each head's sink, which reduces the weight of all keys (gpt-oss), or None.
         self.sinks = None
         if f"{name}.sinks" in weights:
             self.sinks = weights.parameter(f"{name}.sinks.weight")
@@ -115,7 +115,7 @@ class DecoderAttention(nn.Module):
     ) -> Tensor:
         """Return the sum of the heads' outputs (batch, seq, d_model).
 
-        With a cache, `padding` and `position_ids` are those of all tokens.
+        With a cache, `padding` and `position_ids` include those of earlier tokens.
         """
         located = x if position is None else x + position
         q, k = self.q(located), self.k(located)
@@ -123,7 +123,7 @@ class DecoderAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
-        # Half precision: the sum over keys is computed in float32, as in every family.
+        # In half precision, the sum over keys is computed in float32, as in every family.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
         values = self._clip(v).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
@@ -140,9 +140,9 @@ class DecoderAttention(nn.Module):
     ) -> Tensor:
         """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
 
-        Queries are those of the last keys. Keys where `padding` (batch, keys) is True are visible
-        to their own query only, so that no row is empty. `position_ids` (batch, keys) are the
-        positions, by default the columns. A sink is one more column.
+        Queries are at the positions of the last keys. Keys where `padding` (batch, keys) is True
+        are visible to their own query only, so that no row is empty. `position_ids` (batch, keys)
+        are the positions, by default the column indices. A sink adds one column.
         """
         q = self._norm_heads(self._clip(q), self.q_norm)
         k = self._norm_heads(self._clip(k), self.k_norm)
@@ -181,7 +181,7 @@ class DecoderAttention(nn.Module):
     def rotate(self, x: Tensor, positions: Tensor, *, is_long: bool = False) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
 
-        `positions` is (seq,), or has the dimensions of `x` before the last.
+        `positions` broadcasts to the shape of `x` without its last dimension.
         """
         if not self.frequencies:
             return x
@@ -204,14 +204,14 @@ class DecoderAttention(nn.Module):
     def qk(self, distance: int = 0) -> LowRank:
         """Return W_QK of the heads for a key `distance` positions before the query.
 
-        LongRoPE's angles are those of texts within the original length.
+        For LongRoPE, the angles are those of texts within the original length.
         """
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
-        # Rotary scores depend on the difference of positions only: the key is rotated by all of it.
+        # Rotary scores depend only on the difference of positions, so only the key is rotated.
         position = torch.tensor([-distance], device=w_k.device)
         rotated = self.rotate(w_k.mT, position)
         if self.rotary_scale != 1:
-            # The query is scaled too.
+            # A rotation by 0 applies the scale of the query.
             rotated = self.rotate(rotated, torch.zeros_like(position))
         rotated = rotated.mT.flatten(0, 1)
         return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
@@ -225,7 +225,7 @@ class DecoderAttention(nn.Module):
         return heads
 
     def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Split into heads and apply the norm: to each head (Qwen 3) or to all (OLMo 2)."""
+        """Split into heads; normalize each head (Qwen 3) or all heads together (OLMo 2)."""
         gain = getattr(norm, "weight", None)
         if gain is not None and len(gain) == x.shape[-1]:
             return self._split_heads(norm(x))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Cache:
-    """Keys and values of earlier tokens, so that `Decoder` is called with the new tokens only.
+    """Keys and values of earlier tokens, so that `Decoder` is called with new tokens only.
 
     Keys are stored before their norm and rotation. A call that raises an error adds nothing.
     """
@@ -15,7 +15,7 @@ class Cache:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.grown: dict[int, tuple[Tensor, Tensor]] = {}
-        #: The positions of all tokens, (batch, tokens), once there are any.
+        #: The positions of all tokens, (batch, tokens), or None if the cache is empty.
         self.position_ids: Tensor | None = None
         #: True if some of the tokens are padding.
         self.has_padding = False

@@ -36,7 +36,7 @@ class DecoderMLP(nn.Module):
         self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each position (..., d_model) separately."""
+        """Map (..., d_model) to (..., d_model), each position separately."""
         up = self.up(x)
         if self.gate is None:
             inner = self.act(up)
@@ -51,13 +51,13 @@ class DecoderMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a router chooses MLPs per token, and one MLP may serve all tokens."""
+    """A mixture of experts: a router chooses MLPs per token, and one shared MLP may be added."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
         self.router = weights.linear(f"{name}.router")
-        #: Added to the probabilities when experts are chosen, but not to their weights.
+        #: A correction of the probabilities that choose experts; it does not affect their weights.
         self.correction = None
         if f"{name}.correction.bias" in weights.tensors:
             self.correction = weights.parameter(f"{name}.correction.bias")
@@ -98,7 +98,7 @@ class Experts(nn.Module):
         ranked = probabilities if self.correction is None else probabilities + self.correction
         if options.expert_groups > 1:
             groups = ranked.unflatten(-1, (options.expert_groups, -1))
-            # DeepSeek V3 ranks a group by its two best experts, V2 by the best.
+            # DeepSeek V3 ranks a group by its two best experts, and V2 by the best one.
             best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
             used = best.topk(options.expert_groups_used, dim=-1).indices
             is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, used, False)

@@ -11,7 +11,7 @@ class Settings:
 
     heads: int
     d_head: int
-    #: The factor of the scores, before the cap.
+    #: The scale of the scores, before the cap.
     scale: float
     #: For each layer, the angle per position of each rotated pair; () without rotary positions.
     frequencies: tuple[tuple[float, ...], ...]
@@ -23,14 +23,14 @@ class Settings:
     #: True if the norms have no weights (OLMo 1).
     bare_norms: bool = False
     activation: str = "silu"
-    #: The `frequencies` in texts of more than `long_after` tokens (LongRoPE); () if they are equal.
+    #: The `frequencies` in texts of more than `long_after` tokens (LongRoPE); () if unchanged.
     long_frequencies: tuple[tuple[float, ...], ...] = ()
     long_after: int = 0
-    #: For each layer, the factor of rotated queries and keys (YaRN); () for 1.
+    #: For each layer, the scale of rotated queries and keys (YaRN); () for 1.
     rotary_scales: tuple[float, ...] = ()
     #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
     interleaved: bool = False
-    #: The slope of each head's linear position bias (ALiBi); () without one.
+    #: The slope of each head's linear position bias (ALiBi); () without a bias.
     alibi_slopes: tuple[float, ...] = ()
     #: True if learned positions are added to the inputs of queries and keys only.
     positions_in_attention: bool = False
@@ -40,22 +40,22 @@ class Settings:
     parallel: bool = False
     score_cap: float | None = None
     logit_cap: float | None = None
-    #: The bound of queries, keys and values (OLMo 1).
+    #: The largest absolute value of queries, keys and values, which are clamped (OLMo 1).
     clip: float | None = None
-    #: The bound of the gate and up projections of gpt-oss, which also adds 1 to the latter.
+    #: The bound at which gpt-oss clamps gate and up projections; it also adds 1 to the latter.
     mlp_clip: float | None = None
     experts_used: int = 0
     experts_sum_to_one: bool = True
-    #: The factor of the chosen experts' outputs.
+    #: The scale of the chosen experts' outputs.
     experts_scale: float = 1.0
-    #: The number of groups of experts, and of those that a token may use (DeepSeek).
+    #: The number of groups of experts, and the number that a token may use (DeepSeek).
     expert_groups: int = 1
     expert_groups_used: int = 1
-    #: The function of the router's logits: "sigmoid" (DeepSeek V3) or "softmax".
+    #: The function that is applied to router logits: "sigmoid" (DeepSeek V3) or "softmax".
     router: str = "softmax"
     #: True if the router multiplies in float32 (DeepSeek).
     router_in_float32: bool = False
-    #: The largest number of tokens that `describe` has verified, None without a limit.
+    #: The largest number of tokens that `describe` has verified, or None without a limit.
     context: int | None = None
 
 
@@ -63,10 +63,10 @@ class Settings:
 class Comparison:
     """One comparison of a description with its model, under random weights."""
 
-    #: The weights that were drawn, or "padded"; see `interp.decoder.verify`.
+    #: The kind of random weights, or "padded"; see `interp.decoder.verify`.
     name: str
     #: The number of tokens.
     length: int
-    #: The largest deviation of a position's logits, relative to the size of all logits.
+    #: The largest RMS error of a position's logits, over the standard deviation of all logits.
     error: float
     tolerance: float

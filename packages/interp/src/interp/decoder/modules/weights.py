@@ -33,18 +33,18 @@ class Weights:
         return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
 
     def linear(self, name: str) -> nn.Linear:
-        """Return an `nn.Linear` that shares a weight and, if there is one, a bias."""
+        """Return an `nn.Linear` that shares the named weight and, if it exists, the named bias."""
         out_features, in_features = self.parameter(f"{name}.weight").shape
         linear = nn.Linear(in_features, out_features, bias=False, device="meta")
         return self._share_memory(name, linear)
 
     def embedding(self, name: str) -> nn.Embedding:
-        """Return an `nn.Embedding` that shares a table."""
+        """Return an `nn.Embedding` that shares the named weight."""
         rows, d_model = self.parameter(f"{name}.weight").shape
         return self._share_memory(name, nn.Embedding(rows, d_model, device="meta"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
-        """Return the norm of that name, or the identity if the family does not have it."""
+        """Return the norm with this name, or the identity if the family does not have it."""
         if f"{name}.0" in self:
             heads = [key for key in self.tensors if re.fullmatch(rf"{name}\.\d+\.weight", key)]
             return HeadNorms(self.norm(f"{name}.{i}", settings) for i in range(len(heads)))
@@ -78,5 +78,5 @@ class HeadNorms(nn.ModuleList):
     """A separate norm for each head (Cohere, StableLM)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed heads (batch, heads, seq, d_head)."""
+        """Return the normalized heads (batch, heads, seq, d_head)."""
         return torch.stack([norm(x[:, i]) for i, norm in enumerate(self)], 1)

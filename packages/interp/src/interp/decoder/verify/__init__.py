@@ -1,8 +1,9 @@
 """Verification that a description computes the same function as its model.
 
-The model's own weights can hide a difference: at the usual initialization attention is nearly
+The model's own weights can hide a difference: at the usual initialization, attention is nearly
 uniform, biases are 0 and a wrong norm epsilon has no effect. The model is therefore called with
-random float32 weights that make each property visible, and the description must have its logits:
+random float32 weights that make each property visible, and the description must reproduce its
+logits:
 
     random     scores with a standard deviation of 2.5, at several lengths up to the context
     large      large scores and activations, which reach caps and clamps

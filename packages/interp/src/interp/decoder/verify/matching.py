@@ -45,9 +45,9 @@ def matching_settings(
 ) -> tuple[Settings, tuple[Comparison, ...]]:
     """Return the first of `candidates` that describes `model`, and the comparisons that it passed.
 
-    `roles` maps the names of `tensors` to canonical ones, `build` makes a `Decoder` from tensors
-    and settings. The settings' `context` is the largest verified length. Raises ValueError if no
-    candidate describes the model.
+    `roles` maps the names of `tensors` to canonical names, and `build` creates a `Decoder` from
+    tensors and settings. The settings' `context` is the largest verified length. Raises ValueError
+    if no candidate describes the model.
     """
     with evaluating(model):
         context = _context(model, tensors, roles, candidates[0])
@@ -86,7 +86,7 @@ def _accepted_errors(
     build: Build,
 ) -> list[float]:
     """Return the error of each candidate in a probe; raise ValueError if none is accepted."""
-    # Rounding occasionally sends a token to another expert, but rarely for two draws of weights.
+    # Rounding may route a token to another expert, but rarely does so for both of two draws.
     attempts = 2 if candidates[0].experts_used else 1
     errors: list[float] = []
     for seed in range(attempts):
@@ -109,7 +109,7 @@ def _errors(
     candidates: Sequence[Settings],
     build: Build,
 ) -> list[float]:
-    """Return the deviation of each candidate's logits from the model's, relative to their size."""
+    """Return the `distance` between each candidate's logits and the model's logits."""
     weights = random_weights.draw(probe)
     tokens = _tokens(random_weights.vocabulary, probe, random_weights.device)
     mask, positions = _padding(probe, random_weights.device)
@@ -125,7 +125,7 @@ def _errors(
         decoder = build(weights, candidate)
         random_weights.skip_zero_layers(decoder)
         with warnings.catch_warnings(), SkipZeroLayers():
-            # Positions that count padding are the property under test.
+            # The probe tests positions that count padding, so the decoder's warning is ignored.
             warnings.simplefilter("ignore", UserWarning)
             logits = decoder(tokens, **arguments)
         errors.append(distance(logits, expected, mask))
@@ -133,7 +133,7 @@ def _errors(
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """Return the largest RMS error of one position's logits, over the standard deviation of all."""
+    """Return the largest RMS error of a position's logits, over the standard deviation of all."""
     if ours.shape != expected.shape:
         raise ValueError(
             f"the model returns {tuple(expected.shape)} instead of logits {tuple(ours.shape)}; "
@@ -235,7 +235,7 @@ def _context(
 
 
 def _longest_text(model: nn.Module, longest: int, device: torch.device) -> int:
-    """Return the largest length up to `longest` that the model can be called with."""
+    """Return the largest length up to `longest` that the model accepts."""
     accepted, refused = 1, longest + 1
     length = longest
     while accepted + 1 < refused:
@@ -249,10 +249,10 @@ def _longest_text(model: nn.Module, longest: int, device: torch.device) -> int:
 
 
 def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
-    """Return random token ids (rows, length), special ones among them."""
+    """Return random token ids (rows, length) that include special tokens."""
     generator = torch.Generator().manual_seed(probe.seed)
     tokens = torch.randint(vocabulary, (probe.rows, probe.length), generator=generator)
-    # Models reserve the first or the last ids for padding and the ends of texts.
+    # Models reserve the first or the last ids for padding and for the end of a text.
     special = torch.tensor([0, 1, 2, 3, -1, -2]) % vocabulary
     if probe.length > 3 * len(special):
         tokens[:, 7 : 7 + len(special)] = special
@@ -260,7 +260,7 @@ def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
 
 
 def _padding(probe: Probe, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return the attention mask and position ids that a probe passes, (rows, length) or None."""
+    """Return the attention mask and position ids of a probe, each (rows, length) or None."""
     if not probe.is_padded:
         return None, None
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)

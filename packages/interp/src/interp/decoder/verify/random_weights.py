@@ -16,7 +16,7 @@ from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import is_norm_role, layer_of
 
-#: A float32 copy of all weights is made at once up to this number of bytes.
+#: Up to this size in bytes, a float32 copy of all weights is made at once.
 COPY_BYTES = 2**30
 #: The number of random numbers that are copied at once.
 _PIECE = 1 << 20
@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Random weights of one scale, and the tokens that the model is called with."""
+    """Random weights of one scale, and the tokens that are passed to the model."""
 
     name: str
     length: int
@@ -40,7 +40,7 @@ class Probe:
 
 
 def layer_groups(tensors: Mapping[str, Tensor]) -> list[range]:
-    """Return groups of layers with a bounded float32 copy; neighbors have one layer in common."""
+    """Return groups of layers with a bounded float32 copy; neighboring groups share a layer."""
     layers = max(layer_of(name) for name in tensors) + 1
     sizes = [0] * layers
     for name, tensor in tensors.items():
@@ -61,8 +61,8 @@ def layer_groups(tensors: Mapping[str, Tensor]) -> list[range]:
 class Noise:
     """Uniform random numbers with a standard deviation of 1, for weights of any size.
 
-    Pieces of one buffer at random offsets are copied, because it would take longer than the forward
-    passes to draw the numbers of all weights for each probe.
+    Pieces of one buffer are copied from random offsets, because drawing the numbers of all weights
+    for each probe would take longer than the forward passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Noise:
         self.numbers.uniform_(-(3**0.5), 3**0.5, generator=generator)
 
     def fill(self, tensor: Tensor, std: float, generator: torch.Generator) -> Tensor:
-        """Fill a contiguous tensor with random numbers of this standard deviation."""
+        """Fill a contiguous tensor with random numbers that have this standard deviation."""
         for piece in tensor.view(-1).split(_PIECE):
             offset = int(torch.randint(_PIECE, (), generator=generator))
             torch.mul(self.numbers[offset : offset + len(piece)], std, out=piece)
@@ -105,10 +105,10 @@ class RandomWeights:
         embed = next(tensors[name] for name, role in roles.items() if role == "embed.weight")
         self.vocabulary, self.device = len(embed), embed.device
         self.noise = noise
-        # Queries and keys of this size have scores with a standard deviation of 1.
+        # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.norms_queries = any(".q_norm." in role for role in roles.values())
-        #: The latest weights, and the properties of the probe that they were drawn for.
+        #: The latest weights, and the properties of the probe for which they were drawn.
         self.weights: dict[str, Tensor] = {}
         self.drawn_for: tuple[float, ...] = ()
 
@@ -152,7 +152,7 @@ class RandomWeights:
         return self.noise.fill(weight, size, generator)
 
     def skip_zero_layers(self, decoder: Decoder) -> None:
-        """Replace the blocks outside the group, which add zeros, by ones that are not computed."""
+        """Replace the blocks outside the group, which add zeros, by blocks without computation."""
         for layer in range(len(decoder.blocks)):
             if layer not in self.group:
                 decoder.blocks[layer] = _UnchangedStream()
