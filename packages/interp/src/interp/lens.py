@@ -113,7 +113,7 @@ def logit_lens(
 
 
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
-    """Raise ValueError if the stream is a norm's output g * u + b with |u|^2 = d_model everywhere."""
+    """Raise ValueError if the stream is a norm's output: g * u + b, |u|^2 = d_model everywhere."""
     if norm is None or stream[..., 0].numel() < 4:  # Few positions may have that size by chance.
         return
     gain, shift, _ = _gain_and_shift(norm, stream)

@@ -68,7 +68,7 @@ def _kmeans(device: str, quick: bool) -> list[Row]:
 
 
 def _plain_lloyd(values: Tensor, centroids: Tensor) -> Tensor:
-    """Run one iteration on all distances, a million values at a time."""
+    """Run one Lloyd iteration with all distances, for a million values at a time."""
     centroids = centroids.to(values)
     codes = torch.cat(
         [(v[:, None] - centroids).abs().argmin(1) for v in torch.split(values, 1 << 20)]
@@ -78,7 +78,7 @@ def _plain_lloyd(values: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _sklearn(values: Tensor) -> tuple[float, float]:
-    """Return milliseconds and squared error of scikit-learn's default, or -1 if not run."""
+    """Return milliseconds and squared error of scikit-learn's default, or -1 if it is not run."""
     if values.numel() > 1_000_000:
         return -1.0, -1.0
     if not importlib.util.find_spec("sklearn"):
@@ -140,7 +140,7 @@ _LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (
 
 
 def _torchao(linear: nn.Module) -> nn.Module | None:
-    """Return the same layer by torchao in eager mode, with int8 weights and dynamic inputs."""
+    """Return the layer quantized by torchao in eager mode: int8 weights and dynamic inputs."""
     if not importlib.util.find_spec("torchao"):
         return None
     library: Any = importlib.import_module("torchao.quantization")
@@ -190,7 +190,7 @@ def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
 
 
 def _ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
-    """Return the quantiles of the peer's time over ours, measured alternately."""
+    """Return quantiles of the ratio of the peer's time to ours, measured alternately."""
     repeats = max(1, round(0.01 / _seconds(ours, 3)))
     pairs = [(_seconds(peer, repeats), _seconds(ours, repeats)) for _ in range(rounds)]
     return {
@@ -224,7 +224,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table, and write the rows as JSON if requested."""
+    """Run the benchmarks and print a table; write the rows as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m tinyml.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")

@@ -68,7 +68,7 @@ def warn_of_dense_weights(
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
     tensors from which `weight_norm` computes a weight. No warning is given if they hold less than a
     hundredth of the model's elements, or for the modules in `protected`. `skipped` are layers of a
-    known kind that stay dense all the same.
+    known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -117,7 +117,7 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
-        """Return a plain layer with the dense weight that this module computes with."""
+        """Return a plain layer with the dense weight that this module uses."""
         raise NotImplementedError
 
     def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
@@ -125,9 +125,9 @@ class Replacement(nn.Module):
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with every `Replacement` replaced by what it restores.
+    """Return a copy of `model` with every `Replacement` replaced by its restored layer.
 
-    That is a plain layer, except for adapters that are not merged, which remain in the copy.
+    Restored layers are plain, except for adapters that are not merged, which remain in the copy.
     """
     model = copy.deepcopy(model)
     replacements: dict[nn.Module, nn.Module] = {
@@ -189,7 +189,7 @@ def _content_hash(tensor: Tensor) -> int:
 
 
 def with_version_counter(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that counts its modifications if it was made in inference mode.
+    """Return the tensor, or a copy with a version counter if it was created in inference mode.
 
     `tensor_versions` reads the counter.
     """

@@ -80,11 +80,11 @@ def rounded_to_train(weight: Tensor, step: float, bits: int) -> Tensor:
     return step * (clipped + (clipped.round() - clipped).detach())
 
 
-# --- Zeros: remove the smallest weights----------------------------------------------------------
+# --- Zeros: remove the smallest weights ---------------------------------------------------------
 
 
 def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
-    """Return a mask that is False for the fraction `sparsity` of smallest weights."""
+    """Return a mask that is False for the smallest weights, a fraction `sparsity` of all."""
     order = weight.abs().flatten().argsort(stable=True)
     mask = torch.ones(weight.numel(), dtype=torch.bool)
     mask[order[: round(sparsity * weight.numel())]] = False

@@ -20,7 +20,7 @@ from torch import nn
 from tinyml.conversion import Replacement, evaluation_mode, replace_modules
 
 _PASSES = 7
-#: Integers by their number of bytes.
+#: The integer type of each size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -144,7 +144,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-#: Operators that torch's counter counts as zero. Later versions than 2.11 count attention on CPUs.
+#: Operators that torch's counter counts as zero. Versions after 2.11 count attention on CPUs.
 _FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.dot: lambda left, *_, **__: 2 * prod(left),

@@ -82,6 +82,6 @@ def _layer_of(key: str, current: dict[str, Any]) -> str | None:
 
 
 def _form(tensor: Tensor) -> str:
-    """Return the shape and type of a tensor; float types are equal because torch converts them."""
+    """Return the shape and type of a tensor; float types count as one, as torch converts them."""
     kind = "float" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
     return f"{kind} {tuple(tensor.shape)}"

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tinyml.export.atomic_file import atomic_file
 
-#: The required speedup. On a virtual machine, one product on two copies of a weight may differ by
-#: 1.45, depending on the memory that the process received.
+#: The required speedup. On a virtual machine, the times of one product on two copies of a weight
+#: may differ by a factor of 1.45, depending on the memory that the process received.
 MARGIN = 1.5
-#: The required fraction of rounds; an implementation loses below 1 - MOST.
+#: The fraction of rounds that an implementation must win; below 1 - MOST, it has lost.
 MOST = 2 / 3
 ROUNDS = 15
 _LEAST_ROUNDS = 5
@@ -184,7 +184,7 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 @cache
 def _machine() -> str:
-    """Return the processor, the instructions that torch may use, and torch's version."""
+    """Return the CPU model, the instruction set that torch uses and torch's version."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

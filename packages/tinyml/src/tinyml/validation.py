@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-#: Receives the name of the layer that is done, the number of done layers, and the number of layers.
+#: A function that receives the finished layer's name, the finished count and the total count.
 Progress = Callable[[str, int, int], None]
 
 

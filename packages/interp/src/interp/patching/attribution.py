@@ -289,11 +289,12 @@ def _effect_through_softmax(
     if part == "q":
         after = attention.scores(new, k, *layout)[0].double().softmax(-1)
         return ((after - scores.softmax(-1)) * gradient).sum(-1).to(q.dtype)
-    # Note [Effect of one key] A key changes one score of each later query. Let e = exp(score) for
-    # this key, and let R and G be the sums of e and of e * gradient over the other keys. The row's
-    # contribution changes from (G + e gradient) / (R + e) to the same expression with the new e. R
-    # and G are summed over the other keys: if one key has almost all the weight, subtracting it
-    # would leave only rounding errors.
+    # Note [Effect of one key]
+    # A key changes one score of each later query. Let e = exp(score) for this key, and let R and G
+    # be the sums of e and of e * gradient over the other keys. The row's contribution changes from
+    # (G + e gradient) / (R + e) to the same expression with the new e. R and G are summed over the
+    # other keys: if one key has almost all the weight, subtracting it would leave only rounding
+    # errors.
     changed = attention.scores(q, new, *layout)[0].double()
     largest = scores.amax(-1, keepdim=True)
     e, e_new = (scores - largest).exp(), (changed - largest).clamp(-700, 300).exp()

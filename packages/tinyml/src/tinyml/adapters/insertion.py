@@ -36,8 +36,8 @@ def add_lora(
     """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
 
     `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
-    does for "blocks.0.q_proj". Every entry has to match. A layer that the model contains twice has
-    one adapter. An error leaves the model unchanged.
+    does for "blocks.0.q_proj". Every entry must match a layer. A layer that the model contains
+    twice has one adapter. An error leaves the model unchanged.
 
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
@@ -111,7 +111,7 @@ def _chosen(
     targets: tuple[str, ...] | None,
     protected: set[str],
 ) -> list[nn.Module]:
-    """Return the layers to adapt, without layers that also have a protected name."""
+    """Return the layers to adapt, except those that also have a protected name."""
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
@@ -141,7 +141,7 @@ def _chosen(
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the adapters alone."""
+    """Return a state dict with the tensors of the adapters only."""
     adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
@@ -151,7 +151,7 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
-    """Return the adapters of layers by name; raise `ValueError` without any adapter."""
+    """Return the adapters of layers by name; raise `ValueError` if the model has no adapter."""
     adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
     if not adapters and not parameter_adapters(model):
         raise ValueError("expected a model with adapters, got none; call add_lora(model) first")

@@ -76,7 +76,7 @@ class LoRA(Replacement):
             nn.init.normal_(self.lora_B)
         # Frozen last, so that an error above leaves the base unchanged.
         self.base = base.requires_grad_(False)
-        # Tuples, so that their parameters are not registered.
+        # These are tuples, so that their parameters are not registered.
         self._unmerged_weight: tuple[nn.Parameter] | None = None
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
         self._stamp: object = None
@@ -100,7 +100,7 @@ class LoRA(Replacement):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight with the update; raise `RuntimeError` if a merged one is stale."""
+        """Return the weight with the update; raise `RuntimeError` if a merged update is stale."""
         if self.merged:
             self._check_unchanged()
         weight = cast(Tensor, self.base.weight)

@@ -24,7 +24,7 @@ from tinyml.conversion import check_hooks, replace_modules
 def merge(model: nn.Module) -> nn.Module:
     """Merge every adapter of `model` in place, so that it runs at the speed of the base.
 
-    Raise an error, and merge none, if an adapter cannot be merged or is already merged.
+    Raise an error, and merge no adapter, if one of them cannot be merged or is already merged.
     """
     if single := sorted(parameter_adapters(model)):
         raise ValueError(
@@ -92,7 +92,7 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
 
 
 def _tying_configs(model: nn.Module) -> list[Any]:
-    """Return the configurations, as transformers has them, that tie embeddings and heads."""
+    """Return the transformers configurations that tie embeddings and heads."""
     configs = []
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -2,8 +2,8 @@
 
 The update of a matrix (out, in) is (alpha / r) B A, and a stack of matrices (experts, out, in) has
 one update per expert. A parametrization adds it when the parameter is read. The factors have the
-shapes of peft's: A (experts * r, in), expert after expert, and B (out, r * experts), rank after
-rank.
+shapes of peft's: A (experts * r, in), with experts as the outer index, and B (out, r * experts),
+with ranks as the outer index.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ParameterLoRA(nn.Module):
         return (weight + self.update(weight)).to(weight)
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
-        """Compute the sum before `owner` runs, because it may read the parameter per expert."""
+        """Compute the updated weight before `owner` runs, which may read it once per expert."""
         weight = cast(Any, owner).parametrizations[self._name_in(owner)].original
         self._updated = self.forward(weight)
 
     def discard(self, *_: Any) -> None:
-        """Discard the sum after the owner has run."""
+        """Discard the updated weight after the owner has run."""
         self._updated = None
 
     def _name_in(self, owner: nn.Module) -> str:
@@ -109,7 +109,7 @@ def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float
             f"{key!r} of {module or 'the model'}"
         )
     weight = owner.get_parameter(key)
-    # Layers of experts of transformers that store (experts, in, out) have this attribute.
+    # Expert layers in transformers that store weights as (experts, in, out) have this attribute.
     inputs_first = weight.dim() == 3 and bool(getattr(owner, "is_transposed", False))
     try:
         return ParameterLoRA(weight.detach(), rank, alpha, inputs_first=inputs_first)
@@ -126,7 +126,7 @@ def install(model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA])
 
 
 def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
-    """Return the adapters of parameters by the name of the parameter, in their order."""
+    """Return the adapters of parameters by the name of the parameter, in the model's order."""
     adapters: dict[str, ParameterLoRA] = {}
     for name, module in model.named_modules():
         for key, listed in getattr(module, "parametrizations", {}).items():

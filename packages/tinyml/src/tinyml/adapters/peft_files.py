@@ -86,7 +86,7 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Add the adapters in `folder` to `model`, which has none, in place; return the model.
+    """Add the adapters in `folder` to `model` (without adapters), in place; return the model.
 
     The base is frozen. Everything is validated before the model is changed.
     """
@@ -136,7 +136,7 @@ def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
     """Return the path in the file of each adapted parameter, as {path: name}.
 
     peft wraps the module once per parameter, in the order of registration. The last wrapper is the
-    outermost, and the others have a path with ".base_layer" per wrapper around them.
+    outermost. The paths of the other wrappers contain ".base_layer" once per wrapper around them.
     """
     modules = [name.rpartition(".")[0] for name in names]
     return {

@@ -60,7 +60,7 @@ class SoftPrompt(nn.Module):
 
 
 class PrefixCache:
-    """The keys and values of a prompt in a causal model: tensors with batch first, of size 1.
+    """The keys and values of a prompt in a causal model: tensors with a batch dimension of 1.
 
     `past` may be a tuple, a dict or an object such as a transformers cache, which a model extends
     as it runs. Therefore each `expand` returns new containers.
@@ -125,7 +125,7 @@ def adapt(
     lr: float,
     first_order: bool = True,
 ) -> Tensor:
-    """Return the result of `steps` of gradient descent on `loss` from `start`.
+    """Return the result of `steps` gradient-descent steps on `loss` from `start`.
 
     With first_order=False the result is differentiable in `start` through the steps. With
     first_order=True the derivative of each step is taken to be the identity, which avoids second
@@ -148,7 +148,7 @@ def meta_loss(
     lr: float,
     first_order: bool = False,
 ) -> Tensor:
-    """Return the mean loss of `start` after adapting to each task, to minimize over `start`.
+    """Return the mean loss after adapting `start` to each task; training minimizes it over `start`.
 
     A task is a pair (support loss, query loss), functions of the prompt: the result is the mean
     over tasks of query(adapt(start, support)). At deployment, call `adapt` with the same steps.

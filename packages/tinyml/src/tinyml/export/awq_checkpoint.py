@@ -5,7 +5,7 @@
     scales   (groups, out)      float16
 
 A weight is `scales[i // group, o] * (q[i, o] - qzeros[i // group, o])`. A word contains the outputs
-0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits on.
+0, 2, 4, 6, 1, 3, 5, 7, starting from the lowest bits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def save_awq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model whose linear layers were rounded to 4 bits in groups.
 
-    The model has 16 bits (`model.half()` before it is quantized by `gptq` or `quantize`). Linear
+    The model must have 16-bit weights: call `model.half()` before `gptq` or `quantize`. Linear
     layers that are not quantized are listed in `modules_to_not_convert`. The head is not quantized,
-    because transformers leaves it dense: pass `protect=["lm_head"]`. The folder has no tokenizer.
+    because transformers leaves it dense: pass `protect=["lm_head"]`. The tokenizer is not saved.
     """
     grids = quantized_linears(model, (4,))
     group_size = group_size_of(grids)
@@ -59,7 +59,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _always_dense(model: nn.Module) -> list[str]:
-    """Return the layers that transformers never converts: the head and the last parameter's."""
+    """Return the layers that transformers never converts: the head and the last weight's layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     names = [name for name, layer in model.named_modules() if layer is head]
     last, _, key = list(model.named_parameters())[-1][0].rpartition(".")

@@ -36,9 +36,9 @@ Kind = Literal["Q8_0", "Q4_0", "Q4_K"]
 Value = str | bool | int | float
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[Any]
-#: The number of a tensor type in the file, the shape and the bytes.
+#: A tensor in the file: the number of its type, its shape and its bytes.
 _Entry = tuple[int, tuple[int, ...], bytes]
-#: The number of a tensor type in the file, the weights per block, and the bytes per block.
+#: For each format, its type number in the file, the weights per block and the bytes per block.
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
 }  # fmt: skip
@@ -67,10 +67,10 @@ def save_gguf(
 
     Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4 bits ("Q4_0"), in groups of a
     multiple of 32 inputs and with float16 scales, are stored exactly. Dense weights are rounded.
-    All other tensors, and rows that blocks do not divide, are stored as they are.
+    All other tensors, and those whose rows blocks do not divide, are stored unchanged.
 
-    `metadata` are the keys that the reader of the file needs, such as "general.architecture", and
-    `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
+    `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
+    and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
     architectures, and for some of them, such as "llama", rows of queries and keys in another order.
     """
     if kind not in _BLOCKS:
@@ -119,9 +119,9 @@ def _entries(
     kind: Kind,
     names: Mapping[str, str],
 ) -> dict[str, _Entry]:
-    """Return the entries of the file by name: blocks, and all other tensors as they are.
+    """Return the entries of the file by name: blocks, and all other tensors unchanged.
 
-    `blocks` are the packed weights by `memory_of` their dense form.
+    `blocks` maps the `memory_of` a dense weight to its packed form.
     """
     if unknown := sorted(names.keys() - state.keys()):
         raise ValueError(f"expected names of the state dict in names, got {unknown[0]!r}")
@@ -153,7 +153,7 @@ def _entries(
 def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     """Return the blocks of a weight whose stored codes and scales are those of `kind`.
 
-    Raise `ValueError` for other formats, and for scales that float16 does not contain.
+    Raise `ValueError` for other formats, and for scales that float16 cannot represent.
     """
     bits = {"Q8_0": 8, "Q4_0": 4}.get(kind)
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
@@ -243,7 +243,7 @@ def _half(scale: Numbers) -> Numbers:
 
 
 def _over(values: Numbers, scale: Numbers) -> Numbers:
-    """Return values times 1 / scale, with 0 for a scale of 0, as llama.cpp computes it."""
+    """Return values times 1 / scale, or 0 for a scale of 0, as llama.cpp computes it."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     return (values * inverse).astype(np.float32)

@@ -28,9 +28,9 @@ from tinyml.quantization.grid_weight import GridWeight
 def save_gptq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model that `gptq` or `quantize` rounded to 4 or 8 bits.
 
-    The model has 16 bits (`model.half()` before it is quantized), and exactly the linear layers of
-    its numbered blocks are quantized, because readers of the format assume that: pass
-    `protect=["lm_head"]` and `layers=[nn.Linear]`. The folder has no tokenizer.
+    The model must have 16-bit weights (call `model.half()` before it is quantized). Exactly the
+    linear layers of its numbered blocks must be quantized, because readers of the format assume
+    that: pass `protect=["lm_head"]` and `layers=[nn.Linear]`. The tokenizer is not saved.
     """
     grids = quantized_linears(model, (4, 8))
     for name, layer in model.named_modules():

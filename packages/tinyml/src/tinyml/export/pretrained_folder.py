@@ -85,7 +85,7 @@ def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
 
 
 def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (out, in) from 0, and zero points and scales (out, groups)."""
+    """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
     codes = grid.whole_numbers().int().view(grid.shape) - lowest
     scale = grid.scale.view(grid.shape[0], -1)
@@ -96,9 +96,9 @@ def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
-    """Pack codes (..., n) from 0 into int32 (..., n * bits / 32).
+    """Pack unsigned codes (..., n) into int32 (..., n * bits / 32).
 
-    The code at position `order[i]` of each word has the bits from `i * bits` on.
+    The code at position `order[i]` of each word starts at bit `i * bits`.
     """
     words = codes.long().unflatten(-1, (-1, len(order)))
     shifts = torch.arange(0, 32, bits)

@@ -20,7 +20,7 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
-    A view of another dtype, and one that conjugates or negates, has other elements.
+    A view of another dtype and a conjugated or negated view have different elements.
     """
     view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *view

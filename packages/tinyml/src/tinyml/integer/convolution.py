@@ -42,7 +42,7 @@ class Int8Filters(Exact):
         return IMPLEMENTATIONS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Return the images rounded up to a power of two, channels, height, width and filters."""
+        """Return images (rounded up to a power of two), channels, height, width and filters."""
         count = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return count, *inputs.shape[1:], len(self.codes)
 
@@ -71,7 +71,7 @@ class Int8Filters(Exact):
 
 
 def float64(filters: Int8Filters, images: Tensor) -> Tensor:
-    """Compute the reference result; 53 bits are exact for every sum."""
+    """Compute the reference result in float64, whose 53 bits are exact for every sum."""
     g = filters.geometry
     weight = filters.codes.double()
     return F.conv2d(images.double(), weight, None, g.stride, 0, g.dilation, g.groups)
@@ -101,7 +101,7 @@ def _added(
     weights: Sequence[Any],
     product: Callable[[Tensor, Any], Tensor],
 ) -> Tensor:
-    """Return the sum of a product per part of the channels, each exact in float32."""
+    """Return the sum of the products of all parts of the channels, each exact in float32."""
     if len(weights) == 1:
         return product(images, weights[0])
     sums = (product(images[:, part], w) for part, w in zip(filters.parts, weights, strict=True))
@@ -139,7 +139,7 @@ def _int8_patches(filters: Int8Filters, images: Tensor) -> Tensor:
 
 
 def _int8_library(filters: Int8Filters, images: Tensor) -> Tensor:
-    """Compute by OneDNN's convolution, which takes unsigned inputs: the codes plus 128.
+    """Compute with OneDNN's convolution, which takes unsigned inputs: the codes plus 128.
 
     The int32 sums are returned as float32, so they are also split into parts.
     """

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-#: Bits of the multipliers of a sum: 16 inputs, each times 255, need 34 bits.
+#: The number of bits of a sum's multipliers; 16 inputs, each up to 255, then need 34 bits.
 SUM_BITS = 22
 
 
 class Scale(nn.Module):
-    """The meaning of int8 codes, r = scale (q - zero), stored in the state dict.
+    """The scale and zero point of int8 codes, r = scale (q - zero), stored in the state dict.
 
     Codes of fewer than 8 bits are also int8, with values from `low` to `high`.
     """

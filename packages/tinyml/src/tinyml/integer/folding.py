@@ -1,7 +1,7 @@
 """Folding of normalizations and clamping activations into the steps before them.
 
 A batch normalization after a product becomes a part of its weight and bias. Activations that only
-clamp, such as ReLU and ReLU6, are cuts of the previous step, because integers are clamped there
+clamp, such as ReLU and ReLU6, become cuts of the previous step, because integers are clamped there
 anyway.
 """
 
@@ -16,7 +16,7 @@ _CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 
 
 def folded(steps: list[Step], output: Step) -> list[Step]:
-    """Fold normalizations and clamping activations into previous steps with one reader."""
+    """Fold normalizations and clamping activations into the previous step if it has one reader."""
     needed: set[Step] = set()
     waiting = [output, steps[0]]
     while waiting:
@@ -34,7 +34,7 @@ def folded(steps: list[Step], output: Step) -> list[Step]:
         alone = before is not None and len(readers.get(before, [])) <= 1
         if step.kind == "product" and step.signs and before is not None:
             is_plain_product = before.kind == "product" and not before.cuts and not before.signs
-            # The channels of a linear layer are its last dimension, which is not dimension 1 of 4.
+            # A linear layer's channels are its last dimension; those of an image are dimension 1.
             same_channels = (before.geometry is None) == (step.geometry is None)
             if alone and is_plain_product and same_channels:
                 _normalize(before, step)

@@ -103,8 +103,8 @@ class IntegerProduct(nn.Module):
                 self.shift.long().view(shape),
                 self.after,
             )
-        # The same in float64, which is exact: a result that is not clamped is below 2^8, so it has
-        # at most 8 + 44 bits before rounding, and m / 2^s is representable.
+        # Compute the same in float64, which is exact: a result that is not clamped is below 2^8, so
+        # it has at most 8 + 44 bits before rounding, and m / 2^s is representable.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)

@@ -31,8 +31,8 @@ class IntegerModel(nn.Module):
     The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
     products of values, concatenation along channels, maximum and mean pooling, flattening, dropout,
     and any activation that is a function of one number (as a table). The ranges are measured on
-    `batches`, whose first dimension is the batch. Weights have `bits` and values `activation_bits`;
-    each code is stored in a byte.
+    `batches`, whose first dimension is the batch. Weights have `bits` bits and values have
+    `activation_bits` bits; each code is stored in a byte.
     """
 
     def __init__(

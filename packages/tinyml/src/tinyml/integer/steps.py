@@ -39,7 +39,7 @@ class Step:
     geometry: Geometry | None = None
     signs: tuple[float, ...] = ()
     function: Callable[[Tensor], Tensor] | None = None
-    #: Range-cutting activations that were folded in, in order.
+    #: The folded activations that clamp the range, in order.
     cuts: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     operator: str = ""
 

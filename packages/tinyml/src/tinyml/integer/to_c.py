@@ -207,7 +207,7 @@ def _loop(count: int, out: str, term: str, layer: integer_layers.Mixed) -> str:
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
-    """Return the index in a value of shape `second` that belongs to index i of shape `first`."""
+    """Return C code that maps index i of shape `first` to the index in shape `second`."""
     if first == second:
         return "i"
     terms = []
@@ -229,7 +229,7 @@ def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
     last[len(sizes) - 1] = len(sizes)
     offsets: list[int] = []
     for value, size in enumerate(sizes):
-        # Layer value - 1 writes this value while all values that it reads are still live.
+        # Layer `value - 1` writes this value while all values that it reads are still live.
         busy = sorted(
             (offsets[v], offsets[v] + sizes[v]) for v in range(value) if last[v] >= value - 1
         )

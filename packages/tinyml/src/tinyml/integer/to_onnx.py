@@ -2,7 +2,8 @@
 
 In this form a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
 operator. The runtime rounds by its own rules (halves to even, scales in float32), so a code may
-differ by one where a sum is exactly a half. Use `to_c` for identical bits. This needs `onnx`.
+differ by one where a sum is exactly a half. Use `to_c` for identical bits. This module needs
+`onnx`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _Writer:
                 for step, scale in zip(steps, layer.before, strict=True)
                 if isinstance(scale, Scale)
             ]
-            # A small multiplier is rounded by a large part of itself.
+            # Rounding changes a small multiplier by a large fraction.
             tolerances = (1e-3 + 1 / layer.multiplier.abs()).tolist()
             pairs = zip(factors, tolerances, strict=True)
             if any(abs(abs(factor) - 1) > tolerance for factor, tolerance in pairs):

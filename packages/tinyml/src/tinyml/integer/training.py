@@ -38,7 +38,7 @@ class Rounding(nn.Module):
         return Scale(step, scale.zero, scale.bits)
 
     def forward(self, values: Tensor, windows: int = 0) -> Tensor:
-        """Return S (q - Z); `windows` is the number of values per mean, 0 if not means."""
+        """Return S (q - Z); `windows` is the number of values per mean, or 0 without means."""
         low, high = (end - self.scale.zero for end in (self.scale.low, self.scale.high))
         step = values.new_tensor(self.scale.scale)
         if self.step is not None:

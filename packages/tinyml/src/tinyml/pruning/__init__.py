@@ -1,1 +1,1 @@
-"""Weights and channels that a model can do without, and how much each layer can lose."""
+"""Pruning of weights and channels, and the sensitivity of each layer to it."""

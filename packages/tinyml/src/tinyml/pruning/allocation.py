@@ -47,7 +47,7 @@ class Allocation:
 
 
 def round_weight(weight: Tensor, bits: float) -> Tensor:
-    """Return the weight rounded to `quantize`'s grid of this many bits, to scan over bits."""
+    """Return the weight rounded to `quantize`'s grid with `bits` bits, for a scan over bits."""
     if bits != int(bits):
         raise ValueError(f"{bits} bits; a code has a whole number of them")
     rows = as_rows(weight.float())
@@ -121,7 +121,7 @@ def _bytes(layer: nn.Module, kind: str, amount: float) -> int:
 
 
 def _stored_bytes(size: Size, name: str) -> int:
-    """Return the bytes of a layer's weight as it is stored, which may be pruned or compressed."""
+    """Return the bytes of a layer's weight in its stored form, possibly pruned or compressed."""
     weight = f"{name}.weight".lstrip(".")
     parts = f"{name}.parametrizations.weight.".lstrip(".")
     tensors = size.sparse_by_name.items()
@@ -129,7 +129,7 @@ def _stored_bytes(size: Size, name: str) -> int:
 
 
 def _cheapest(forms: list[list[Any]], room: int, unit: int) -> tuple[list[Any], float]:
-    """Choose one form of each list; least[b] is the least loss of the lists so far in b units."""
+    """Choose one form from each list; least[b] is the least loss of the lists so far in b units."""
     least = torch.zeros(room + 1, dtype=torch.float64)
     tables = []
     for choices in forms:

@@ -45,18 +45,18 @@ def prune_channels(
 ) -> nn.Module:
     """Return a smaller copy of `model` without the least important channels, units and heads.
 
-    `sparsity` is the fraction to remove from every group that can lose some, or a mapping from the
+    `sparsity` is the fraction to remove from every group that can lose units, or a mapping from the
     name of a layer that writes a group to its fraction. With scope="global" it is the fraction of
     all units together, ranked by their scores relative to the mean of their group. At least one
-    unit of a group stays. No tensor of a layer that `protect` names, or that lies within one,
+    unit of each group stays. No tensor of a layer that `protect` names, or that lies within one,
     changes its size.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the norm
     of what it adds to its readers there; `tinyml.pruning.importance` describes the other criteria.
     "taylor" needs `loss(model)`, the loss on typical data. Units that never change, such as dead
-    filters, are removed first, and their constants are added to the readers' biases. A constant
-    other than zero that a reader has no bias for, as a transposed convolution, is ranked like any
-    other unit.
+    filters, are removed first, and their constants are added to the readers' biases. If a unit has
+    a nonzero constant and its reader has no bias for it, as a transposed convolution, the unit is
+    ranked like any other.
 
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.
@@ -142,7 +142,7 @@ def _global_counts(groups: Sequence[Group], sparsity: float) -> dict[Group, int]
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
-    """Return a copy that computes the same function, with each group's units by importance."""
+    """Return a copy with the same function, in which units are sorted by importance per group."""
     model = _dense_copy(model)
     walk = Walk(model, inputs)
     keep = {group: group.order for group in _ranked(walk, model, inputs)}

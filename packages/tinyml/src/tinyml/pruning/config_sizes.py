@@ -1,10 +1,10 @@
 """The sizes in the configuration of a pruned transformers model.
 
 `from_pretrained` builds a model from its configuration, so a pruned model can be loaded only if the
-configuration contains the new sizes. Names are not relied on: a change is accepted only if the
-model that is built from it has exactly the tensors and attributes of the pruned model, except for
-integers that its code does not read. The models are built on the meta device, without memory for
-weights.
+configuration contains the new sizes. The name of a key does not prove its meaning: a change is
+accepted only if the model that is built from it has exactly the tensors and attributes of the
+pruned model, except for integers that its code does not read. The models are built on the meta
+device, without memory for weights.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _options(
 ) -> list[tuple[str, int]]:
     """Return the keys and numbers that change only tensors that differ in `small`.
 
-    A number may change by the factor of any tensor's size, because it may count other units.
+    A number may change by the ratio of any tensor's sizes, because it may count other units.
     """
     changes = set()
     for name, shape in _tensors(dense).items():
@@ -128,7 +128,7 @@ def _options(
 
 
 def _head_dim(dense: Any) -> _Sizes:
-    """Return the width of a head if the configuration may contain it and does not yet."""
+    """Return the width of a head if the configuration can contain it and does not yet."""
     widths = {getattr(module, "head_dim", None) for module in dense.modules()} - {None}
     if len(widths) != 1 or getattr(dense.config, "head_dim", None) is not None:
         return {}

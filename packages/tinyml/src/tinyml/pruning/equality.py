@@ -1,9 +1,9 @@
-"""Compare a pruned model with the dense one whose readers of the removed units are zero.
+"""Comparison of a pruned model with the dense one whose readers of removed units are zero.
 
 The dense model decides which inputs are valid: other batch sizes and lengths are made by repeating
 the example, and the sizes that the dense model rejects are skipped. An example may be too short to
-show a difference: one token attends to itself however its heads are split, and a window does not
-act within its own length.
+show a difference: one token attends to itself however its heads are split, and a window has no
+effect on a shorter input.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def check_equal(
 ) -> None:
     """Raise `ValueError` unless both models have the same outputs on variants of `inputs`.
 
-    `sizes` are the old values of the attributes that were changed. Some lengths exceed them, in
-    case one of them is also a window.
+    `sizes` are the old values of the attributes that were changed. Some variants are longer than
+    these values, because an attribute may also be an attention window.
     """
     small, dense, inputs, exact = _in_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
@@ -122,8 +122,9 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     """Repeat or cut all tensors where they are as large as the first one along `dim`.
 
     The batch is the first dimension of a tensor. A length may be any of the other dimensions.
-    Return two variants: in the first one the repetitions of the first tensor differ, because equal
-    tokens hide how attention mixes them; but the model may not accept other numbers.
+    Return two variants. In the first, the repetitions of the first tensor differ, because equal
+    tokens hide how attention mixes them. The second repeats exactly, because the model may not
+    accept other numbers.
     """
     first = next(iter(tensors_in(inputs)))
     was = first.shape[dim]

@@ -58,7 +58,7 @@ class Group:
     order: Tensor = field(default_factory=lambda: torch.empty(0))
     #: The importance of each unit; -1 for units that never change.
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
-    #: For each reading weight the values of units that never change; nan for the other units.
+    #: For each reading weight, the values of units that never change; nan for the other units.
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def layers(self, role: str) -> list[str]:

@@ -28,7 +28,7 @@ from tinyml.pruning.groups import Group, Product, Slice
 from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
-#: The least number of noise samples per unit, enough for any ReLU that can be active.
+#: The minimum number of noise samples per unit, enough for any ReLU that can be active.
 _SAMPLES = 64
 _SCALES = (0.1, 1.0, 10.0, 100.0)
 
@@ -145,7 +145,7 @@ def _rank(group: Group, walk: Walk, model: nn.Module, probe: _Probe) -> None:
 def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
     """Order units by score; units of equal score by `ties`, and dead units last.
 
-    Raise `ValueError` if a score is NaN or infinite, as after a loss or example inputs that are.
+    Raise `ValueError` if a score is NaN or infinite, for example because the loss is NaN.
     """
     check_finite("the scores of units", scores)
     group.scores = scores.masked_fill(dead, -1.0)
@@ -154,7 +154,7 @@ def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None
 
 
 def add_constants(model: nn.Module, walk: Walk, group: Group, gone: Tensor) -> list[str]:
-    """Add the constants of the units that go to their readers' biases; return the new biases.
+    """Add the constants of removed units to their readers' biases; return the names of new biases.
 
     The result is exact except at the borders of a convolution that pads with zeros.
     """
@@ -240,7 +240,7 @@ class _Probe(fx.Interpreter):
         self.high[name] = torch.maximum(high, self.high.get(name, high))
 
     def _size_of(self, name: str, value: Tensor) -> float:
-        """Return the size of the noise: 1, or the example's if it is larger and squares fit."""
+        """Return the size of the noise: 1 or a larger example's, limited so that squares fit."""
         most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
         return max(1.0, min(most, float(self.squares[name].mean().sqrt())))
 

@@ -222,7 +222,7 @@ def input_norms(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
             layers[name] = module
 
     def add_squares(name: str, inputs: Tensor) -> None:
-        # Norms of no tokens would be zero, so that the first rows would be removed.
+        # Without tokens, all norms would be zero, and the first rows would be removed.
         if len(inputs):
             key = listed[weight_identity(layers[name])]
             squares[key] = squares.get(key, 0) + inputs.float().square().sum(0)

@@ -233,7 +233,7 @@ _ELEMENTWISE_TOO = (
     "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
     "feature_dropout _to_copy to alias detach masked_fill"
 )
-#: The rules of these operators by name.
+#: For each operator name, the rule by which it passes units on.
 PASSING_RULES: dict[str, Callable[..., Any]] = {
     operator: rule
     for rule, operators in (

@@ -102,7 +102,7 @@ PRODUCT_OPERATORS = {
     "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
-#: The rules of products by operator.
+#: For each operator name, the rule by which it reads and creates units.
 PRODUCT_RULES: dict[str, Callable[..., Any]] = {
     operator: rule
     for rule, operators in (

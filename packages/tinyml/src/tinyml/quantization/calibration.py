@@ -180,7 +180,7 @@ class _Replay:
         """Return the layers of a path that come after a layer."""
         if name in path:
             return path[path.index(name) + 1 :]
-        # Changed layers led the batch to a layer that it did not reach before.
+        # The changed layers routed the batch to a layer that it did not reach before.
         return [other for other in path if other not in self.done]
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
@@ -262,8 +262,8 @@ class _Replay:
 def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the children of lists of modules that contain some of `layers`, by name.
 
-    Inside of a block, only blocks with several layers are returned: running a single layer again
-    costs less than the memory of its outputs.
+    Inside a block, only blocks with several layers are returned: running a single layer again costs
+    less than the memory of its outputs.
     """
     blocks: dict[str, nn.Module] = {}
     for path, parent in model.named_modules():
@@ -300,7 +300,7 @@ def _input_hooks(
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let transformers' models compute no cache, which replayed blocks would not fill."""
+    """Disable the cache of transformers models, which replayed blocks would not fill."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     caching: list[Any] = [config for config in configs if getattr(config, "use_cache", False)]
     for config in caching:
@@ -381,7 +381,7 @@ def _copied(value: Any) -> Any:
 class _Freed(Tensor):
     """A placeholder for a tensor whose values were freed; every operation on it raises an error.
 
-    A plain tensor on the meta device would not do: some operations, such as `index_put_` and
+    A plain tensor on the meta device is not sufficient: some operations, such as `index_put_` and
     `add_`, silently ignore it.
     """
 

@@ -28,7 +28,7 @@ from tinyml.state_dict_check import check_before_loading
 from tinyml.timing import Timing, measure, store_timing, stored_timing
 from tinyml.validation import Progress, check_weight
 
-#: One token of a decoder, a small batch, a prompt.
+#: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
 SHOWN_TOKENS = (1, 32, 512)
 _SMALL_MS = 0.1  # selecting an implementation costs 5 microseconds of Python on a slow core
 _timings: dict[object, Timing] = {}
@@ -47,7 +47,7 @@ class FastestLinear(Replacement):
     dtype: torch.dtype
     transposed: bool
     group_size: int = 0
-    #: Implementation that is used without timing; None if implementations are timed.
+    #: The implementation that is used without timing; None if implementations are timed.
     always: str | None = None
     #: The implementations by name: functions of the layer and its inputs.
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]]

@@ -7,8 +7,8 @@ of the Cholesky factor of H^-1 replaces inverting the remaining part of H at eac
 singular for few or dependent inputs; its diagonal is increased until the factorization succeeds.
 
 With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
-reached. Columns with large inputs may be rounded first, when the most other columns can still
-compensate for them; groups then follow each other as wholes, so the storage does not change.
+reached. Columns with large inputs may be rounded first, while most other columns can still
+compensate for them. The columns of a group then stay together, so the storage does not change.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Int4Linear(FastestLinear):
     """A layer y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float.
 
     The faster of the two is used. `grid` is the stored weight. The kernel's copy has the same size,
-    and the dense weight has the size of a float model's.
+    and the dense weight is as large as in a float model.
     """
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:

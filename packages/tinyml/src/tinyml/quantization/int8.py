@@ -126,7 +126,7 @@ class Int8Linear(FastestLinear):
         return weights
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
-        """Multiply bfloat16 inputs by the stored weights, a quarter of float32's bytes."""
+        """Multiply bfloat16 inputs by the stored weights, which are a quarter of float32's size."""
         tokens = self._divided(inputs).bfloat16()
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)

@@ -86,9 +86,9 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-#: Codes are int16.
+#: The largest number of clusters, because codes are int16.
 _MOST_CLUSTERS = 2**15
-#: The table of a summary for k clusters has (4 k)^2 numbers.
+#: The largest k for which a summary is clustered; its table has (4 k)^2 numbers.
 _MOST_CLUSTERS_OF_A_SUMMARY = 256
 #: The largest number of distinct values that are clustered without a summary.
 _MOST_POINTS_WITHOUT_SUMMARY = 1024
@@ -163,7 +163,7 @@ def _sorted(flat: Tensor) -> Tensor:
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
     """Return the midpoints of neighbors, rounded down to `like`'s type.
 
-    A value is at most the midpoint exactly if it is at most the rounded midpoint.
+    A value is at most the midpoint if and only if it is at most the rounded midpoint.
     """
     middles = (centroids[1:] + centroids[:-1]) / 2
     rounded = middles.to(like)

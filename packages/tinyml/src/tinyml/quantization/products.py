@@ -154,7 +154,7 @@ class Int8Weights(Exact):
         return IMPLEMENTATIONS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Return the tokens rounded up to a power of two, the inputs, and the outputs."""
+        """Return the number of tokens, rounded up to a power of two, and of inputs and outputs."""
         tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return tokens, inputs.shape[1], len(self.codes)
 
@@ -173,14 +173,14 @@ class Int8Weights(Exact):
 
     @property
     def edges(self) -> list[int]:
-        """Return positions 0, ..., inputs between which float32 sums are exact."""
+        """Return positions from 0 to the number of inputs between which float32 sums are exact."""
         if self._edges is None:
             self._edges = exact_parts(self.codes, self.largest)
         return self._edges
 
 
 def exact_parts(codes: Tensor, largest: int) -> list[int]:
-    """Return positions 0, ..., inputs between which `largest` * sum |w| <= 2^24 for every row."""
+    """Return positions 0, ..., inputs between which every row has `largest` * sum |w| <= 2^24."""
     inputs = codes.shape[1]
     width = max(1, EXACT_IN_FLOAT32 // (128 * largest))  # exact for any codes
     sums = [part.abs().sum(1, dtype=torch.int64) for part in codes.short().split(width, dim=1)]

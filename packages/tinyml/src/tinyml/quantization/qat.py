@@ -1,9 +1,9 @@
 """Quantization-aware training: the forward pass rounds, and the gradient passes through.
 
 Without `batches`, layers compute with rounded weights. With `batches`, every value is rounded as
-well, at the points at which an `IntegerModel` rounds (see `integer.training`). With `learn_scale`
-the steps of the grids are parameters. `convert` returns a model with identical outputs, or, for
-integers, outputs within one step.
+well, where an `IntegerModel` rounds (see `integer.training`). With `learn_scale` the steps of the
+grids are parameters. `convert` returns a model with identical outputs, or, for integers, outputs
+within one step.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def prepare_qat(
     `convert` returns the model with stored integers after training.
 
     With `batches` of inputs, on which ranges are measured, values are rounded too, to
-    `activation_bits`. The copy is then the model's graph as an `IntegerModel` has it: all weights
-    are rounded per channel, batch normalization is folded in, and dropout is left out.
+    `activation_bits` bits. The copy is then the model's graph as an `IntegerModel` has it: all
+    weights are rounded per channel, batch normalization is folded in, and dropout is left out.
     """
     check_bits(bits, "symmetric training takes", least=2)
     if batches is not None:
@@ -61,9 +61,9 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """Return a copy of a model from `prepare_qat` that stores integers instead of weights.
+    """Return a copy of a model from `prepare_qat` with integer weights.
 
-    A model that was prepared with batches becomes an `IntegerModel`.
+    If `prepare_qat` received `batches`, return an `IntegerModel`.
     """
     if isinstance(model, IntegerTraining):
         return model.integers()

@@ -2,10 +2,10 @@
 
 The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). A grid that
 follows the extremes of the weights contains all of them, so every weight has this gradient (Jacob
-et al., 2018, section 3.1), including the largest, on which rounding errors of its quotient must not
-decide. With a learned step, the gradient of weights outside the range is zero, and the gradient of
-the step follows by autograd (Esser et al., "Learned Step Size Quantization", 2020, equations 3 and
-5, section 2.2).
+et al., 2018, section 3.1), including the largest, whose gradient must not depend on the rounding of
+its quotient. With a learned step, the gradient of weights outside the range is zero, and the
+gradient of the step follows by autograd (Esser et al., "Learned Step Size Quantization", 2020,
+equations 3 and 5, section 2.2).
 """
 
 from __future__ import annotations
