@@ -1,4 +1,4 @@
-"""The attention patterns of any model, recorded where they are computed.
+"""Recording of the attention patterns of any model, where they are computed.
 
     with record_patterns(model) as patterns:
         model(tokens)

@@ -1,4 +1,4 @@
-"""Patches of some positions of one text, also during generation.
+"""Patches at some positions of one text, also during generation.
 
 A patch determines the positions of a call from the length of the model's cache: the first call
 contains the prompt, and each later call contains the new tokens.
@@ -75,7 +75,7 @@ def _require_no_padding_at_the_start(mask: Any) -> None:
 
 
 class AtPositions:
-    """A patch of some positions of one text, created by `at_positions`."""
+    """A patch at some positions of one text, created by `at_positions`."""
 
     def __init__(
         self, positions: range | tuple[int, ...], new: Replacement, *, cached: bool

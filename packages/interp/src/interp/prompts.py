@@ -1,4 +1,4 @@
-"""Prompts, metrics and results over several pairs of prompts, for all patching functions."""
+"""Prompts, metrics and means over several pairs of prompts, for all patching functions."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _on_output(
     if isinstance(output, Tensor):
         return action(output)
     if isinstance(output, Mapping):
-        # Both dict and Hugging Face's ModelOutput are constructed from keywords.
+        # A dict and Hugging Face's ModelOutput are both constructed from keywords.
         key = _first_tensor(site, output.items())
         new = action(output[key])
         rebuild: Callable[..., Any] = type(output)

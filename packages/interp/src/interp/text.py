@@ -1,4 +1,4 @@
-"""Prompts from text, with any tokenizer.
+"""Conversion of text to prompts, with any tokenizer.
 
 prompt = encode(tokenizer, ["The capital of France is", "The capital of Italy is"])
 with record_patterns(model) as patterns:

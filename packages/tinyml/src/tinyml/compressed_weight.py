@@ -41,7 +41,7 @@ def refuse_save_pretrained(*_: Any) -> None:
 
 
 class CompressedWeight(nn.Module):
-    """A stored form of a weight, as a parametrization: `forward(x)` computes the dense weight.
+    """A parametrization that stores a compressed weight; `forward(x)` computes the dense weight.
 
     `layer.weight` remains the dense weight for all code that reads it, and any layer with a weight
     can be compressed (see `torch.nn.utils.parametrize`).

@@ -1,8 +1,8 @@
-"""Choice of the fastest of several implementations of one function on this machine.
+"""Selection of the fastest of several implementations of a function on this machine.
 
 Implementations are timed in interleaved rounds. A reference implementation is replaced only by one
-that is clearly faster in most rounds, with its weights in the cache and outside of it. Decisions
-are stored in a file per user, because another process on the same machine would repeat them.
+that is clearly faster in most rounds, with its weights in the cache and out of it. Decisions are
+stored in a file per user, because another process on the same machine would repeat them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 
 
 def chance(d_model: int) -> float:
-    """Return the score of random circuits, for which E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d."""
+    """Return 1 / sqrt(d), as E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d for random circuits."""
     return 1 / math.sqrt(d_model)
 
 

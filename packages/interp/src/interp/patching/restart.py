@@ -122,7 +122,7 @@ def _is_causal(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
 
 
 class BlockReplay:
-    """Repeated calls of blocks with their recorded arguments and another stream."""
+    """Calls of blocks with their recorded arguments and another stream."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks

@@ -133,7 +133,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
-    """Return the path in the file of each adapted parameter, as {path: name}.
+    """Return the name of each adapted parameter by its path in the file.
 
     peft wraps the module once per parameter, in the order of registration. The last wrapper is the
     outermost. The paths of the other wrappers contain ".base_layer" once per wrapper around them.

@@ -148,7 +148,7 @@ def meta_loss(
     lr: float,
     first_order: bool = False,
 ) -> Tensor:
-    """Return the mean loss after adapting `start` to each task; training minimizes it over `start`.
+    """Return the mean loss after adapting `start` to each task, for training of `start`.
 
     A task is a pair (support loss, query loss), functions of the prompt: the result is the mean
     over tasks of query(adapt(start, support)). At deployment, call `adapt` with the same steps.

@@ -24,7 +24,7 @@ from tinyml.validation import require_batches
 
 
 class Rounding(nn.Module):
-    """The rounding of values to the codes of a scale, whose step may be learned."""
+    """Rounding of values to the codes of a scale, whose step may be learned."""
 
     def __init__(self, scale: Scale, learn: bool, dtype: torch.dtype) -> None:
         super().__init__()

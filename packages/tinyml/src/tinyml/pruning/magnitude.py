@@ -37,7 +37,7 @@ from tinyml.validation import check_finite, first_names, require_batches
 
 
 class Masks(dict[str, Tensor]):
-    """The weights that remain: a bool tensor per parameter name, True for weights that are kept."""
+    """The remaining weights: a bool tensor per parameter name, True for weights that remain."""
 
     @property
     def sparsity(self) -> float:
@@ -173,7 +173,7 @@ def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
 
 
 def _smallest_of_all(scores: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
-    """Return the masks of `smallest_mask` for the scores of all layers together."""
+    """Return the masks of `smallest_mask`, applied to the scores of all layers together."""
     flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
     parts = torch.split(flat, [score.numel() for score in scores.values()])
     pairs = zip(scores.items(), parts, strict=True)

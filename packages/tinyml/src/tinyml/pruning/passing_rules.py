@@ -1,4 +1,4 @@
-"""Rules of operators that pass units on: they act on elements or mix other dimensions only."""
+"""Rules of operators that pass units on because they do not mix the dimension of the units."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _untagged(value: Any) -> Any:
-    """Return `value` with plain integers; the object itself if it contains no tagged integer."""
+    """Return `value` with plain integers, or `value` itself if it contains no tagged integer."""
     if isinstance(value, _Tagged):
         return int(value)
     if not any(True for _ in _tagged_in(value)):

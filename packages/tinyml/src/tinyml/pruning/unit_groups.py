@@ -83,7 +83,7 @@ class UnitGroups:
         return group
 
     def merge(self, node: fx.Node, alongs: Sequence[Along], grouped: bool = False) -> Any:
-        """Merge the groups of several values that have to hold the same units, part by part."""
+        """Merge the groups of several values that must have the same units, part by part."""
         first = alongs[0]
         for other in alongs[1:]:
             alike = len(first.parts) == len(other.parts) and all(

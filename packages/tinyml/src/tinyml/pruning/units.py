@@ -41,7 +41,7 @@ class Walk(UnitGroups):
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
-        """Record for each size that the code reads from an attribute if it is a number of units."""
+        """Record, for each size that the code reads from an attribute, the units that it counts."""
         # A reshape may be exported as a copy and a view of one annotation; only the view has sizes.
         sized = node.op == "call_function" and operator_name(node) in _SIZED
         for index, sources in size_sources(node).items() if sized else ():

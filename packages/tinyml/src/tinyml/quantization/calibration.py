@@ -2,8 +2,8 @@
 
 Note [Replayed blocks]
 GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
-before it. Running every batch from the start for each layer would take a time quadratic in
-the number of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
+before it. Running every batch from the start for each layer would take time quadratic in the number
+of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
 `nn.Sequential`) are recorded, and later runs return the record instead of running the block. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
 

@@ -76,7 +76,7 @@ class FastestLinear(Replacement):
         return self.implementations[self.always or self._implementation(input)](self, input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
-        # Follow `.to(dtype)` and `.half()`, which convert the tensors but not this attribute.
+        # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 

@@ -1,6 +1,6 @@
 """Even grids on tensors: r = S (q - Z), with integers q, a scale S and a zero point Z.
 
-There is one scale per output channel or per group of inputs, from the extremes of its values. The
+Each output channel or group of inputs has a scale, computed from the extremes of its values. The
 formulas are those of Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018, section 2.1.
 """

@@ -1,6 +1,6 @@
 """A linear layer of 4-bit weights that may be faster than float for a few tokens.
 
-A single token reads every weight once, so its time is that of reading memory, and 4 bits are an
+A single token reads every weight once, so its time is limited by memory reads, and 4 bits are an
 eighth of float32. The kernel is torch's own for CPUs. It takes inputs and scales in bfloat16,
 groups of 32 to 256 inputs, and multiples of 16 outputs.
 """

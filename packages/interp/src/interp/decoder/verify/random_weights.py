@@ -137,7 +137,7 @@ class RandomWeights:
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
         size = self._size(part, probe)
-        # The memory of the previous weights is reused: page faults would take longer than the rest.
+        # The memory of the previous weights is reused, because page faults would dominate the time.
         weight = self.weights.get(name)
         if weight is None:
             weight = torch.empty(tensor.shape, dtype=torch.float32, device=self.device)
