@@ -35,7 +35,7 @@ def steering_vector(
 
     `positive` and `negative` are token ids (n, seq), or the model's keyword arguments; the numbers
     and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding,
-    and if a repeated run has other activations, as with dropout.
+    and if the activations of a repeated run differ, as with dropout.
     """
     means = []
     for prompt in (positive, negative):

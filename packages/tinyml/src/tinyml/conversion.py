@@ -66,9 +66,9 @@ def warn_of_dense_weights(
     """Warn of matrices that stay dense because they are not the weight of a known kind of layer.
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
-    tensors from which `weight_norm` computes a weight. No warning is given if they hold less than a
-    hundredth of the model's elements, or for the modules in `protected`. `skipped` are layers of a
-    known kind that stay dense nevertheless.
+    tensors from which `weight_norm` computes a weight. No warning is given if they contain less
+    than a hundredth of the model's elements, or for the modules in `protected`. `skipped` are
+    layers of a known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():

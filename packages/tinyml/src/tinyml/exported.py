@@ -27,8 +27,8 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Functional operators that `run_decompositions({})` leaves as they are. Decomposition takes most
-#: of the export time, so it is skipped if a graph contains only these operators.
+#: Functional operators that `run_decompositions({})` does not change. Decomposition takes most of
+#: the export time, so it is skipped if a graph contains only these operators.
 UNCHANGED = {
     *ELEMENTWISE, "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat",
     "softmax", "matmul",
@@ -94,7 +94,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
 def _erase_metadata_checks(graph: fx.Graph) -> None:
     """Erase the checks of dtype and device that `torch.export` inserts before conversions.
 
-    They compute nothing, but each of them would count as a consumer of the converted tensor.
+    They compute nothing, but each check would count as a consumer of the converted tensor.
     """
     for node in list(graph.nodes):
         if operator_name(node) == "_assert_tensor_metadata":

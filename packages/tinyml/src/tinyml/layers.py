@@ -1,4 +1,4 @@
-"""Layers of a model that hold weights: their types, names and shared weights."""
+"""Layers of a model that have weights: their types, names and shared weights."""
 
 from __future__ import annotations
 

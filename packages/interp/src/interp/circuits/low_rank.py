@@ -139,7 +139,7 @@ def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = N
     """Return W_QK = W_Q^T W_K of every head, (..., heads, d_model, d_model).
 
     `w_q` (..., heads * d_head, d_model) and `w_k` (..., kv_heads * d_head, d_model) are weights of
-    `nn.Linear`; leading dimensions (layers) are kept. Scores are not divided by sqrt(d_head).
+    `nn.Linear`; leading dimensions (layers) are preserved. Scores are not divided by sqrt(d_head).
     """
     q = _split(w_q, heads, "w_q")
     k = _per_query_head(_split(w_k, heads if kv_heads is None else kv_heads, "w_k"), heads)

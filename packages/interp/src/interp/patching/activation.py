@@ -91,8 +91,8 @@ def patch_streams(
             (n,), such as `logit_difference`; or one function per pair.
         batch: The number of patches that run together.
 
-    Raises ValueError if a block does not feed the next one, or returns something else when it is
-    called again.
+    Raises ValueError if a block's output is not the next block's input, or if a second call of a
+    block returns another result.
     """
     result = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
     pairs = tuple(replace(pair, values=pair.values[:, 0]) for pair in result.pairs)

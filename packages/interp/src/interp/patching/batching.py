@@ -69,7 +69,7 @@ class PatchBatch:
         return torch.arange(old, old + new, device=positions.device)[:, None], positions
 
     def run_block(self, layer: int, actions: Actions) -> None:
-        """Advance all rows by one block, while `actions` replace activations at their sites."""
+        """Run one block for all rows, while `actions` replace activations at their sites."""
         with installed_hooks(self.run.model, actions):
             self.streams = self.run.replay(layer, self.streams)
 
@@ -115,7 +115,7 @@ class CausalPatchBatch(PatchBatch):
         self.streams = streams[self.affected][None]
 
     def run_block(self, layer: int, actions: Actions) -> None:
-        """Advance all rows by one block.
+        """Run one block for all rows.
 
         Attention receives whole rows of queries, keys and values; all other modules receive the
         affected positions.

@@ -30,7 +30,7 @@ class Restart:
     """A recorded run that can be continued from the input of any block.
 
     Raises ValueError if a block's output is not the next block's input, if a block is called
-    several times, or if the blocks return something else when they are called again.
+    several times, or if a second call of the blocks returns another result.
     """
 
     #: Names of the blocks, in order.

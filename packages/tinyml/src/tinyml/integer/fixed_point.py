@@ -66,8 +66,8 @@ def scales_for_bias(
 ) -> Tensor:
     """Return the scales (rows, 1) of a weight, coarse enough for the bias in units of S_w S_in.
 
-    The bias has to fit in 30 bits even if the weights are tiny. A filter of zeros consists of its
-    bias alone, so its scale has to be fine enough not to round the bias away.
+    The bias must fit in 30 bits even if the weights are tiny. A filter of zeros outputs only its
+    bias, so its scale must be fine enough not to round the bias to zero.
     """
     least = bias.abs().view(-1, 1) / before.scale / 2**30
     fine = torch.full_like(least, after.scale / before.scale / 2**12)

@@ -32,7 +32,7 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator applied to one tensor, stored by name so that it can be pickled."""
+    """A call of an operator with one tensor; it is stored by name so that it can be pickled."""
 
     name: str
     rest: tuple[Any, ...]

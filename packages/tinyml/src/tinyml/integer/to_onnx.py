@@ -116,7 +116,7 @@ class _Writer:
         if layer.largest:
             return self._node("MaxPool", floats, name, **window)
         mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
-        # Means are often halves, which have to round up: add a quarter of the smallest step.
+        # Means are often halves, which must round up: add a quarter of the smallest step.
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._node("Add", [mean, self._constant(f"up_{number}", up)], name)
 

@@ -51,7 +51,7 @@ def check_equal(
 def _in_double(
     small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...], bool]:
-    """Return float64 copies on the CPU, and True; or the models as they are, and False."""
+    """Return float64 copies on the CPU and True, or the unchanged models and False."""
     try:
         other = copy.deepcopy(dense).to("cpu", torch.float64)
         moved = tree_map_only(Tensor, _to_double, inputs)

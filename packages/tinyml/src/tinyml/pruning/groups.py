@@ -2,7 +2,7 @@
 
 Note [Dependency groups]
 A layer's outputs are read by other layers, possibly after normalization, pooling or a residual sum.
-If a unit is removed, it has to disappear from every tensor along this path:
+If a unit is removed, it must be removed from every tensor along this path:
 
     conv1.weight  (out, in, 3, 3)   writer, axis 0  --+
     conv1.bias    (out)             writer, axis 0    |
@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 @dataclass
 class Slice:
-    """The elements of a tensor that hold units: `width` per unit along `axis`, from `start` on."""
+    """The elements of a tensor that contain units: `width` per unit along `axis`, from `start`."""
 
     tensor: str
     axis: int
@@ -79,7 +79,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Along:
-    """The dimension of a value that holds units; `parts` are (group, number of elements)."""
+    """The dimension of a value that contains units; `parts` are (group, number of elements)."""
 
     dim: int
     parts: tuple[tuple[Group, int], ...]

@@ -1,4 +1,4 @@
-"""The importance of units by one of several criteria.
+"""Scores of the importance of units, by one of several criteria.
 
     wanda      sum of w^2 E[x^2] over the weights that read the unit, with their input x
     magnitude  sum of w^2 over the weights that write or read the unit

@@ -97,7 +97,7 @@ def _product(
     return Along(dim, ((group, size),))
 
 
-#: Operators that may create units although no input holds any.
+#: Operators that may create units even if no input contains units.
 PRODUCT_OPERATORS = {
     "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d",

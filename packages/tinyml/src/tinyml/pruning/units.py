@@ -1,9 +1,9 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
-rule of its operator returns the dimension of the result that holds units: `product_rules` create
-units and read them, `passing_rules` pass them on. Units that reach an operator without a rule, or
-an operator that mixes them, cannot be removed; `Group.blocked_by` names that operator.
+rule of its operator returns the dimension of the result that contains units: `product_rules` create
+and read units, and `passing_rules` pass them on. Units that reach an operator without a rule, or an
+operator that mixes them, cannot be removed; `Group.blocked_by` names that operator.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _paths(
 
 
 class _StopRun(BaseException):
-    """An exception that ends a run at a layer that has to wait for an earlier one."""
+    """An exception that ends a run at a layer that must wait for an earlier layer."""
 
 
 class _Stage:

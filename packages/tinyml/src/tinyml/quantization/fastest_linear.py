@@ -206,7 +206,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class TiedEmbedding(Replacement):
-    """An embedding whose rows are those of a `FastestLinear`'s weight, as in tied models."""
+    """An embedding that shares its weight with a `FastestLinear`, as in tied models."""
 
     def __init__(self, table: FastestLinear) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Latent(nn.Module):
         return out if self.rotary is None else self._join(self.rotary(x), out, -1)
 
     def _join(self, shared: Tensor, separate: Tensor, dim: int) -> Tensor:
-        """Put the shared dimensions in front of the separate ones of each head."""
+        """Prepend the shared dimensions to the separate dimensions of each head."""
         heads = separate.unflatten(dim, (self.heads, -1))
         shared = shared.unsqueeze(dim - 1).expand(*heads.shape[:dim], *shared.shape[dim:])
         return torch.cat([shared, heads], dim).flatten(dim - 1, dim)
