@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from interp.decoder.names import is_norm_role, roles_of
 
-#: OPT's position table starts with two rows that are reserved for padding.
+#: OPT's position table has two rows before position 0, for padding.
 _OPT_OFFSET = 2
 
 
