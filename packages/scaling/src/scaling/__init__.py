@@ -1,6 +1,6 @@
 """Scaling laws of language models: fits to training runs, with calibrated intervals.
 
->>> runs = load_runs("runs.csv")                     # two of N, D, C and the loss
+>>> runs = load_runs("runs.csv")                     # the loss and two of N, D, C
 >>> fit = fit_parametric(runs)                       # L = E + A / N^alpha + B / D^beta
 >>> fit.optimal(1e24)                                # N, D, loss and their intervals
 """

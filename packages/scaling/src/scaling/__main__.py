@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", ScalingWarning)
             lines, result = arguments.command(arguments)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        # RuntimeError is torch's for a missing device, ImportError that of a missing extra.
+        # torch raises RuntimeError for a missing device; a missing extra raises ImportError.
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
@@ -111,7 +111,7 @@ def _load(arguments: argparse.Namespace) -> Runs:
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Return a mapping of texts of the form NAME=VALUE."""
+    """Parse NAME=VALUE strings into a mapping."""
     pairs = {}
     for text in texts:
         if "=" not in text:
@@ -129,7 +129,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         if arguments.nearest is not None:
             raise ValueError("--nearest is an option of --method parabola: drop one of them")
         fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
-        # The intervals of the answers include drift, unlike those of the constants.
+        # Intervals of the answers include drift; intervals of the constants do not.
         best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
         intervals = {k: fit.posterior.interval(k) for k in constants}

@@ -1,4 +1,4 @@
-"""Benchmarks of the fit next to L-BFGS-B, of the bootstrap, of shortcuts and of the sweeps."""
+"""Benchmarks of the fit (against L-BFGS-B), the bootstrap, misleading shortcuts and the sweeps."""
 
 import argparse
 import itertools
@@ -32,8 +32,8 @@ def bench(
 ) -> list[Row]:
     """Return rows of measurements on synthetic runs.
 
-    `device` is that of the sweeps. `data` adds the fit of a file of runs, without its five highest
-    losses, as in Besiroglu et al. `starts` is the number of the 4,500 starts that L-BFGS-B uses.
+    The sweeps run on `device`. `data` is a file of runs to fit as well, without its five highest
+    losses, as in Besiroglu et al. L-BFGS-B uses `starts` of its 4,500 starts.
     """
     starts = starts or (40 if quick else 4500)
     noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)
@@ -54,7 +54,7 @@ def _timed(function: Callable[[], T]) -> tuple[float, T]:
 
 
 def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
-    """Time our fit, our fit with its proof, and L-BFGS-B with exact gradients from many starts."""
+    """Time our fit without and with `prove`, and L-BFGS-B with exact gradients from many starts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         fit_parametric(runs)  # the first call loads LAPACK
@@ -77,7 +77,7 @@ def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
 
 
 def _shortcuts() -> list[Row]:
-    """Compare the best size at 1e24 FLOPs by each method, from noiseless runs, with the truth."""
+    """Compare each method's best size at 1e24 FLOPs, from noiseless runs, with the truth."""
     runs = planned_runs()
     truth = CHINCHILLA.optimal(1e24).parameters
     sizes = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
@@ -98,10 +98,11 @@ def _shortcuts() -> list[Row]:
 
 
 def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
-    """Return the best size over compute by a misleading method: the best run of each budget.
+    """Return the best size as a function of compute by a misleading method.
 
-    "minimum" fits a line in logs through these runs, "minimum-linear" fits a C^b by least squares
-    in N, and "minimum-offset" fits a C^b + c, which contradicts C = 6 N D.
+    The method uses the best run of each budget. "minimum" fits a line in logs through these runs,
+    "minimum-linear" fits a C^b by least squares in N, and "minimum-offset" fits a C^b + c, which
+    contradicts C = 6 N D.
     """
     best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]
     c = np.array([run.compute[0] for run in best])
@@ -109,7 +110,7 @@ def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     exponent, intercept = np.polyfit(np.log(c), np.log(n), 1)
     if method == "minimum":
         return lambda compute: float(np.exp(intercept) * compute**exponent)
-    # curve_fit has absolute steps, so compute and sizes are in units of their means.
+    # curve_fit uses absolute step sizes, so compute and sizes are divided by their means.
     start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent]
     if method == "minimum-offset":
         start.append(0.0)
@@ -150,7 +151,7 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
 
 
 def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
-    """Return the best Huber objective over some of the 4,500 starts of Hoffmann et al. 2022."""
+    """Return the lowest Huber objective from some of the 4,500 starts of Hoffmann et al. 2022."""
     log_n = np.log(runs.parameters)
     log_d = np.log(runs.tokens)
     log_loss = np.log(runs.loss)
@@ -177,7 +178,7 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows as tables; with --json, write them to a file too."""
+    """Print the rows as tables; also write them as JSON if `--json` is passed."""
     folder = os.environ.get("SCALING_DATA")
     points = Path(folder) / "chinchilla_svg_extracted_data.csv" if folder else None
     parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)

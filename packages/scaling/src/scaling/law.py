@@ -3,7 +3,7 @@
 Note [Closed-form optimum]
 Under C = 6 N D the optimum is N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
 G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4). With T tokens
-served after training, C = 6 N (D + S) with S = T / 3, and D is the root of a function that rises:
+served after training, C = 6 N (D + S) with S = T / 3, and D is the root of an increasing function:
 
     log(alpha A) - alpha log N = log(beta B) + log(D + S) - (beta + 1) log D.
 """
@@ -22,7 +22,7 @@ from scaling.units import FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
-#: FLOPs per parameter and served token: a forward pass alone.
+#: FLOPs per parameter and served token: only a forward pass.
 FLOPS_PER_PARAMETER_SERVED_TOKEN = 2.0
 
 
@@ -49,7 +49,7 @@ def require_numbers(**named: object) -> None:
 
 
 def require_budget(compute: float, inference_tokens: float) -> None:
-    """Raise `ValueError` unless a budget can train and serve some model."""
+    """Raise `ValueError` unless a budget can train and serve at least one model."""
     require_numbers(compute=compute, inference_tokens=inference_tokens)
     if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
         raise ValueError(
@@ -70,10 +70,10 @@ def check_level(level: float) -> None:
 
 
 def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
-    """Return the quantiles `low` and `high` of resampled values.
+    """Return the quantiles of resampled values at `low` and `high`.
 
-    With infinite values, which cannot be interpolated, they are the next values outside. Raises
-    `ValueError` if a value is NaN.
+    Infinite values cannot be interpolated, so next to them the next value outside is returned.
+    Raises `ValueError` if a value is NaN.
     """
     resampled = np.asarray(values, dtype=float)
     if missing := int(np.isnan(resampled).sum()):
@@ -95,11 +95,11 @@ class Optimum(ComparesArrays):
     compute: float
     parameters: float
     tokens: float
-    #: The loss in nats; nan from an IsoFLOP fit, which does not model the loss.
+    #: The loss in nats; nan if the optimum is from an IsoFLOP fit, which does not model the loss.
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
-    #: The measured coverage of such intervals in published tables; empty within the runs.
+    #: The coverage measured for such intervals on published tables; empty within the runs.
     coverage: str = ""
 
     def __str__(self) -> str:
@@ -153,11 +153,11 @@ class Law:
 
     @property
     def exponent(self) -> float:
-        """The power beta / (alpha + beta) with which N_opt grows in C; D_opt has 1 minus it."""
+        """The exponent beta / (alpha + beta) of N_opt in C; the exponent of D_opt is 1 minus it."""
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """Return the model of least loss that `compute` FLOPs can train and serve.
+        """Return the model with the lowest loss that `compute` FLOPs can train and serve.
 
         Training costs 6 N D and serving 2 N T, where T = `inference_tokens` is the number of tokens
         that the model serves in its lifetime. The more tokens it serves, the smaller the best model
@@ -170,14 +170,14 @@ class Law:
 
 
 def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
-    """Return L(N, D) for (…, 5) constants."""
+    """Return L(N, D) for constants of shape (…, 5)."""
     e, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     loss: Array = e + a * parameters**-alpha + b * tokens**-beta
     return loss
 
 
 def optima_of(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
-    """Return N, D and loss (3, …) of the optima of (…, 5) constants.
+    """Return N, D and loss of the optima, (3, …), for constants of shape (…, 5).
 
     See Note [Closed-form optimum].
     """
@@ -200,7 +200,7 @@ def optima_of(constants: Array, compute: float, inference_tokens: float = 0.0) -
 def _log_tokens_with_serving(constants: Array, log_pairs: float, log_served: float) -> Array:
     """Return log D of the optima at which N (D + S) = exp(log_pairs), by bisection.
 
-    The unknown is D rather than N, because a small D would be lost in the rounding of D + S.
+    Bisection is over D rather than N, because a small D would be lost in the rounding of D + S.
     """
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     low = np.full(np.shape(a), -700.0)

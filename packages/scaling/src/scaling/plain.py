@@ -31,7 +31,7 @@ def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
 
 def law(constants: Constants, n: Array, d: Array) -> Array:
     """Return E + A / N^alpha + B / D^beta for constants (log E, log A, log B, alpha, beta)."""
-    # Logs keep E, A and B positive; these differ by eight orders of magnitude.
+    # Logarithms keep E, A and B positive, and these may differ by orders of magnitude.
     e, a, b, alpha, beta = constants
     loss: Array = np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
     return loss
@@ -44,9 +44,10 @@ def huber(residual: Array, delta: float = 1e-3) -> Array:
 
 
 def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
-    """Return (E, A, B, alpha, beta) of least Huber loss between log losses ("Approach 3").
+    """Return the (E, A, B, alpha, beta) with the least Huber loss of log losses ("Approach 3").
 
-    Many starts are needed: the objective is flat along A and alpha together and has several minima.
+    Many starts are needed, because the objective has several minima and hardly changes if A and
+    alpha change together.
     """
 
     def objective(constants: Constants) -> float:
@@ -67,7 +68,7 @@ def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
 
 
 def best_model(constants: Constants, compute: float) -> tuple[float, float]:
-    """Return (N, D) of least loss for `compute` FLOPs.
+    """Return the (N, D) with the lowest loss for `compute` FLOPs.
 
     The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: the
     last FLOP gains as much from size as from data.

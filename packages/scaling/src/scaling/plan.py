@@ -1,6 +1,6 @@
 """Plans: the size, tokens and loss of a model for a budget and a serving load, with intervals.
 
-`Law.optimal` takes the law as exact. `plan` starts from a fit of runs, so each of its numbers has
+`Law.optimal` treats the law as exact. `plan` starts from a fit of runs, so each of its results has
 an interval that includes noise and drift.
 """
 
@@ -21,8 +21,8 @@ class Plan:
     parameters: float
     tokens: float
     loss: float
-    #: 95 % intervals by field name. If the size was given, the interval of the loss is that of a
-    #: single run, its noise included.
+    #: 95 % intervals by field name. If the size was passed, the interval of the loss is that of a
+    #: single run, including its noise.
     intervals: dict[str, Interval]
     #: FLOPs of training, 6 N D.
     training: float
@@ -37,9 +37,9 @@ def plan(
     served_tokens: float = 0.0,
     parameters: float | None = None,
 ) -> Plan:
-    """Return the model of least loss that `budget` FLOPs can train and serve.
+    """Return the model with the lowest loss that `budget` FLOPs can train and serve.
 
-    With `parameters`, the size is given and only the tokens follow from the budget. The more tokens
+    With `parameters`, the size is fixed and the budget determines only the tokens. The more tokens
     a model serves, the smaller the best model and the longer its training (Sardana et al. 2024).
     Raises `ValueError` if serving a model of the given size, or of 1000 parameters, costs the whole
     budget.

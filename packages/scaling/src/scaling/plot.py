@@ -36,7 +36,8 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
       frontier, residuals, and the interval of `optimal` at `up_to` next to those of noise alone;
     - for an IsoFLOP fit, the valleys, and N and D over C;
     - for a sweep, loss over rate, and best rate over batch size;
-    - for a backtest, the best size that each cut predicts, relative to a fit of all runs.
+    - for a backtest, the best size predicted from the runs below each cut, relative to a fit of all
+    runs.
     """
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
@@ -52,7 +53,7 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 
 
 def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
-    """Return a function per panel of `plot`, which draws the panel on axes."""
+    """Return one function per panel of `plot`; each draws its panel on axes."""
     if isinstance(result, ParametricFit):
         fit = result
         return [
@@ -125,7 +126,7 @@ def _plot_valleys(axes: "Axes", fit: IsoflopFit) -> None:
 
 
 def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
-    """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed one."""
+    """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed size."""
     missed_cuts = []
     missed_ratios = []
     all_cuts = [row.cut for row in rows]
@@ -133,7 +134,7 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     axes.set(xscale="log", yscale="log", xlim=(min(all_cuts) / 1.5, max(all_cuts) * 1.5))
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         of_method = [row for row in rows if row.method == method]
-        # Methods with the same cuts are shifted against each other.
+        # Shift the points of each method sideways, because methods may have the same cuts.
         cuts = np.array([row.cut for row in of_method]) * 1.06**i
         full = np.array([row.full_fit_size for row in of_method])
         ratio = np.array([row.size for row in of_method]) / full
@@ -181,11 +182,11 @@ def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
 
 
 def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
-    """Draw the interval of `optimal`, and the posterior and its interval, which omit drift."""
+    """Draw the interval of `optimal`, and the posterior with its interval without drift."""
     posterior = fit.posterior
     if len(posterior.weights):
         values: Array = np.log10(posterior.sizes(compute))
-        # Without noise all laws agree to rounding, and a histogram needs a width.
+        # Without noise all laws are equal up to rounding, but a histogram needs a width.
         low, high = weighted_quantiles(values, posterior.weights, [1e-3, 1 - 1e-3])
         bins = np.linspace(low - 1e-6, high + 1e-6, 51).tolist()
         axes.hist(values, bins, weights=posterior.weights, color="0.8")

@@ -1,7 +1,7 @@
 """Training runs: parameters, tokens, compute and final loss, loaded from tables of any format.
 
-Two of parameters, tokens and compute are enough, because the third follows from C = 6 N D. Values
-that a fit cannot use, such as columns on a wrong scale, are refused with their row and column.
+Two of parameters, tokens and compute are enough, because the third follows from C = 6 N D. A value
+that a fit cannot use raises an error that names its row and column.
 """
 
 import math
@@ -35,12 +35,12 @@ from scaling.tables.states import keep_finished
 from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: Least relative gap in compute between two budgets.
+#: Minimum relative gap in compute between two budgets.
 BUDGET_TOLERANCE = 0.05
 
 
 class ScalingWarning(UserWarning):
-    """A warning that an answer is less certain than it looks, because of the data or the method."""
+    """A warning that the data or the method make a result less certain than it looks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +54,10 @@ class Runs(ComparesArrays):
     tokens: Array
     compute: Array
     loss: Array
-    #: The line or the position from 1 of each run in its source.
+    #: The line of each run in its source, or its position counted from 1.
     rows: tuple[int, ...]
-    #: A text on the source, unit and range of each column, excluded rows and unused columns.
+    #: Description of the source, unit and range of each column, of excluded rows and unused
+    #: columns.
     explanation: str = ""
 
     def __len__(self) -> int:
@@ -78,9 +79,9 @@ class Runs(ComparesArrays):
     def budgets(self, tolerance: float = BUDGET_TOLERANCE) -> "list[Runs]":
         """Return the runs grouped by compute, in ascending order.
 
-        A relative gap wider than `tolerance` starts a group. Runs that are spread over decades have
-        no such gaps, so a group that spans more than a factor of two is divided into groups that
-        span at most `tolerance`.
+        A relative gap wider than `tolerance` starts a new group. Runs spread evenly over decades
+        may have no such gaps, so a group that spans more than a factor of two is divided into
+        groups that span at most `tolerance`.
         """
         _check_tolerance(tolerance)
         codes = cluster(self.compute, tolerance)
@@ -103,8 +104,8 @@ def load_runs(
 
     The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T,
     49,893,420 or 3,2157. Data frames are those of pandas, polars and pyarrow. Exports of wandb,
-    levanter, MLflow and TensorBoard (by tbparse) are read with their nested or long columns.
-    `Runs.explanation` has a line on each choice that was made.
+    levanter, MLflow and TensorBoard (by tbparse) may have nested columns or one row per metric.
+    `Runs.explanation` describes each choice that was made.
 
     Args:
         source: The table.
@@ -112,24 +113,25 @@ def load_runs(
         columns: Names of columns that do not have a usual name (`N`, `params_B`, `train_tokens`,
             `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`. Tokens may be a
             product, as in `{"tokens": "steps * batch_size * seq_len"}`.
-        units: Factors of cells without a unit, such as `{"parameters": 1e6}`.
-        where: Values of columns by which rows are selected, such as `{"dataset": "c4"}`. A number
-            also selects cells that write it in another form, such as 3e-4 and 0.0003.
-        history: The column that names the run of each row, of which the last row is kept; False
-            if every row is a run. By default a column of run names is recognized.
-        decimal: The mark before the decimals of a number; by default it is detected.
-        tolerance: Relative difference between compute and 6 N D that is not reported.
+        units: Factors by which cells without a unit are multiplied, such as `{"parameters": 1e6}`.
+        where: Values of columns that select rows, such as `{"dataset": "c4"}`. A number also
+            selects cells with another notation of it, such as 3e-4 and 0.0003.
+        history: The column of run names, if the table has several rows per run; the last row of
+            each run is kept. False if every row is a run. By default a column of run names is
+            recognized.
+        decimal: The decimal mark; by default it is detected.
+        tolerance: Largest relative difference between compute and 6 N D that is not reported.
 
-    Left out, with a warning and a count, are rows without a loss, runs that did not finish (by a
-    column such as `state`, `status`, `failed` or `exit_code`), and all but the last row of each run
-    of a history.
+    Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
+    `failed` or `exit_code`), and all but the last row of each run of a history are left out. A
+    warning reports their number.
 
     Raises:
         ValueError: A value is missing, not a number, not positive or not finite, a column is on the
-            wrong scale, a state is unknown, or two columns that could be meant differ. The message
-            names the row and the column.
+            wrong scale, a state is unknown, or two columns with the same meaning differ. The
+            message names the row and the column.
 
-    A `ScalingWarning` also reports a compute that differs from 6 N D, a loss above 20 nats, and
+    A `ScalingWarning` also reports compute that differs from 6 N D, a loss above 20 nats, and
     repeated rows.
     """
     if unknown := set(units or {}) - set(COLUMNS):
@@ -190,7 +192,7 @@ def _check_tolerance(tolerance: float) -> None:
 
 
 def _explain(runs: Runs, reading: Reading) -> list[str]:
-    """Return a line per column on its source, range and unit, and one on unused columns."""
+    """Return one line per column on its source, range and unit, and one line on unused columns."""
     lines = []
     for k in COLUMNS:
         values = getattr(runs, k)

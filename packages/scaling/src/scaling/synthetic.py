@@ -1,4 +1,4 @@
-"""Synthetic runs of a known law, to compare fits with the truth."""
+"""Synthetic runs that follow a known law, to compare fits with the truth."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from scaling.law import Law
 from scaling.runs import Runs, load_runs
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
-#: The constants as printed, rounded, in Hoffmann et al. 2022, appendix D.3.
+#: The rounded constants printed in Hoffmann et al. 2022, appendix D.3.
 CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 
 #: FLOPs of the IsoFLOP curves in Hoffmann et al. 2022, figure 3.
@@ -36,7 +36,7 @@ def isoflop_runs(
     c = np.repeat(budgets, per_budget)
     d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
     loss = law.predict(n, d) * np.exp(noise * rng.standard_normal(n.size))
-    # Units of 1 confirm the scale, since some laws are optimal at unusual tokens per parameter.
+    # Units of 1 confirm the scale, because some laws have unusual optimal tokens per parameter.
     units = {"parameters": 1.0, "tokens": 1.0, "loss": 1.0}
     return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
 
@@ -44,8 +44,8 @@ def isoflop_runs(
 def planned_runs(law: Law = CHINCHILLA, *, budgets: Sequence[float] = BUDGETS) -> Runs:
     """Return noiseless IsoFLOP runs on a grid that was planned without knowing the optimum.
 
-    Each budget has eight sizes. Their tokens span 0.8e9 to 20e9 up to 1e20 FLOPs, and 5e9 to 200e9
-    above, so the optimum is not centered.
+    Each budget has eight sizes. Their tokens span 0.8e9 to 20e9 for budgets up to 1e20 FLOPs and
+    5e9 to 200e9 for larger ones, so the optimum is not centered.
     """
     sizes = []
     tokens = []

@@ -3,12 +3,12 @@
 Note [Conditioning of the design]
 The law E + A / N^alpha + B / D^beta is a constant, a curve in x = log N and a curve in y = log D.
 Each curve has a slope and a curvature, so x, y, x^2 / 2 and y^2 / 2 must be linearly independent
-over the runs. If they are not, a fit still converges. With D = 20 N, for example, two power laws of
-one variable exchange their exponents, and a bootstrap repeats the same wrong law. The measure of
-independence is the smallest singular value of these four centered columns, divided by the square
-root of the number of runs. It is 0 for one size, one token count, one budget and D = c N^a. It is a
-few thousandths for such designs with 1 % of jitter, and 0.05 to 1 for published tables and subsets
-of them.
+over the runs. If they are not, a fit still converges. With D = 20 N, for example, both terms are
+power laws of one variable and can exchange their exponents, and a bootstrap repeats the same wrong
+law. The measure of independence is the smallest singular value of these four centered columns,
+divided by the square root of the number of runs. It is 0 if all runs have one size, one token
+count, one budget or tokens D = c N^a. With 1 % of jitter, such designs have a few thousandths.
+Published tables and their subsets have 0.05 to 1.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 
 from scaling.units import Array
 
-#: Smallest singular value of an identifying design: see Note [Conditioning of the design].
+#: Smallest singular value at which runs identify a law: see Note [Conditioning of the design].
 MIN_SINGULAR_VALUE = 0.04
 
 REMEDY = "train several sizes at each of three or more budgets that span at least a factor of ten"
@@ -30,7 +30,7 @@ def require_identified(parameters: Array, tokens: Array) -> None:
 
 
 def design_defect(parameters: Array, tokens: Array) -> str:
-    """Return why the runs do not identify a law of N and D; empty if they do."""
+    """Return the reason why the runs do not identify a law of N and D, or an empty string."""
     x, y = (v - v.mean() for v in np.log([parameters, tokens]))
     columns = np.stack([x, y, x**2 / 2, y**2 / 2])
     if singular_values(columns).min() >= MIN_SINGULAR_VALUE:
@@ -42,7 +42,7 @@ def design_defect(parameters: Array, tokens: Array) -> str:
 
 
 def line_defect(parameters: Array, tokens: Array) -> str:
-    """Return which line the runs lie on in log N and log D; empty if they lie on no line."""
+    """Return a description of the line on which log N and log D lie, or an empty string."""
     logs = np.log([parameters, tokens])
     centered = logs - logs.mean(1)[:, None]
     if singular_values(centered).min() >= MIN_SINGULAR_VALUE:
@@ -65,7 +65,7 @@ def line_defect(parameters: Array, tokens: Array) -> str:
 
 
 def singular_values(columns: Array) -> Array:
-    """Return the singular values of centered (k, n) columns, divided by the root of n.
+    """Return the singular values of centered columns (k, n), divided by sqrt(n).
 
     If there are fewer rows than columns, the missing singular values are 0.
     """

@@ -1,12 +1,12 @@
-"""A batched Newton method for robust fits, so that a whole bootstrap is a single call.
+"""A batched Newton method for robust fits; one call refits a whole bootstrap.
 
 Note [Damped Newton steps]
 The objective is sum_i w_i Huber(r_i), where r_i is log predicted minus log observed (Huber 1964).
 With the exact Hessian H a refit takes about ten steps, but H need not be positive definite far from
 the minimum. A step p therefore solves (H + lambda W) p = -g, where g is the gradient and W the
-matrix of iteratively reweighted least squares. As lambda approaches 0 this is Newton's method. A
-large lambda gives a short step that always descends (Levenberg 1944). Steps that do not lower the
-objective are rejected, and lambda grows.
+matrix of iteratively reweighted least squares. As lambda approaches 0, this becomes Newton's
+method. With a large lambda, the step is short and always descends (Levenberg 1944). Steps that do
+not lower the objective are rejected, and lambda grows.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ VANISHED = 18.0
 def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     """Return (S, K) flags of the terms that have vanished.
 
-    Terms with a plain amplitude and terms with a fixed amplitude never count as vanished.
+    A term whose amplitude is fixed, or is not stored as a logarithm, never counts as vanished.
     """
     k = problem.num_terms
     vanished: NDArray[np.bool_] = theta[:, :k] <= problem.bounds[0][:k] + VANISHED
@@ -36,7 +36,7 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PolishResult:
-    """The end points of a batch of minimizations."""
+    """The results of a batch of minimizations."""
 
     theta: Array
     objective: Array
@@ -53,14 +53,14 @@ def polish(
 ) -> PolishResult:
     """Minimize the sum of Huber losses from each of (S, P) starts.
 
-    `weights` (S, n) are the weights of the rows, such as the counts of a bootstrap resample. See
-    Note [Damped Newton steps].
+    `weights` (S, n) weight the rows, for example by their counts in a bootstrap resample. See Note
+    [Damped Newton steps].
     """
     count = len(starts)
     row_weights = np.ones((count, 1)) if weights is None else weights
     theta = np.clip(starts, *problem.bounds)
     result = PolishResult(theta, np.empty(count), np.zeros(count, dtype=bool))
-    # The dozen (chunk, n) arrays of a chunk should stay in the cache.
+    # Each chunk needs a dozen (chunk, n) arrays, which should fit in the CPU cache.
     chunk = max(8, 24_000 // len(problem.log_target))
     for low in range(0, count, chunk):
         index = np.arange(low, min(low + chunk, count))
@@ -89,8 +89,8 @@ def log_jacobian(problem: Problem, theta: Array) -> Array:
 class _Evaluation:
     """The predictions of S parameter vectors."""
 
-    #: Derivative of the log of the sum in each stored amplitude, (S, K, n). If the amplitude is
-    #: stored as a logarithm, this is the term's fraction of the sum.
+    #: Derivative of the log of the sum with respect to each stored amplitude, (S, K, n). If the
+    #: amplitude is stored as a logarithm, this is the term's fraction of the sum.
     amplitude_slopes: Array
     residuals: Array
     log_sum: Array
@@ -110,7 +110,7 @@ class _Evaluation:
             else:
                 slopes[:, k] = problem.signs[k] * np.exp(log_value)
                 total += theta[:, k, None] * slopes[:, k]
-        # A law that is negative at some row gets a huge residual, so no step is accepted there.
+        # A law that is negative at some row gets a huge residual, so such a step is rejected.
         negative = total <= 0
         total[negative] = 1.0
         slopes /= total[:, None]
@@ -165,7 +165,7 @@ def _polish_chunk(
         ended = (small & (damping <= 1)) | (damping > 1e12)
         damping = np.where(accepted, damping * 0.2, damping * 8.0)
         if ended.any():
-            # Problems that ended leave the batch, so that later steps are cheaper.
+            # Finished problems leave the batch, so that later steps are cheaper.
             result.theta[index[ended]] = theta[ended]
             result.objective[index[ended]] = point.objective[ended]
             result.converged[index[ended]] = True
@@ -182,7 +182,7 @@ def _polish_chunk(
 
 
 def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:
-    """Return the Newton step (S, P); `pinned` parameters press against a bound and do not move."""
+    """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move."""
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0
     diagonal = np.einsum("sii->si", hessian)
@@ -201,7 +201,7 @@ def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> 
 
 
 #: A term's index, the index in theta of one of its exponents, and the derivative of the term's log
-#: value in that exponent.
+#: value with respect to that exponent.
 TermDerivative = tuple[int, int, Array]
 
 
@@ -234,8 +234,8 @@ def _derivatives(
 ) -> tuple[Array, Array]:
     """Return the gradient (S, P) and the damped Hessian (S, P, P) of the objective.
 
-    The Hessian is exact if the log values of the terms are linear in the exponents and the sum has
-    no power.
+    The undamped Hessian is exact if the log values of the terms are linear in the exponents and the
+    sum is not raised to a power.
     """
     errors = point.residuals
     size = np.abs(errors)

@@ -1,8 +1,8 @@
 """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs (Hoffmann et al. 2022; Besiroglu et al. 2024).
 
 The search starts from a grid over (alpha, beta) alone, so a fit takes milliseconds: see
-Note [Variable projection] in varpro.py. `prove=True` polishes every grid point and counts how many
-reach the answer.
+Note [Variable projection] in varpro.py. `prove=True` polishes every grid point and counts those
+that reach the result.
 """
 
 import warnings
@@ -35,10 +35,10 @@ from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import Array
 
-#: Fewest runs of a fit: one per constant.
+#: Minimum number of runs of a fit: one per constant.
 FEWEST_RUNS = len(CONSTANTS)
 
-#: A run is reported as an outlier beyond this many spreads.
+#: A run is reported as an outlier if its residual exceeds this many spreads.
 OUTLIER_SPREADS = 10
 
 
@@ -46,8 +46,8 @@ OUTLIER_SPREADS = 10
 class ParametricFit(Estimate):
     """A fitted law whose answers carry intervals.
 
-    `law` is the point estimate. `optimal` and `predict` add 95 % intervals: those of the posterior,
-    widened beyond the runs by the drift between fits of small runs and larger runs.
+    `law` is the point estimate. `optimal` and `predict` add 95 % intervals of the posterior. Beyond
+    the runs, the drift between fits of smaller runs and the larger runs widens them.
     """
 
     objective: float
@@ -56,12 +56,12 @@ class ParametricFit(Estimate):
 
     @cached_property
     def posterior(self) -> Posterior:
-        """The laws that the runs leave possible, without drift."""
+        """A weighted sample of the laws that are consistent with the runs, without drift."""
         return sample_posterior(self)
 
     @cached_property
     def drift(self) -> Drift:
-        """The drift between fits of the smaller runs and the larger runs."""
+        """The drift of the law beyond the runs, measured by fits of smaller runs."""
         return measure_drift(self, self._refit)
 
     def _refit(self, runs: Runs) -> Estimate:
@@ -75,7 +75,7 @@ class ParametricFit(Estimate):
         return self.drift.widen(best)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return `Law.predict`, with the 95 % interval of a further run, its noise included."""
+        """Return `Law.predict`, with the 95 % interval of one new run, including its noise."""
         mean = self.posterior.predict(parameters, tokens)
         warn_of_prediction(parameters, tokens, self.runs)
         interval = self.drift.interval_of_run(mean, parameters, tokens, self.residuals)
@@ -96,14 +96,15 @@ def fit_parametric(
         loss: "huber" (as Hoffmann et al.), "lad" (least absolute deviations) or "squares" (half the
             sum of squares).
         delta: The width of the Huber loss.
-        prove: Polish all 289 points of a grid of exponents. By default some thirty are polished,
-            and all of them if these reach several optima.
+        prove: Polish all 289 points of a grid of exponents. By default about thirty are polished;
+            if these reach several optima, all 289 are.
 
     Raises:
-        ValueError: There are fewer than five runs, or the runs do not identify the law, because
-            they have one size, one budget or one ratio of tokens to parameters, for example.
+        ValueError: There are fewer than five runs, or the runs do not identify the law, for example
+            because all have one size, one budget or one ratio of tokens to parameters.
 
-    A `ScalingWarning` reports several optima, a constant at its bound, bent residuals and outliers.
+    A `ScalingWarning` reports several optima, a constant at its bound, curved residuals and
+    outliers.
     """
     part, theta, proof = _estimate(runs, loss, delta, prove)
     errors = part.residuals
@@ -115,7 +116,7 @@ def fit_parametric(
 
 
 def _estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
-    """Return a fit with its parameters and its proof; `ValueError` if the runs identify no law."""
+    """Return a fit with its parameters and proof; raise `ValueError` if no law is identified."""
     validate_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(

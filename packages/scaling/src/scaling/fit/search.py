@@ -1,10 +1,10 @@
 """The search for the global minimum of a fit's objective, from a grid of exponents.
 
 Note [Vanished terms]
-A minimization from a good start can only fail in one way: the amplitude of a term shrinks towards
-zero, its exponent no longer has a gradient, and the search stops at the edge of the family of laws.
-That end point is a real minimum only if no size and exponent of the term lower the objective. The
-search therefore tries a table of sizes and exponents for each vanished term, and continues from the
+A minimization from a good start can fail in only one way: the amplitude of a term shrinks towards
+zero, its exponent no longer has a gradient, and the search stops with a law without this term. That
+law is a true minimum only if no amplitude and exponent of the term lower the objective. The search
+therefore tries a grid of amplitudes and exponents for each vanished term, and continues from the
 best of them if it improves the objective.
 """
 
@@ -26,21 +26,22 @@ from scaling.units import Array
 
 Loss = Literal["huber", "lad", "squares"]
 
-#: Objectives with a smaller relative difference belong to the same optimum.
+#: Results whose objectives have a smaller relative difference count as the same optimum.
 SAME_OBJECTIVE = 1e-8
 
-#: Steps after which a start counts as not converged. Almost all starts need fewer than a hundred.
+#: Number of steps after which a start counts as not converged. Almost all starts need fewer than a
+#: hundred.
 MAX_STEPS = 1000
 
-#: Sizes at which a vanished term is tried again, in units of the spread of the target.
+#: Amplitudes at which a vanished term is retried, in units of the spread of the target.
 REVIVAL_SIZES = 4.0 ** -np.arange(13)
 
-#: Without a proof, the number of best grid points and the approximate number of points of a coarser
-#: grid that are polished.
+#: Without `prove`, the number of best grid points that are polished, and the approximate number of
+#: polished points of a coarser grid.
 BEST_STARTS = 8
 COARSE_GRID_POINTS = 25
 
-#: Number of rows above which the optima of a sample of this many rows are the starts.
+#: For more rows than this, the search starts from the optima of a sample of this many rows.
 SEARCH_ROWS = 4000
 
 
@@ -52,7 +53,7 @@ class Proof:
     converged: int
     #: Number of converged starts that reached the best objective.
     landed: int
-    #: True if the starts were the whole grid, as `prove=True` requests.
+    #: True if the search started from the whole grid, as `prove=True` requests.
     complete: bool
 
     @property
@@ -62,7 +63,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True if the starts were the whole grid and all that converged reached one optimum."""
+        """True if the starts were the whole grid and all converged starts reached one optimum."""
         return self.complete and self.landed == self.converged > 0
 
 
@@ -79,7 +80,7 @@ class Estimate(ComparesArrays):
 
     @cached_property
     def problem(self) -> Problem:
-        """The fitted problem, in the parameters of the search."""
+        """The problem that was solved, in the parameters of the search."""
         return Problem.chinchilla(self.runs)
 
 
@@ -109,14 +110,15 @@ def search(
     if loss == "lad":
         ends = _shrink_delta(problem, ends, first_delta)
     best = int(np.argmin(ends.objective))
-    # A residual is known to a few ulps of 1, which changes the objective by |psi(r)| times that.
+    # A residual has an error of a few ulps of 1, which changes the objective by |psi(r)| times
+    # that.
     errors = newton.residuals(problem, ends.theta)
     rounding = 1e-15 * np.abs(np.clip(errors, -first_delta, first_delta)).sum(1)
     tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])
     landed = ends.objective <= ends.objective[best] + tolerance
     converged = int(ends.converged.sum())
     proof = Proof(len(starts), converged, int((landed & ends.converged).sum()), prove)
-    # Laws may be equal to the last digit; the one with the least irreducible loss is returned.
+    # Several ends may have the same objective; return the law with the least irreducible loss.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
     if proof.several and not prove and dimensions < 3:
         return search(problem, loss, delta, True)
@@ -124,9 +126,10 @@ def search(
 
 
 def _optima_of_a_sample(problem: Problem, delta: float, dimensions: int) -> Array:
-    """Return the distinct ends of a search over `SEARCH_ROWS` rows, the starts for all rows.
+    """Return the distinct results of a search over `SEARCH_ROWS` rows, as starts for all rows.
 
-    A large table has the basins of an even sample of it, and its optima are a few steps away.
+    An even sample of a large table has the same basins, and its optima are only a few steps from
+    those of the table.
     """
     order = np.argsort(problem.log_target, kind="stable")
     rows = np.sort(order[np.linspace(0, len(order) - 1, SEARCH_ROWS).astype(int)])
@@ -172,7 +175,8 @@ def refit(
 ) -> newton.PolishResult:
     """Polish starts for any loss.
 
-    Least absolute deviations ("lad") is the limit of Huber losses whose delta shrinks to `finest`.
+    "lad" (least absolute deviations) is approximated by Huber losses whose delta shrinks to
+    `finest`.
     """
     first_delta = _initial_delta(loss, delta)
     ends = newton.polish(problem, starts, delta=first_delta, weights=weights)
@@ -217,7 +221,7 @@ def _shrink_delta(
 
 
 def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
-    """Continue the minimizations that lost a term they need, in place, at most three times."""
+    """Continue, in place and at most three times, the minimizations that lost a necessary term."""
     for _ in range(3):
         rows, starts = _revive_terms(problem, ends, delta)
         if not len(rows):
@@ -229,9 +233,9 @@ def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
 
 
 def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> tuple[Array, Array]:
-    """Return the ends whose vanished term would lower the objective, and their new starts.
+    """Return the results that a vanished term would improve, and their new starts.
 
-    See Note [Vanished terms]. The exponents that are tried are those of the vanished term alone.
+    See Note [Vanished terms]. Only the exponents of the vanished term are varied.
     """
     rows = []
     starts = []

@@ -3,15 +3,15 @@
 Note [Variable projection]
 A scaling law y = sum_k a_k g_k(x; exponents) is linear in its amplitudes a_k. For fixed exponents
 the best amplitudes are therefore a small non-negative least-squares problem, and only the exponents
-have to be searched (Golub and Pereyra 1973). For Chinchilla's law a grid over two exponents finds
-the same basin as a grid of 4,500 starts over all five constants.
+have to be searched (Golub and Pereyra 1973). For Chinchilla's law, a grid over two exponents finds
+the same basin as 4,500 starts over all five constants.
 
 Note [Centered parameters]
 `Problem` stores the constants as a vector theta: first the amplitudes, then the exponents. The
 amplitude of a term that depends on an exponent is stored as a logarithm, and log g_k is centered,
 which means that its mean over the rows is subtracted. Otherwise a larger exponent and a larger
 amplitude would compensate each other and the Hessian would be nearly singular. Other amplitudes are
-stored as they are and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
+stored without a logarithm and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
 
     L = E + exp(a - alpha x) + exp(b - beta y),   x = log N - mean(log N), y = log D - mean(log D).
 
@@ -43,11 +43,11 @@ MAX_POINTS_PER_EXPONENT = 17
 #: Step of complex-step derivatives. Nothing is subtracted, so a tiny step loses no digits.
 COMPLEX_STEP = 1e-30
 
-#: Number of exponents at which a term that is linear in them must have the same derivatives.
+#: Number of random exponents at which the derivatives of a linear term must be equal.
 LINEARITY_POINTS = 5
 
-#: Half-width of the bounds of a log amplitude. The lower bound is log(spread) - 30 and the upper
-#: bound is max(log(spread), 0) + 30.
+#: Range of a log amplitude: from log(spread) - 30 to max(log(spread), 0) + 30, where spread is
+#: `Problem.target_spread`.
 LOG_AMPLITUDE_RANGE = 30.0
 
 
@@ -57,7 +57,7 @@ class Terms:
 
     #: Centered log g of each term, of shape (S, n) or (1, n).
     log_values: list[Array]
-    #: Derivatives of each term's log value by exponent index, of shape (S, n) or (1, n).
+    #: For each term, derivatives of its log value by exponent index, of shape (S, n) or (1, n).
     log_derivatives: list[dict[int, Array]]
     #: The amount that was subtracted from each term's log value, of shape (S,) or (1,).
     centers: list[Array]
@@ -67,13 +67,13 @@ class Terms:
 class LinearTerm:
     """A term whose log value is linear in its exponents: constant + sum_j exponent_j * slope_j."""
 
-    #: The slope of the centered log value in each exponent, (n,).
+    #: The derivative of the centered log value with respect to each exponent, (n,).
     slopes: dict[int, Array]
-    #: The part of the centered log value that does not depend on an exponent, (n,).
+    #: The part of the centered log value that does not depend on any exponent, (n,).
     constant: Array
-    #: The slope of the center in each exponent (zero if the term does not depend on it).
+    #: The derivative of the center with respect to each exponent; zero if the term does not use it.
     center_slopes: Array
-    #: The part of the center that does not depend on an exponent.
+    #: The part of the center that does not depend on any exponent.
     center_constant: float
 
 
@@ -90,7 +90,7 @@ class Problem(ComparesArrays):
     log_target: Array
     #: Constants that are not fitted, by name.
     fixed: Mapping[str, float] = field(default_factory=dict)
-    #: The rows over which terms are centered; None means the rows of `columns`.
+    #: The rows over which log values are averaged for centering; None means the rows of `columns`.
     centering_columns: Mapping[str, Array] | None = None
 
     @staticmethod
@@ -100,7 +100,7 @@ class Problem(ComparesArrays):
         return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss))
 
     def with_columns(self, columns: Mapping[str, Array]) -> "Problem":
-        """Return a problem with the same parameters theta, to be evaluated at other rows."""
+        """Return a problem with the same parameters theta that is evaluated at other rows."""
         n = len(next(iter(columns.values())))
         return replace(
             self, columns=columns, log_target=np.zeros(n), centering_columns=self.columns
@@ -233,7 +233,7 @@ class Problem(ComparesArrays):
         return log_value - center[:, None], center
 
     def _differentiate_term(self, exponents: Array, k: int, j: int) -> tuple[Array, Array]:
-        """Return the derivatives of a term's log value and center in exponent j."""
+        """Return the derivatives of a term's log value and center with respect to exponent j."""
         shifted = exponents.astype(np.complex128)
         shifted[:, j] += 1j * COMPLEX_STEP
         log_value, center = self._evaluate_term(shifted, k)
@@ -241,11 +241,11 @@ class Problem(ComparesArrays):
 
     @cached_property
     def _linear_terms(self) -> list[LinearTerm | None]:
-        """The decomposition of each term that is linear in its exponents; None for other terms.
+        """For each term, its linear decomposition, or None if it is not linear in its exponents.
 
-        A term counts as linear if its derivatives are equal at all of several random exponents.
-        The exponents must not lie on one ray from the origin, along which the derivatives of
-        alpha * beta / (alpha + beta) are constant.
+        A term counts as linear if its derivatives are equal at several random exponents. These must
+        not be on one ray from the origin, because the derivatives of alpha * beta / (alpha + beta)
+        are constant along a ray.
         """
         lowest = [axis[0] for axis in self.exponent_grid]
         highest = [axis[-1] for axis in self.exponent_grid]
@@ -273,7 +273,7 @@ class Problem(ComparesArrays):
         return result
 
     def to_constants(self, theta: Array) -> Array:
-        """Return the constants of the form, uncentered, for (…, P) parameters."""
+        """Return the uncentered constants of the form for parameters of shape (…, P)."""
         flat = theta.reshape(-1, theta.shape[-1])
         constants = flat.copy()
         centers = self.evaluate(flat).centers
@@ -308,7 +308,7 @@ def _evaluate_linear(linear: LinearTerm, exponents: Array) -> tuple[Array, Array
     is_zero = not linear.constant.any()
     for j, slope in linear.slopes.items():
         product = exponents[:, j, None] * slope
-        # Adding a zero constant would double the time of the most frequent case.
+        # The constant is usually zero, and adding it would double the time.
         log_value = product if is_zero else log_value + product
         is_zero = False
     return log_value, center
@@ -339,7 +339,7 @@ def grid_starts(problem: Problem) -> Array:
     moment = (columns @ remainder[..., None])[..., 0]
     theta[:, free] = nonnegative_least_squares(columns @ columns.transpose(0, 2, 1), moment)
     for k in set(free) & set(problem.log_amplitude_terms):
-        # A term of size zero would leave its exponent without a gradient.
+        # If an amplitude were zero, its exponent would not have a gradient.
         theta[:, k] = np.log(np.maximum(theta[:, k], 0.05 * problem.target_spread))
     return theta
 
@@ -347,8 +347,8 @@ def grid_starts(problem: Problem) -> Array:
 def nonnegative_least_squares(gram: Array, moment: Array) -> Array:
     """Solve batched least squares with non-negative variables, exactly, for a few variables.
 
-    The minimum lies inside one face of the non-negative orthant, so all faces are tried.
-    `gram` is X'X, (…, K, K), and `moment` is X'y, (…, K).
+    Each subset of the variables is solved with the other variables at zero, and the best
+    non-negative solution is returned. `gram` is X'X, (…, K, K), and `moment` is X'y, (…, K).
     """
     best = np.zeros_like(moment)
     best_value = np.zeros(moment.shape[:-1])

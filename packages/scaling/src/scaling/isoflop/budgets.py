@@ -1,4 +1,4 @@
-"""The valley of each budget, from runs that may not determine it.
+"""The valley of each budget, if the runs of the budget determine one.
 
 A budget is left out, with a message, if its sizes are too few or too similar for a curve, or if its
 curve has no bottom within its sizes. The curves themselves are those of valley.py.
@@ -16,14 +16,15 @@ from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import Diagnostics
 from scaling.units import Array
 
-#: Sizes next to the best run that are further apart than this factor are reported as coarse. At 2.5
-#: a parabola through noiseless runs of three laws is off by 4 to 13 % at 1e22 FLOPs.
+#: A grid is reported as coarse if sizes next to the best run are further apart than this factor. At
+#: 2.5, a parabola through noiseless runs of three laws errs by 4 to 13 % at 1e22 FLOPs.
 COARSE_GRID = 2.5
 
-#: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes 1.1 apart have 0.002.
+#: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes a factor of 1.1 apart
+#: have 0.002.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
-#: Fewest sizes beyond three per budget that a common shape needs.
+#: Number of sizes that a common shape needs in addition to three per budget.
 FEWEST_EXTRA_SIZES = 3
 
 
@@ -37,9 +38,9 @@ def _budget(group: Runs) -> float:
 
 
 def sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
-    """Return the runs of a budget in order of size, and add messages about their grid."""
+    """Return the runs of a budget in order of size, and add messages about their grid of sizes."""
     group = group[np.argsort(group.parameters, kind="stable")]
-    # Several runs of one size, such as seeds, are one point of the grid.
+    # Runs of one size, for example with several seeds, are one point of the grid.
     x = np.unique(np.log(group.parameters))
     best = int(np.searchsorted(x, np.log(group.parameters[np.argmin(group.loss)])))
     location = _location(group)

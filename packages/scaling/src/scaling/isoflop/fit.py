@@ -1,9 +1,9 @@
 """IsoFLOP fits: the best model size of each budget, and a power law through these sizes.
 
 This is "Approach 2" of Hoffmann et al. 2022, section 3.2. The best size of a budget is the bottom
-of a curve in log N, not the best run, which is only a size that somebody chose to train. D follows
-from C, N and the ratio C / (N D) of the runs, so the laws of N and D agree at every budget. The
-line is weighted by how precisely the runs of each budget determine its bottom.
+of a curve in log N, not the size of the best run. D follows from C, N and the ratio C / (N D) of
+the runs, so the laws of N and D agree at every budget. Each budget is weighted by how precisely its
+runs determine the bottom.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class IsoflopFit(ComparesArrays):
     valleys: tuple[Valley, ...]
     scale: float
     exponent: float
-    #: Covariance of the line's height at the middle budget and its slope, in logs, (2, 2).
+    #: Covariance in logs of the line's height at the middle budget and of its slope, (2, 2).
     covariance: Array
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
@@ -54,11 +54,11 @@ class IsoflopFit(ComparesArrays):
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
-        """Return the best N and D of a budget, with intervals of the line through the valleys.
+        """Return the best N and D of a budget, with intervals from the line through the valleys.
 
         The interval of N combines the scatter of the valleys about the line, with Student's t, and
-        the drift beyond the largest budget. The interval of D follows from it. Two budgets leave no
-        scatter, so their interval is (0, inf).
+        the drift beyond the largest budget. The interval of D follows from it. A line through two
+        budgets has no scatter, so the interval is (0, inf).
         """
         require_numbers(compute=compute)
         if not 0 < compute < math.inf:
@@ -69,7 +69,7 @@ class IsoflopFit(ComparesArrays):
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
-        # The coverage of intervals at another level was not measured.
+        # Coverage was measured only for intervals at the level 0.95.
         coverage = VALLEY_COVERAGE if is_beyond and self.level == 0.95 else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
         # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
@@ -80,7 +80,7 @@ class IsoflopFit(ComparesArrays):
 
     @property
     def exponent_interval(self) -> Interval:
-        """The interval of `exponent` by the scatter of the valleys, without drift."""
+        """The interval of `exponent` from the scatter of the valleys, without drift."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
             return Interval(-math.inf, math.inf, self.level)
@@ -89,7 +89,7 @@ class IsoflopFit(ComparesArrays):
         return Interval(self.exponent - half, self.exponent + half, self.level)
 
     def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
-        """Return the ends of the interval of the best size `n` at a compute."""
+        """Return the limits of the interval of the best size `n` at a compute."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
             return 0.0, math.inf
@@ -105,7 +105,7 @@ class IsoflopFit(ComparesArrays):
 
     @cached_property
     def _parametric(self) -> Posterior | None:
-        """The posterior of the parametric law of the same runs, if they identify one."""
+        """The posterior of a parametric law of the same runs; None if they do not identify one."""
         return parametric_posterior(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
@@ -130,9 +130,10 @@ def fit_isoflop(
 
     Args:
         runs: The runs, at least five at two budgets.
-        nearest: Fit each budget with only this many runs next to its best run.
-        degree: Fit each budget with its own polynomial of degree 2, 3 or 4. The default with
-            `nearest` is 2.
+        nearest: Number of runs next to the best run with which each budget is fitted; by default
+            all.
+        degree: Degree (2, 3 or 4) of a separate polynomial for each budget. With `nearest`, the
+            default is 2.
         tolerance: The relative difference in compute within one budget.
         level: The level of the intervals.
 
@@ -205,7 +206,7 @@ def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
 
 
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
-    """Return scale and exponent, and the covariance of the line in logs from its scatter."""
+    """Return the scale, the exponent, and the covariance of the line in logs by its scatter."""
     x = np.log(c)
     weight = np.linalg.inv(covariance / np.trace(covariance))
     line, inverse, scatter = _weighted_line(x - x.mean(), np.log(n), weight)
@@ -229,7 +230,7 @@ def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
 
 
 def _drift(c: Array, n: Array, covariance: Array) -> float:
-    """Return the drift per decade by which lines through the smaller budgets miss the largest.
+    """Return the drift per decade of lines through the smaller budgets at the largest budget.
 
     For nested least-squares fits, the variance of the difference of two predictions is the
     difference of their variances.
@@ -245,6 +246,6 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
         full_line, full_inverse, scatter = lines[-1]
         deviation = math.sqrt(scatter * (inverse[0, 0] - full_inverse[0, 0])) + 1e-12
         decades = math.log10(c[-1] / drift_start(c[: i + 3]))
-        # Each budget consists of several runs, so every cut counts fully.
+        # Each budget consists of several runs, so every cut has full weight.
         cuts.append(CutError(decades, float(line[0] - full_line[0]), deviation, 1.0))
     return drift_per_decade(cuts, PRIOR_VALLEY_DRIFT)

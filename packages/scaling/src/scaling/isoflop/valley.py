@@ -7,18 +7,19 @@ valleys of all budgets are one curve, shifted and scaled:
 
     loss = c0 + c1 exp(-p u) / p + c2 exp(q u) / q,   u = log N - mean(log N),
 
-with p = alpha and q = beta for every budget. So two numbers (p, q) describe the skew of all
-budgets; a parabola is the limit of both at zero. The coefficients c0, c1 and c2 of each budget
-follow from (p, q) by linear least squares, so the search is over two numbers (variable projection,
-Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
+with p = alpha and q = beta for every budget. Two numbers (p, q) therefore describe the skew of all
+budgets. As both approach zero, the curves become parabolas. The coefficients c0, c1 and c2 of each
+budget follow from (p, q) by linear least squares, so the search is over two numbers (variable
+projection, Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
 
 Note [Prior of the shape]
 Noise may leave (p, q) almost undetermined, so they have the prior of Note [Prior of the exponents].
-Its weight is the variance of the noise, which is estimated in turn until it settles. The first
-search has no prior: without noise its result is exact, and the prior may add another basin in
-between. The experiments are `test_interval_covers_the_truth_at_four_runs_per_budget`, where half of
-the intervals miss without a prior, and
-`test_wide_and_off_center_grids_do_not_bias_the_common_shape`, where a parabola is biased.
+The weight of the prior is the variance of the noise. The search and the estimate of this variance
+are repeated until the variance converges. The first search has no prior: without noise its result
+is exact, whereas a prior may add another basin. The experiments are
+`test_interval_covers_the_truth_at_four_runs_per_budget`, in which half of the intervals miss the
+truth without a prior, and `test_wide_and_off_center_grids_do_not_bias_the_common_shape`, in which a
+parabola is biased.
 """
 
 import itertools
@@ -35,7 +36,7 @@ from scaling.runs import Runs
 from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.units import Array
 
-#: Grid of starts for p and for q: `test_default_is_within_one_percent_for_any_law_and_grid`.
+#: Grid of starts for p and for q; see `test_default_is_within_one_percent_for_any_law_and_grid`.
 START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
 
 #: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola.
@@ -53,8 +54,8 @@ class Valley(ComparesArrays):
     #: The loss at the bottom.
     loss: float
     runs: Runs
-    #: Coefficients in u = log N - mean(log N): of a polynomial, or with a shape (p, q) of the curve
-    #: in Note [Common shape].
+    #: Coefficients in u = log N - mean(log N), of the curve in Note [Common shape] if `shape` is
+    #: set, and otherwise of a polynomial.
     coefficients: tuple[float, ...]
     shape: tuple[float, float] | None = None
 
@@ -79,9 +80,9 @@ class Valley(ComparesArrays):
 
 
 def polynomial_bottom(x: Array, loss: Array, degree: int) -> tuple[Array, float | None]:
-    """Fit a polynomial of loss over x = log N and return its coefficients and its lowest bottom.
+    """Fit a polynomial of loss over x = log N; return its coefficients and its lowest minimum.
 
-    The coefficients are those in x - mean(x). The bottom is None if the curve has none within the
+    The coefficients apply to x - mean(x). The minimum is None if the curve has none within the
     runs.
     """
     u = x - x.mean()
@@ -89,7 +90,7 @@ def polynomial_bottom(x: Array, loss: Array, degree: int) -> tuple[Array, float 
     coefficients = np.polynomial.polynomial.polyfit(u, loss, degree)
     curve = np.polynomial.Polynomial(coefficients)
     slope = curve.deriv()
-    # The roots of the slope would be noise if its leading coefficient is nearly zero.
+    # If the leading coefficient of the slope is nearly zero, its roots are noise.
     rising = np.flatnonzero((slope(grid[:-1]) < 0) & (slope(grid[1:]) >= 0))
     if not rising.size:
         return coefficients, None
@@ -112,7 +113,7 @@ class CommonShape:
 
     @property
     def is_at_bound(self) -> bool:
-        """True if the search ended at its upper bound, so the runs do not have such a shape."""
+        """True if the search stopped at its upper bound, so the runs do not have a common shape."""
         return max(self.exponents) > 0.99 * MAX_EXPONENT
 
 
@@ -154,7 +155,7 @@ class _Budgets:
         return basis, coefficients
 
     def slopes(self, p: float, q: float, coefficients: Array) -> Array:
-        """Return the weighted derivatives of the curves in p and q, (budgets, n, 2)."""
+        """Return the weighted derivatives of the curves by p and q, (budgets, n, 2)."""
         falling = np.exp(-p * self.u) / p
         rising = np.exp(q * self.u) / q
         by_p = -coefficients[:, 1:2] * falling * (self.u + 1 / p)
@@ -162,14 +163,14 @@ class _Budgets:
         return np.stack([by_p, by_q], axis=-1) * self.weights[..., None]
 
     def residuals(self, log_exponents: Array) -> Array:
-        """Return the relative residuals of all runs with the best coefficients."""
+        """Return the relative residuals of all runs for the best coefficients."""
         basis, _ = np.linalg.qr(self.terms(*np.exp(log_exponents)))
         ones = self.mask[..., None]
         fitted: Array = basis @ (basis.transpose(0, 2, 1) @ ones)
         return (fitted - ones)[..., 0][self.mask]
 
     def jacobian(self, log_exponents: Array) -> Array:
-        """Return the derivatives of the residuals in log p and log q (Kaufman's approximation)."""
+        """Return the derivatives of the residuals by log p and log q (Kaufman's approximation)."""
         p, q = np.exp(log_exponents)
         basis, coefficients = self.solve(p, q)
         slopes = self.slopes(p, q, coefficients) * (p, q)
@@ -242,7 +243,7 @@ def _search_shape(budgets: _Budgets) -> tuple[Array, float]:
 
 
 def _bottoms(coefficients: Array, p: float, q: float) -> tuple[Array, Array]:
-    """Return the bottom of each curve and its gradient in all coefficients, p and q.
+    """Return each curve's bottom and its gradient with respect to all coefficients, p and q.
 
     The slope of a curve is zero at u = log(c1 / c2) / (p + q), if c1 and c2 are positive.
     """

@@ -1,7 +1,7 @@
-"""Fit any form of law, also with fixed constants, and select laws by held-out error.
+"""Fits of any form of law, optionally with fixed constants, and selection by held-out error.
 
-The method is that of `fit_parametric`: amplitudes by linear algebra, exponents from a grid, and a
-Newton polish of all constants, for the terms of any `Form`.
+The method is that of `fit_parametric`, for the terms of any `Form`: amplitudes by linear algebra,
+exponents from a grid, then Newton steps on all constants.
 """
 
 import math
@@ -29,7 +29,7 @@ from scaling.units import COLUMNS, Array
 
 Rows = Runs | Mapping[str, ArrayLike]
 
-#: Number of resamples behind an interval.
+#: Number of resamples from which an interval is computed.
 RESAMPLES = 400
 
 
@@ -142,15 +142,15 @@ def fit_law(
         form: A `Form`, or the name of one in `CATALOG`.
         rows: The inputs of the form and the target, one vector each.
         loss: "huber", "lad" or "squares", as in `fit_parametric`.
-        target: The name of the target; by default the form's own.
+        target: The name of the column of the target; the default is the target of the form.
         delta: The width of the Huber loss.
-        fixed: Constants that are not fitted.
+        fixed: Values of constants that are not fitted.
         prove: Refine the fit from every point of the exponent grid, not only from the best ones.
 
     Raises:
-        ValueError: Columns are missing, of unequal length or not positive (inputs that may be zero:
-            negative), a constant is unknown, there are fewer rows than constants, or the rows do
-            not identify the law.
+        ValueError: Columns are missing or of unequal length, a value is not positive (or is
+            negative, for inputs that may be zero), a constant is unknown, there are fewer rows than
+            constants, or the rows do not identify the law.
 
     A `ScalingWarning` reports constants at a bound.
     """
@@ -210,7 +210,7 @@ def _check_constants(form: Form, fixed: Mapping[str, float]) -> None:
 
 
 def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
-    """Return the names of fitted constants that are at a bound, or whose term has vanished."""
+    """Return the names of fitted constants that are at a bound or whose term has vanished."""
     low, high = problem.bounds
     at_bound = (theta[0] <= low) | (theta[0] >= high)
     at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
@@ -247,11 +247,11 @@ def select_law(
 ) -> list[tuple[float, LawFit]]:
     """Fit several forms and return (score, fit) pairs, the lowest score first.
 
-    The score is the root mean square of log(predicted / observed). It is measured on the rows more
-    than 1 % above the `fraction` quantile of column `by`, with a fit of the rows below. The
-    returned fits use all rows. `forms` defaults to every form of `CATALOG` for the target, by
-    default "loss", whose inputs the rows have. Raises `ValueError` without such a form, and if
-    the forms have different targets, because their scores could not be compared.
+    The score is the root mean square of log(predicted / observed) on the rows more than 1 % above
+    the `fraction` quantile of column `by`, for a fit of the rows below. The returned fits use all
+    rows. By default, `forms` are all forms of `CATALOG` for the target ("loss" unless set) whose
+    inputs are columns of the rows. Raises `ValueError` if there are none, or if the forms have
+    different targets, because their scores cannot be compared.
     """
     axis = _column(rows, by)
     masks = below_cuts(axis, [fraction])
@@ -281,7 +281,7 @@ def select_law(
         table = {**columns, name: np.exp(log_target)}
         part = fit_law(form, {k: v[below] for k, v in table.items()}, target=name)
         predicted = part.predict(**{k: columns[k][~below] for k in form.inputs})
-        # A value below 0 has no error in logarithms.
+        # The logarithmic error of a negative prediction is undefined.
         score = math.inf
         if (predicted > 0).all():
             score = float(np.sqrt(np.mean((np.log(predicted) - log_target[~below]) ** 2)))
@@ -309,7 +309,7 @@ def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
         present = [*rows] if isinstance(rows, Mapping) else list(COLUMNS)
         raise ValueError(f"the rows have no {name!r}; they have {present}")
     cells = rows[name] if isinstance(rows, Mapping) else getattr(rows, name)
-    # Masked cells become nan, which is refused; np.asarray would return the number behind the mask.
+    # Masked cells become nan, which is refused; np.asarray would return the masked number.
     column: Array = np.asarray(np.ma.filled(np.ma.asarray(cells, float), math.nan))
     valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
     for row in np.flatnonzero(~valid):

@@ -5,9 +5,9 @@ Every law of this package has the form
 
     y = (sum_k sign_k a_k g_k(x; exponents))^power,   a_k >= 0.
 
-Only log g_k differs from law to law, so a law is defined by one expression per term. `fit_law` can
-fit, resample and compare every such law. catalog.toml contains published laws in this notation, and
-`fit_parametric` fits its first entry.
+Laws differ only in log g_k, so a law is defined by one expression per term. `fit_law` can fit and
+resample any such law, and `select_law` compares them. catalog.toml contains published laws in this
+notation, and `fit_parametric` fits its first entry.
 """
 
 import ast
@@ -33,22 +33,22 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    Raises `ValueError` for a name that is used twice or unknown, and for invalid bounds or signs.
+    Raises `ValueError` for repeated or unknown names and for invalid bounds or signs.
     """
 
     name: str
     inputs: Sequence[str]
-    #: The expression of log g_k by the name of the amplitude a_k. It may use inputs, exponents,
-    #: definitions of `where` and `FUNCTIONS`.
+    #: Maps the name of each amplitude a_k to the expression of log g_k. It may use inputs,
+    #: exponents, definitions of `where` and `FUNCTIONS`.
     terms: Mapping[str, str]
     #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
-    #: search is even in the exponent's logarithm.
+    #: search is evenly spaced in the logarithm of the exponent.
     exponents: Mapping[str, Sequence[float]]
     #: Definitions of names that later definitions and the terms use, as (name, expression).
     where: Sequence[tuple[str, str]] = ()
     #: The sign of each negative term.
     signs: Mapping[str, int] = field(default_factory=dict)
-    #: The name of the exponent that is the power of the sum; None means a power of one.
+    #: The name of the exponent to which the sum is raised; None means a power of one.
     power: str | None = None
     target: str = "loss"
     #: Inputs that may be zero.
@@ -110,7 +110,7 @@ class Form:
 
     @cached_property
     def _compiled(self) -> list[tuple[set[str], list[tuple[str, CodeType]], CodeType]]:
-        """The names that each term needs, the compiled definitions it uses, and its own code."""
+        """For each term, the names it needs, the compiled definitions it uses, and its code."""
         result = []
         for text in self.terms.values():
             needed = _names_in(text)
@@ -123,7 +123,7 @@ class Form:
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone, because compiled code cannot be pickled."""
+        """Return only the fields, because compiled code cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name in _FIELDS}
 
     def log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """A self-contained HTML page about runs: answers, warnings, data, fits and backtests.
 
-Figures are SVG in the color of the text, so they are legible in dark mode too. The page loads
-nothing. A method that cannot fit the runs is listed among the warnings with its reason.
+Figures are SVG in the color of the text, so they are legible in dark mode too. The page loads no
+other files. A method that cannot fit the runs is listed among the warnings with its reason.
 """
 
 import html
@@ -26,10 +26,10 @@ from scaling.uncertainty.quantity import FIELDS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Everything drawn in this color gets the color of the text.
+#: Placeholder color in figures, which the page replaces by the color of the text.
 INK = "#010203"
 
-#: Largest fraction of later losses outside 95 % intervals with which a backtest passes.
+#: A backtest passes if at most this fraction of later losses is outside the 95 % intervals.
 LARGEST_MISS = 0.15
 
 Fit = ParametricFit | IsoflopFit
@@ -38,7 +38,7 @@ Fit = ParametricFit | IsoflopFit
 def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws of runs") -> str:
     """Return an HTML page about runs; needs matplotlib.
 
-    `at` are the budgets in FLOPs of the answers, by default ten and a hundred times the largest
+    `at` contains the budgets in FLOPs to answer for, by default ten and a hundred times the largest
     run. Raises `ValueError` if neither a law nor IsoFLOP curves can be fitted.
     """
     require_module("matplotlib", "plot")
@@ -104,7 +104,7 @@ def _constants(fit: Fit) -> str:
 
 
 def backtest_table(rows: Sequence[BacktestRow]) -> str:
-    """Return a table of the predictions of a backtest, below the word "Failed" if they miss."""
+    """Return a table of the predictions of a backtest, with a note on top if it failed."""
     lines: list[list[object]] = []
     for r in rows:
         verdict = "covered" if r.size_covered else '<b class="no">missed</b>'
@@ -135,7 +135,7 @@ def _format(value: float, interval: Interval | None) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    # On narrow screens each cell is a line with the title of its column.
+    # On narrow screens, each cell is shown on a separate line with the title of its column.
     lines = []
     for row in rows:
         cells = zip(head, row, strict=True)

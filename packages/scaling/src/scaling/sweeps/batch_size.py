@@ -1,7 +1,7 @@
 """Sweeps of the learning rate against the batch size, by training many small models at once.
 
-All rates of a batch size see the same data, so they are columns of one matrix product and their
-noise is common. For SGD on linear regression the loss is known exactly, which checks the sweep
+All rates at a batch size use the same data, so they are columns of one matrix product and have the
+same noise. For SGD on linear regression, the exact loss is known and is used to check the sweep
 (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
 """
 
@@ -21,7 +21,7 @@ Optimizer = Literal["sgd", "adam"]
 
 
 class Setting(NamedTuple):
-    """The defaults of a sweep."""
+    """The default options of a sweep."""
 
     #: The first rate, the last rate and the number of rates, evenly spaced in logs.
     rates: tuple[float, float, int]
@@ -44,7 +44,7 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
     """Return B / (B + d + 1), the best rate of SGD on noiseless linear regression, x ~ N(0, I).
 
     A step of rate r on half the mean squared error multiplies E|w - w*|^2 by
-    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. This factor is least at the returned rate.
+    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. The returned rate minimizes this factor.
     """
     b = np.asarray(batch_size, np.float64)
     return b / (b + dimension + 1)
@@ -82,11 +82,12 @@ def sweep_learning_rate(
 
     Args:
         task: "linear" is regression on x ~ N(0, I) from `|w - w*|^2 = d`. "mlp" is a network of 64
-            ReLUs that learns another such network. A function of (rate, batch size, seed) trains
-            and returns the final loss, or nan if the run diverged; it needs `rates` and
-            `batch_sizes`, has one seed by default, and sets all other options itself.
+            ReLUs that learns the outputs of another such network. A function of (rate, batch size,
+            seed) trains and returns the final loss, or nan if the run diverged; it needs `rates`
+            and `batch_sizes`, has one seed by default, and sets all other options itself.
         optimizer: "sgd" or "adam", for the built-in tasks.
-        rates: The learning rates; the default of this and the next arguments is in `SETTINGS`.
+        rates: The learning rates; `SETTINGS` contains the defaults of this and the following
+            arguments.
         batch_sizes: The batch sizes.
         seeds: The number of seeds.
         steps: The number of steps.
@@ -156,7 +157,7 @@ def _require_count(name: str, count: float) -> None:
 
 
 def _exact_best_rates(sizes: Array, setting: Setting) -> Array:
-    """Return the best rates of SGD on linear regression by theory."""
+    """Return the theoretically optimal learning rates of SGD on linear regression."""
     if not setting.noise:
         return exact_rate(sizes, setting.dimension)
     grid = np.geomspace(1e-5, 2, 20_001)

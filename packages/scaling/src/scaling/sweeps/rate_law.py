@@ -1,8 +1,9 @@
 """The best learning rate as a function of batch size: saturating for SGD, surging for Adam.
 
-The best rate of SGD is linear in the batch size B until the gradient noise is averaged away. Adam
-steps by signs, whose reliability grows as erf(sqrt(B)), so its best rate grows as a square root,
-peaks and falls to a plateau (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
+The best rate of SGD is linear in the batch size B until the gradient noise is averaged away. Adam's
+steps follow the signs of the gradients, whose reliability grows as erf(sqrt(B)). Its best rate
+grows as a square root, peaks and falls to a plateau (McCandlish et al. 2018; Li et al. 2024, "Surge
+phenomenon").
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from scaling.units import Array
 
 RateShape = Literal["saturating", "surge"]
 
-#: Values of `RateLaw.surge` that a fit tries.
+#: Values of `RateLaw.surge` that are tried in a fit.
 SURGES = np.geomspace(1.05, 30, 40)
 
-#: The regime below, about and above the characteristic batch size of each shape.
+#: For each shape, descriptions of the regime below, near and above the characteristic batch size.
 REGIMES = {
     "saturating": ("linear", "saturating", "saturated"),
     "surge": ("square root", "peak", "falling"),
@@ -30,17 +31,17 @@ REGIMES = {
 class RateLaw:
     """The best rate at batch size B.
 
-    A saturating law is r / (1 + B_c / B). A surge is 2 r / (1 / s + s), with
-    s = k erf(erfinv(1 / k) sqrt(B / B_c)).
+    A saturating law is r / (1 + B_c / B). A surge is 2 r / (1 / s + s), with s = k erf(erfinv(1 /
+    k) sqrt(B / B_c)). Here r is `highest_rate`, B_c is `batch_size`, and k is `surge`.
     """
 
     shape: RateShape
     #: r, the plateau of a saturating law or the peak of a surge.
     highest_rate: float
-    #: B_c, where a saturating law reaches half its height and a surge its peak.
+    #: B_c, the batch size at which a saturating law reaches half its plateau, or a surge its peak.
     batch_size: float
-    #: k, the reliability of signs at large batches. The plateau is 2 / (1 / k + k) of the peak. It
-    #: is 1 for a saturating law.
+    #: k, the reliability of signs at large batches; 1 for a saturating law. The plateau of a surge
+    #: is 2 / (1 / k + k) times its peak.
     surge: float
     #: Root mean square of log predicted over observed rate.
     error: float
@@ -52,7 +53,7 @@ class RateLaw:
         return self.highest_rate * form
 
     def regime(self, batch_size: float) -> str:
-        """Return in words how the best rate changes with the batch size at this batch size."""
+        """Return a description of how the best rate changes with the batch size near this size."""
         u = batch_size / self.batch_size
         below, about, above = REGIMES[self.shape]
         if u < 0.2:
@@ -70,7 +71,7 @@ def _surging(u: Array, k: float) -> Array:
 
 
 def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
-    """Fit the shape and the constants of least squared log error.
+    """Fit the shape and the constants that minimize the squared log error.
 
     The shapes are compared by AICc, because a surge has a third constant. Raises `ValueError` for
     fewer than five batch sizes, and for a number that is not positive and finite.
@@ -98,9 +99,9 @@ def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
 
 
 def _fit_scale(shape: RateShape, k: float, forms: Array, rates: Array, sizes: Array) -> RateLaw:
-    """Return the law with the best B_c of a grid, and its best height.
+    """Return the law with the best B_c of a grid and the best highest rate for it.
 
-    `forms` are the values of the law of unit height for each B_c in `sizes`, (sizes, rates).
+    `forms` are the values of the law with highest rate 1 for each B_c in `sizes`, (sizes, rates).
     """
     error = np.log(rates) - np.log(forms)
     height = error.mean(1)

@@ -1,7 +1,8 @@
 """Sweeps: losses by learning rate, batch size and seed, and the best rate of each batch size.
 
 The best rate is the bottom of a curve through log losses over log rates, not the best rate that was
-tried. A least loss at the edge of the rates is not a bottom, so such a batch size has no best rate.
+tried. If the lowest loss is at the lowest or highest rate, the batch size does not have a best
+rate.
 """
 
 import math
@@ -36,21 +37,21 @@ class Sweep(ComparesArrays):
     rates: Array
     batch_sizes: Array
     #: Log of the mean loss, (batch sizes, rates); inf if a run diverged, nan if none was trained.
-    #: Built-in tasks have half the mean squared error without label noise.
+    #: For built-in tasks, the loss is half the mean squared error, without label noise.
     log_loss: Array
     #: The best rate of each batch size, (batch sizes,); nan if the rates do not bracket it.
     best_rates: Array
-    #: 95 % interval of each best rate: a jackknife over seeds, or with fewer than three seeds the
-    #: scatter about a parabola. It is (0, inf) if neither is available.
+    #: 95 % interval of each best rate, from a jackknife over seeds, or with fewer than three seeds
+    #: from the scatter about a parabola. It is (0, inf) if neither is available.
     intervals: tuple[Interval, ...]
-    #: The best rates by theory, for SGD on linear regression.
+    #: The theoretically optimal rates of SGD on linear regression; None for other sweeps.
     exact_rates: Array | None
     #: Mean squared norm of the first step's gradient, (batch sizes,).
     gradient_squares: Array
     runs: int
     #: Number of diverged runs. A rate at which any run diverged is not used.
     diverged: int
-    #: A text on the columns of a table that were read and the runs that were left out.
+    #: Description of the columns that were read from a table and of the runs that were left out.
     explanation: str = ""
 
     @property
@@ -60,20 +61,20 @@ class Sweep(ComparesArrays):
 
     @property
     def law(self) -> RateLaw:
-        """The law of the best rates; `ValueError` if there are fewer than five."""
+        """The law fitted to the best rates; raises `ValueError` if there are fewer than five."""
         known = np.isfinite(self.best_rates)
         return fit_rate_law(self.batch_sizes[known], self.best_rates[known])
 
     @property
     def critical_batch_size(self) -> float:
-        """The gradient noise scale at the start of training; nan without gradients."""
+        """The gradient noise scale at the start of training; nan if no gradients were measured."""
         if np.isnan(self.gradient_squares).all():
             return math.nan
         return gradient_noise_scale(self.batch_sizes, self.gradient_squares)
 
 
 def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
-    """Return tr(S) / |G|^2 in examples, the batch size above which larger batches stop paying off.
+    """Return tr(S) / |G|^2, the batch size in examples above which larger batches help little.
 
     E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B, fitted to the squared norms at two or more
     batch sizes (McCandlish et al. 2018, appendix A.1). For linear regression at |w - w*|^2 = d it
@@ -87,7 +88,7 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
         )
     if len(np.unique(b)) < 2:
         raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
-    # Relative errors are equal at all batch sizes; polyfit squares its weights.
+    # The relative error is assumed equal at all batch sizes; polyfit squares its weights.
     trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
     if trace < -1e-9 * abs(square):
         raise ValueError(
@@ -100,7 +101,7 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
 def validate_grid(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return the different rates and batch sizes; raise `ValueError` unless all are positive."""
+    """Return the distinct rates and batch sizes; raise `ValueError` unless all are positive."""
     grid = np.unique(np.asarray(rates, np.float64))
     sizes = np.unique(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):
@@ -203,7 +204,7 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
 
 
 def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
-    """Return the deviation of the log best rate by leaving out each seed; inf if it has none."""
+    """Return the jackknife deviation over seeds of the log best rate; inf if a rate is missing."""
     count = len(trained)
     bottoms = [_bottom(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
     if not np.isfinite(bottoms).all():
@@ -214,7 +215,7 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
 
 
 def _parabola_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
-    """Return the deviation of the bottom of a parabola about the least loss, by linearization."""
+    """Return the linearized deviation of the bottom of a parabola around the lowest loss."""
     x = np.log(rates / best)
     near = np.isfinite(curve) & _near_best(rates, curve)
     freedom = int(near.sum()) - 3
@@ -263,14 +264,14 @@ def _bottom(rates: Array, log_loss: Array) -> float:
     position = int(np.searchsorted(trained, best))
     neighbors = trained[position - 1 : position + 2]
     if not x[neighbors[0]] <= bottom <= x[neighbors[-1]]:
-        # The curve is not a parabola that far out, but the neighbors bracket its bottom.
+        # So far from its bottom the curve is not a parabola, but the neighbors bracket the bottom.
         neighbors = neighbors[np.isfinite(log_loss[neighbors])]
         bottom = _polynomial_minimum(x[neighbors], log_loss[neighbors], len(neighbors) - 1)
     return float(rates[best] * np.exp(bottom))
 
 
 def _polynomial_minimum(x: Array, y: Array, degree: int) -> float:
-    """Return where a polynomial fit of y over x is least within the range of x."""
+    """Return the position of the minimum of a polynomial fit of y over x, within the range of x."""
     curve = np.polynomial.Polynomial.fit(x, y, degree)
     grid = np.linspace(x[0], x[-1], 2001)
     return float(grid[np.argmin(curve(grid))])

@@ -25,13 +25,13 @@ from scaling.tables.states import keep_finished
 from scaling.tables.table import Table
 from scaling.units import Array
 
-#: Texts of losses of diverged runs.
+#: Cells of a loss that mean that the run diverged.
 DIVERGED = ("nan", "inf", "infinity", "diverged")
 
-#: Names of columns that identify a run, and not a group of repetitions.
+#: Names of columns that identify a single run rather than a group of repetitions.
 RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 
-#: Rise of log loss above the least loss beyond which a language model has diverged.
+#: A run may have diverged if its log loss exceeds the lowest by more than this.
 DIVERGENCE_JUMP = 0.5
 
 #: The (row, loss) pairs of every run, by (batch size, rate).
@@ -46,21 +46,21 @@ def fit_sweep(
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
-    Runs at one batch size and rate are repetitions, which a column such as `seed` identifies.
-    Without one, the k-th rows of all rates are one repetition in the jackknife. Rows without a loss
-    and runs that did not finish are left out. Diverged runs are left out too, with a warning and a
-    count. Their loss is nan, inf or "diverged", or a number that no curve through the other rates
-    explains, such as the logarithm of the vocabulary size.
+    Runs at one batch size and rate are repetitions, identified by a column such as `seed`. Without
+    such a column, the k-th rows of all rates are one repetition in the jackknife. Rows without a
+    loss and runs that did not finish are left out. Diverged runs are left out too, with a warning
+    and a count. Their loss is nan, inf or "diverged", or a number that no curve through the other
+    rates explains, such as the logarithm of the vocabulary size.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
-        columns: The names of the columns "rate", "batch_size" and "loss" that have unusual names.
+        columns: The names of the columns "rate", "batch_size" and "loss", if they are unusual.
         where: Values of columns by which rows are selected.
 
     Raises:
-        ValueError: A cell is not valid, or the rows are of several settings, such as two model
-            sizes, each of which has its own best rate. `where` selects one setting, and
-            `fit_sweeps` fits all of them.
+        ValueError: A cell is not valid, or the rows have several settings, such as two model sizes,
+            each of which has a separate best rate. `where` selects one setting, and `fit_sweeps`
+            fits all of them.
     """
     table, exclusions = _read(source, where or {})
     chosen = _choose_columns(table, columns or {})
@@ -131,7 +131,7 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
-    """Raise `ValueError` if the rows are of several model sizes, lengths or other settings."""
+    """Raise `ValueError` if the rows have several model sizes, lengths or other settings."""
     for name in table.columns:
         if _normalize(name) in RUN_IDS and _repeats_runs(table, name, chosen):
             raise ValueError(
@@ -156,9 +156,9 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
 
 
 def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
-    """Return True if names of runs repeat, and each of them has one rate and batch size.
+    """Return True if run names repeat and each name has a single rate and batch size.
 
-    Numbers that start again at every setting are repetitions.
+    Numbers that restart at every rate or batch size identify repetitions instead.
     """
     runs = table.codes([name])
     pairs = np.stack([runs, setting_codes(table, [chosen["batch_size"], chosen["rate"]])])
@@ -175,11 +175,11 @@ def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[
     if recognize(name, "parameters"):
         return values if _relative_range(cells) > SAME_SIZE else []
     if recognize(name, "tokens") or recognize(name, "compute"):
-        # At a fixed number of steps, larger batches see more tokens, so batches are compared apart.
+        # With a fixed number of steps, larger batches use more tokens, so compare within one size.
         batches = _groups(cells, setting_codes(table, [chosen["batch_size"]]))
         return values if any(_relative_range(group) > SAME_TOKENS for group in batches) else []
-    # Any other column is a setting if repetitions differ by it and it has few values. A name, a
-    # date or a measurement has as many values as there are rows.
+    # Any other column is a setting if repetitions differ in it and it has few values. A name, a
+    # date or a measurement has about as many values as there are rows.
     repetitions = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     differs = any(len({*map(str, group)}) > 1 for group in _groups(cells, repetitions))
     return values if differs and len(values) * 3 <= len(table) else []
@@ -231,8 +231,8 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
 def _index_repetitions(table: Table, runs: RunsBySetting) -> dict[int, int]:
     """Return the index of each row among the repetitions of its batch size.
 
-    Rows of one seed have one index at all rates. Without a column of seeds, or if seeds do not
-    repeat from rate to rate, the k-th row of each rate is the k-th repetition.
+    Rows with one seed have the same index at all rates. Without a column of seeds, or if the rates
+    do not have the same seeds, the k-th row of each rate is the k-th repetition.
     """
     indices = {row: k for losses in runs.values() for k, (row, _) in enumerate(losses)}
     names = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
@@ -259,7 +259,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     sizes_of_rows = (chosen["batch_size"], rows, cells["batch_size"])
     require_unambiguous(sizes_of_rows, "," if comma else ".", "write it without separators")
     texts = [str(cell).strip().lower() for cell in cells["loss"]]
-    # A blank cell is a run without a loss, but "nan" is the loss of a run that diverged.
+    # A blank cell means that the loss is missing, but "nan" means that the run diverged.
     blank = blank_cells(table.columns[chosen["loss"]])
     trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
     numbers = {ours: parse_numbers(c, comma, ours != "loss") for ours, c in cells.items()}
@@ -281,7 +281,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
 
 
 def _merge_rounded(values: Array) -> Array:
-    """Return values of which those that differ by rounding are replaced by the least of them."""
+    """Return values in which numbers that differ by rounding are replaced by the least of them."""
     codes = cluster(values, SAME_SETTING, 1 + SAME_SETTING)
     least = np.full(len(values), np.inf)
     np.minimum.at(least, codes, values)
@@ -293,7 +293,7 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
     """Set the losses of diverged runs to inf, and return the rows of all diverged runs.
 
     Loss rises smoothly on both sides of the best rate. A run above the best rate has diverged if
-    its log loss exceeds the least by more than `DIVERGENCE_JUMP` and by more than four times the
+    its log loss exceeds the lowest by more than `DIVERGENCE_JUMP` and by more than four times the
     rise below the best rate.
     """
     for size in {size for size, _ in runs}:

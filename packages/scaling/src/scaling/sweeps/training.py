@@ -1,8 +1,8 @@
-"""Many small trainings at once: every rate and seed of a batch size is a slice of one tensor.
+"""Many small training runs at once: each rate and seed of a batch size is a slice of a tensor.
 
-Parameters have shape (seed, rate, …) and data (seed, example, input), so the rates of a seed are
-one matrix product. Gradients are written by hand, without autograd's overhead on tiny tensors.
-Suffixes name dimensions: S seeds, R rates, B examples, D inputs, H hidden units.
+Parameters have shape (seed, rate, …) and data (seed, example, input), so one matrix product
+computes all rates of a seed. Gradients are written by hand, without autograd's overhead on tiny
+tensors. Suffixes name dimensions: S seeds, R rates, B examples, D inputs, H hidden units.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from scaling.units import Array
 #: Hidden units of the MLP and of its teacher.
 WIDTH = 64
 
-#: Log loss above which a run counts as diverged.
+#: A run counts as diverged if its log loss exceeds this.
 DIVERGED = 80.0
 
 #: Adam's defaults in torch.
@@ -43,8 +43,8 @@ def train(
     norms have shape (batch sizes,) and are averaged over the seeds.
     """
     rate = torch.tensor(rates, device=device)
-    # Without noise a step of SGD on regression multiplies the error by a number, so the size of the
-    # error can be stored separately as a logarithm.
+    # Without noise, a step of SGD on regression is linear in the error, so the size of the error
+    # can be stored separately as a logarithm.
     can_rescale = optimizer == "sgd" and not noise
     losses = []
     squares = []
@@ -79,7 +79,7 @@ def draw(*shape: int, random: torch.Generator) -> Tensor:
 
 
 class _Linear:
-    """Regression on x ~ N(0, I), by the error w - w* (S, R, D), which starts at |w - w*|^2 = D."""
+    """Regression on x ~ N(0, I), stored as the error w - w* (S, R, D); at first |w - w*|^2 = D."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
         start = draw(seeds, 1, dimension, random=random)
@@ -88,7 +88,7 @@ class _Linear:
         self.log_size = start.new_zeros(seeds, rates)
 
     def rescale(self) -> None:
-        """Move the size of the error to `log_size`, since 0.06^400 underflows."""
+        """Move the size of the error to `log_size`, because 0.06^400 underflows."""
         size_SR1 = self.parameters[0].norm(dim=-1, keepdim=True)
         self.parameters[0] /= size_SR1
         self.log_size += size_SR1.squeeze(-1).log()
