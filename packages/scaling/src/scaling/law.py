@@ -72,8 +72,8 @@ def check_level(level: float) -> None:
 def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
     """Return the quantiles of resampled values at `low` and `high`.
 
-    Infinite values cannot be interpolated, so next to them the next value outside is returned.
-    Raises `ValueError` if a value is NaN.
+    If any value is infinite, the next values outside are returned instead of interpolating. Raises
+    `ValueError` if a value is NaN.
     """
     resampled = np.asarray(values, dtype=float)
     if missing := int(np.isnan(resampled).sum()):

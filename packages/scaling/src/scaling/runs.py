@@ -71,7 +71,7 @@ class Runs(ComparesArrays):
         return Runs(**columns, rows=rows, explanation=self.explanation)
 
     def without_highest(self, count: int) -> "Runs":
-        """Return all runs but the `count` runs of highest loss, the likeliest outliers."""
+        """Return all runs except the `count` with the highest loss, the likeliest outliers."""
         if not 0 <= count <= len(self):
             raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]

@@ -74,7 +74,7 @@ def train(
 
 
 def draw(*shape: int, random: torch.Generator) -> Tensor:
-    """Return normal numbers in float64, since losses fall by a hundred orders of magnitude."""
+    """Return normal numbers in float64, because losses fall by a hundred orders of magnitude."""
     return torch.randn(*shape, generator=random, device=random.device).double()
 
 

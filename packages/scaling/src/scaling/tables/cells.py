@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scaling.tables.names import FLOPS, PETAFLOP_DAY, PREFIXES, UNITS
 
-#: Texts of cells without a value.
+#: Cell contents that mean that the value is missing.
 BLANK = {"", "na", "n/a", "nan", "none", "null", "-", "--", "?", "nil", "#n/a", "undefined"}
 
 #: A number with optional separators, a power of ten and a unit.
@@ -40,20 +40,21 @@ def is_blank(cell: Any) -> bool:
         return str(cell) in ("<NA>", "NaT")
 
 
-#: The cells of a column with its name and the number of each row.
+#: The name of a column, the number of each row, and the cells.
 NumberedCells = tuple[str, Sequence[int], Sequence[Any]]
 
 
 def uses_decimal_comma(columns: Sequence[NumberedCells], losses: Container[str] = ()) -> bool:
     """Return True if the decimal mark of a table is a comma.
 
-    Raises `ValueError` if some cells have a decimal comma and others a decimal point. Columns in
-    `losses` have no thousands, so if no other cell implies a mark, a loss of 2,859 implies a comma.
+    Raises `ValueError` if some cells have a decimal comma and others a decimal point. Losses are
+    below a thousand, so if no other cell implies a mark, 2,859 in a column of `losses` implies a
+    comma.
     """
     comma = ""
     point = ""
     texts = [cell for _, _, cells in columns for cell in cells if isinstance(cell, str)]
-    # Only these cells can imply a decimal comma, and most tables have none of them.
+    # Only such cells can imply a decimal comma, and most tables have none.
     if not any("," in text or text.count(".") > 1 for text in texts):
         return False
     for name, rows, cells in columns:
@@ -76,10 +77,10 @@ def uses_decimal_comma(columns: Sequence[NumberedCells], losses: Container[str] 
 
 
 def require_unambiguous(column: NumberedCells, mark: str, remedy: str = "") -> None:
-    """Raise `ValueError` if the mark in a column may start decimals and may separate thousands.
+    """Raise `ValueError` if the mark in a column may be a decimal or a thousands separator.
 
-    It may if three digits follow it in every cell that has it, as in 1.000 and 26.500. By default
-    the message proposes to pass `decimal`.
+    The mark is ambiguous if three digits follow it in every cell that has it, as in 1.000 and
+    26.500. By default the message proposes to pass `decimal`.
     """
     name, rows, cells = column
     example = None
@@ -121,8 +122,8 @@ def shows_decimals(columns: Iterable[NumberedCells], losses: Container[str]) -> 
 def _decimal_mark(digits: str, has_power: bool) -> tuple[str, bool]:
     """Return the decimal mark that a number implies ("" if it implies none).
 
-    The second value is False if the number only implies it by separating thousands with the other
-    mark.
+    The second value is False if the mark is only inferred because the other mark separates
+    thousands.
     """
     if "," in digits and "." in digits:
         return ("," if digits.rfind(",") > digits.rfind(".") else "."), True
@@ -139,8 +140,8 @@ def parse_number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1
     """Return a cell as a float; nan if it is not a number.
 
     A suffix such as B multiplies the number; a number without a suffix is multiplied by `unit`.
-    `comma` is True if the decimal mark is a comma. With `thousands` False, a single mark before
-    three digits is a decimal mark even if it is the other one, as in a loss of 2,859.
+    `comma` is True if the decimal mark is a comma. If `thousands` is False, a single mark before
+    three digits is a decimal mark even if it contradicts `comma`, as in a loss of 2,859.
     """
     if not isinstance(cell, str):
         try:
@@ -166,7 +167,7 @@ def parse_number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1
 
 
 def _suffix_unit(text: str | None) -> float:
-    """Return the factor of a suffix; nan if it is not a unit, 0 if there is none."""
+    """Return the factor of a suffix; nan if it is not a unit, 0 if it is empty."""
     words = re.sub(r"[ .]", "", (text or "").lower())
     words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
     if not words or words in ("flop", "flops"):
@@ -190,7 +191,7 @@ def parse_numbers(
     """Return all cells of a column as floats: see `parse_number`."""
     if not comma:
         try:
-            # Python reads plain numbers as `parse_number` does, only faster.
+            # For plain numbers, `float` gives the result of `parse_number` faster.
             return np.array([float(cell) for cell in cells]) * unit
         except (TypeError, ValueError):
             pass  # At least one cell has a unit, separators or no value.
@@ -198,14 +199,14 @@ def parse_numbers(
 
 
 def blank_cells(column: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which cells of a column have no value."""
+    """Return flags of the cells of a column that have no value."""
     if column.dtype.kind == "f":
         return np.isnan(column)
     return np.fromiter(map(is_blank, column.tolist()), bool, len(column))
 
 
 def list_some(items: Iterable[object]) -> str:
-    """Return the first eight items as text, and the number of the other items."""
+    """Return the first eight items and the number of further items as text."""
     listed = [str(item) for item in items]
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return ", ".join(listed[:8]) + more

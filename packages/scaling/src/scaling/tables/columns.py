@@ -1,4 +1,4 @@
-"""The numbers of the chosen columns, and why these were chosen rather than other columns."""
+"""The numbers of the chosen columns, and the reasons for choosing them over other columns."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.table import Reading
 from scaling.units import Array
 
-#: Largest relative difference by rounding between columns of the same numbers.
+#: Largest relative difference that rounding may cause between columns of the same numbers.
 ROUNDING = 0.01
 
 
 def parse_columns(
     reading: Reading, columns: Mapping[str, Column]
 ) -> tuple[dict[str, Array], list[str]]:
-    """Return columns in parameters, tokens, FLOPs and nats, and how their cells were read."""
+    """Return columns in parameters, tokens, FLOPs and nats, and notes on how cells were read."""
     rows = reading.rows
     factors = {k: c.name.split(TIMES) if TIMES in c.name else [c.name] for k, c in columns.items()}
     for k, column in columns.items():
@@ -67,10 +67,11 @@ def _require_unambiguous(
     cells: Mapping[str, NumberedCells],
     comma: bool,
 ) -> None:
-    """Raise `ValueError` for numbers whose mark may separate thousands or start decimals.
+    """Raise `ValueError` for numbers whose mark may be a decimal or a thousands separator.
 
-    Counts, such as steps, have no decimals, so the marks of other columns say nothing about them.
-    Numbers without a unit are not checked, because one of their readings is refused by its scale.
+    Counts such as steps have no decimals, so the marks of other columns do not resolve them.
+    Numbers without a unit are not checked, because one of the two readings is refused for its
+    scale.
     """
     counts = [name for names in factors.values() if len(names) > 1 for name in names]
     with_unit = [c.name for k, c in columns.items() if k != "loss" and c.unit != 1]
@@ -84,10 +85,11 @@ def _require_unambiguous(
 
 
 def compare_columns(reading: Reading, matched: Match, tolerance: float) -> list[str]:
-    """Return why each column was read rather than another one that could have been.
+    """Return the reason why each column was read rather than another candidate.
 
     Raise `ValueError` with both readings if columns that should contain the same numbers differ, if
-    active parameters exceed all parameters, or if those without embeddings exceed those with them.
+    active parameters exceed all parameters, or if parameters without embeddings exceed parameters
+    with them.
     """
     choices = []
     for ours, column in matched.chosen.items():
@@ -101,7 +103,7 @@ def compare_columns(reading: Reading, matched: Match, tolerance: float) -> list[
 def _compare_rival(
     reading: Reading, ours: str, column: Column, rival: Column, tolerance: float
 ) -> str:
-    """Return why a column is read rather than one that should contain the same numbers.
+    """Return the reason why a column is read rather than one that should be equal.
 
     Raise `ValueError` if the two differ.
     """
@@ -123,12 +125,12 @@ def _compare_rival(
 
 
 def _compare_alternative(reading: Reading, ours: str, column: Column, other: Column) -> str:
-    """Return why a column of another kind is not read; raise `ValueError` if it contradicts."""
+    """Return the reason why another kind is not read; raise `ValueError` for a contradiction."""
     reason = f"{ours} by {column.name!r}, not {other.name!r}"
     if ours != "parameters":
         return reason
     is_active = "active" in column.kinds and "active" not in other.kinds
-    # Active parameters with embeddings and all parameters without have no fixed order.
+    # Active parameters with embeddings may be more or fewer than all parameters without them.
     is_ordered = (
         not is_active or "non-embedding" in column.kinds or "non-embedding" not in other.kinds
     )

@@ -1,14 +1,14 @@
 """Tokens as a product of columns, such as steps times the batch size in tokens.
 
-A batch size without further words may be that of one device, of one accumulation step or of a whole
-step, in sequences or in tokens, so a table that has no other is refused with these readings.
+A column named only "batch size" may count one device, one accumulation step or a whole step, in
+sequences or in tokens. A table with no other column is refused, and the error lists these readings.
 """
 
 from collections.abc import Mapping, Sequence
 
 from scaling.tables.names import PRODUCT_NAMES, WORDS, recognize, split_words
 
-#: Columns whose product is the number of tokens, by the kinds in names.toml.
+#: Combinations of columns whose product is the number of tokens; names.toml defines the kinds.
 PRODUCTS = (
     ("steps", "batch_tokens"),
     ("steps", "global_batch", "length"),
@@ -21,8 +21,9 @@ TIMES = " * "
 def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
     """Return the columns whose product is the number of tokens; empty if tokens are a column.
 
-    The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is only
-    used if the table has neither tokens nor compute. Raise `ValueError` if several could be meant.
+    The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is used
+    only if the table has neither tokens nor compute. Raise `ValueError` if several products are
+    possible.
     """
     name = named.get("tokens", "")
     if name in present or (name and TIMES not in name):
@@ -58,7 +59,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
 
 
 def _kind(name: str) -> str:
-    """Return which factor of the tokens a column is; empty if it is none."""
+    """Return the kind of factor of the tokens that a column is, or an empty string."""
     words = split_words(name)
     if {*words} & {*WORDS["no_factors"]}:
         return ""

@@ -1,4 +1,4 @@
-"""Files of text: CSV of any dialect, JSON, and JSON lines."""
+"""Text files: CSV of any dialect, JSON, and JSON Lines."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def _split_lines(text: str) -> list[str]:
 
 
 def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
-    """Return the content of JSON; for one JSON object per line, the records and their lines."""
+    """Return the content of JSON; for JSON Lines, return the records and their line numbers."""
     try:
         return json.loads(text), None
     except json.JSONDecodeError as error:
@@ -72,12 +72,12 @@ def parse_csv(path: Path, text: str, delimiter: str | None) -> Table:
         except csv.Error as error:
             raise ValueError(f"{path}: {error}") from None
     else:
-        # Calls of a function per line would take a second for a million lines.
+        # A function call per line would take a second for a million lines.
         numbered = enumerate(lines, 1)
         content = [(i, line) for i, line in numbered if line.strip(BLANK_CELLS)]
         if comments:
             content = [(i, line) for i, line in content if not _is_comment(line)]
-        # The garbage collector does not traverse tuples of text, unlike a million lists.
+        # Unlike lists, tuples of strings are not traversed by the garbage collector.
         rows = [(i, tuple(line.split(mark))) for i, line in content]
     first_line, header = rows.pop(0)
     if all(_is_numeric(cell) for cell in header if cell) and comments:
@@ -128,9 +128,10 @@ def _check_rows(
 
 
 def _read_records(lines: Sequence[str], mark: str) -> tuple[list[NumberedCells], list[str]]:
-    """Return the cells of each record with the line on which it starts, and the comments.
+    """Return the cells of each record with its first line number, and the comments.
 
-    A quoted cell may span lines, so blank lines and comments are only skipped between records.
+    A quoted cell may span several lines, so blank lines and comments are skipped only between
+    records.
     """
     comments: list[str] = []
     start = 0
@@ -156,7 +157,7 @@ def _read_records(lines: Sequence[str], mark: str) -> tuple[list[NumberedCells],
 
 
 def _strip_markdown(rows: list[NumberedCells]) -> list[NumberedCells]:
-    """Return the rows without the empty outer cells of a Markdown table and without its ruler."""
+    """Return the rows without the empty outer cells and the separator line of a Markdown table."""
     header = rows[0][1]
     first = 0 if header[0].strip() else 1
     last = None if header[-1].strip() else -1
@@ -165,7 +166,7 @@ def _strip_markdown(rows: list[NumberedCells]) -> list[NumberedCells]:
 
 
 def _check_header(path: Path, header: list[str], mark: str) -> None:
-    """Raise `ValueError` unless a header consists of several different names."""
+    """Raise `ValueError` unless a header consists of two or more distinct names."""
     if all(_is_numeric(cell) for cell in header if cell):
         raise ValueError(f"{path}: the first line holds numbers, {header}: put names above them")
     if len(header) < 2:

@@ -1,4 +1,4 @@
-"""Groups of runs that differ by rounding, such as the runs of one budget."""
+"""Groups of runs that differ only by rounding, such as the runs of one budget."""
 
 import math
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ from scaling.tables.cells import parse_numbers
 from scaling.tables.table import Table
 from scaling.units import Array
 
-#: Relative differences up to which sizes, tokens and compute of two runs count as equal.
+#: Largest relative differences at which sizes, tokens and compute of two runs count as equal.
 SAME_SIZE = 0.01
 
 SAME_TOKENS = 0.05
 
-#: Relative differences by rounding, up to which two numbers of a setting count as equal.
+#: Largest relative differences by rounding at which two numbers of a setting count as equal.
 SAME_SETTING = 1e-4
 
 
 def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np.intp]:
     """Return the index of the group of each value: see `Runs.budgets`.
 
-    `longest` is the largest ratio of two values of a group that is wider than `tolerance`.
+    A group whose values differ by more than a factor of `longest` is divided into groups that span
+    at most `tolerance`.
     """
     order = np.argsort(values, kind="stable")
     logs = np.log(values[order])
@@ -41,10 +42,10 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
 
 
 def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
-    """Return an index from 0 of the settings that each row has in some columns.
+    """Return the index, counted from 0, of each row's combination of values in some columns.
 
-    Numbers that are written differently, such as 3e-4 and 0.0003 or 0 and 0.0, or that differ by
-    rounding to float32, are one setting.
+    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, and numbers that differ by
+    rounding to float32 are one setting.
     """
     keys = []
     for name in names:
@@ -63,7 +64,7 @@ def below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_
     """Return masks of the runs up to each quantile of an axis such as compute.
 
     Runs within 1 % of a cut are below it, because budgets are often equal only up to rounding.
-    Equal masks are returned once, and a mask of all runs is left out.
+    Equal masks are returned once, and a mask that selects all runs is left out.
     """
     masks: dict[int, NDArray[np.bool_]] = {}
     for cut in np.quantile(axis, fractions, method="lower"):

@@ -1,4 +1,4 @@
-"""Histories: tables with several rows per training, of which the last row is kept."""
+"""Histories: tables with several rows per training run, of which the last row is kept."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,24 +13,25 @@ from scaling.tables.names import WORDS
 from scaling.tables.table import Reading
 from scaling.units import Array
 
-#: Rows of one size are the checkpoints of a training, rather than trainings of several lengths, if
-#: there are this many at even distances in tokens, or this many at any distance.
+#: Rows of one size are checkpoints of one training run, rather than runs of several lengths, if at
+#: least this many are evenly spaced in tokens, or at least this many have any spacing.
 EVEN_CHECKPOINTS = 4
 
 ANY_CHECKPOINTS = 20
 
-#: Tokens of a run relative to those of its last loss beyond which the final loss is missing. The
-#: losses of an evaluation are logged at a few percent of the steps.
+#: The final loss of a run is missing if its tokens exceed those of its last logged loss by more
+#: than this factor. Evaluation losses are logged at only a few percent of the steps.
 MISSING_END = 1.25
 
-#: Largest relative difference by rounding between the sizes C / (6 D) of rows with one run name.
-#: Two numbers of three digits differ from the exact ones by up to 0.5 % each. Without names, rows
-#: are compared more strictly, because a large table has many sizes that differ by a percent.
+#: Largest relative difference that rounding may cause between the sizes C / (6 D) of one run's
+#: rows. A number of three digits has an error of up to 0.5 %. Without run names, rows are compared
+#: more strictly, because a large table has many sizes that differ by only one percent.
 SIZE_OF_RUN = 0.02
 
 SIZE_WITHOUT_NAMES = 1e-4
 
-#: A run that starts after this multiple of the tokens between its rows did not start from zero.
+#: A run may have been resumed if its first row is later than this multiple of the mean spacing of
+#: its rows.
 LATE_START = 1.5
 
 
@@ -64,16 +65,16 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
 
 
 def _sizes(reading: Reading, tolerance: float) -> Array:
-    """Return the parameters of each row, or numbers that differ between sizes."""
+    """Return the parameters of each row, or other numbers that distinguish the sizes."""
     values = reading.values
     if "parameters" in values:
         return values["parameters"]
-    # Without parameters, rows of one size have one ratio of compute to tokens up to rounding.
+    # Without parameters, rows of one size have the same ratio of compute to tokens, up to rounding.
     return cluster(values["compute"] / values["tokens"], tolerance).astype(np.float64)
 
 
 def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -> list[str]:
-    """Return the names of runs whose first row is where another run of their size stops."""
+    """Return the names of runs that start where another run of the same size stops."""
     codes = reading.table.codes([column])
     count = np.bincount(codes)
     first = np.full(len(count), np.inf)
@@ -94,7 +95,7 @@ def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -
 
 
 def _report_missing_ends(reading: Reading, column: str) -> None:
-    """Add a message on runs whose last tokens have no loss, for example because they diverged."""
+    """Add a message about runs without a loss at the end, for example because they diverged."""
     progress = "tokens" if "tokens" in reading.values else "compute"
     if reading.without_loss is None:
         return
@@ -121,8 +122,8 @@ def _history(
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history. Raise `ValueError` if it may be one, because its rows
-    look like the checkpoints of trainings, and it has no column of names that differs in every row.
+    Return None if the table is not a history. Raise `ValueError` if the rows look like checkpoints
+    of training runs and no column has a different name in every row.
     """
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
@@ -141,7 +142,7 @@ def _history(
         has_names = has_names or (is_unique and not _counts_rows(reading, column))
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
-        # Rows of one size with different tokens are the same training at different times.
+        # Rows of one size with different tokens are one training run at different times.
         has_one_size = bool((np.diff(size[order]) == 0)[is_same_run].all())
         is_later = (np.diff(progress[order]) > 0)[is_same_run]
         if is_same_run.any() and has_one_size and is_later.all():
@@ -160,7 +161,7 @@ def _history(
 
 
 def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> None:
-    """Raise `ValueError` for runs of one size that repeat some, but not all, of their tokens."""
+    """Raise `ValueError` for runs of one size that repeat only some of their token counts."""
     codes = reading.table.codes([column])
     order = np.lexsort((progress, codes))
     is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
@@ -175,7 +176,7 @@ def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> N
 
 
 def _counts_rows(reading: Reading, column: str) -> bool:
-    """Return True if a column `id` numbers the rows, like the key of a database or an index."""
+    """Return True if a column `id` numbers the rows, like a database key or an index."""
     if column.lower() not in ("id", "uid"):
         return False
     numbers = parse_numbers(reading.table.cells(column), False)
@@ -185,7 +186,7 @@ def _counts_rows(reading: Reading, column: str) -> bool:
 def _refuse_checkpoints(
     reading: Reading, rising: Sequence[str], size: Array, progress: Array
 ) -> None:
-    """Raise `ValueError` if the rows look like the checkpoints of trainings."""
+    """Raise `ValueError` if the rows look like checkpoints of training runs."""
     evidence = [f"column {name!r}" for name in rising if _rises(reading, name, size, progress)]
     if not evidence and _has_checkpoints(size, progress):
         evidence = ["the number of rows"]
@@ -198,7 +199,7 @@ def _refuse_checkpoints(
 
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if at least half of all rows share their size with a lower value of a column."""
+    """Return True if a column rises with the tokens of a size, for at least half of all rows."""
     steps = parse_numbers(reading.table.cells(column), False)
     order = np.lexsort((steps, size))
     rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
@@ -207,9 +208,9 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
 
 
 def _has_checkpoints(size: Array, progress: Array) -> bool:
-    """Return True if most rows share their size with many tokens, or with evenly spaced tokens.
+    """Return True if most rows have a size with many, or with evenly spaced, token counts.
 
-    Trainings to several lengths usually have few of them, at even distances in the logarithm.
+    Separate runs of several lengths usually have few token counts, evenly spaced in logarithm.
     """
     rows_like_checkpoints = 0
     order = np.argsort(size, kind="stable")

@@ -1,7 +1,7 @@
 """Recognition of the columns that contain parameters, tokens, compute and loss.
 
-The most specific name wins, so `train_tokens` is preferred to a `d` that may be a width. A name may
-also state a unit, that embeddings are not counted, or that the loss is in bits; see `Column`.
+The most specific name is chosen: `train_tokens` is preferred to a `d`, which may be a width. A name
+may also state a unit, that embeddings are not counted, or that the loss is in bits; see `Column`.
 """
 
 import math
@@ -20,10 +20,10 @@ def _word_lists(table: str) -> dict[str, list[str]]:
     return {key: words.split() for key, words in _DATA[table].items()}
 
 
-#: Names of each column of `Runs`, without case and punctuation.
+#: Recognized names of each column of `Runs`, in lower case without punctuation.
 NAMES = _word_lists("names")
 
-#: Names of each column of a learning-rate sweep.
+#: Recognized names of each column of a learning-rate sweep.
 SWEEP_NAMES = _word_lists("sweeps")
 
 #: Names of the factors of the number of tokens.
@@ -38,7 +38,7 @@ WORDS = _word_lists("words")
 #: Words for the states of runs.
 STATES = {kind: frozenset(words) for kind, words in _word_lists("states").items()}
 
-#: For each column of ours, the names of the other columns.
+#: For each column of `Runs`, the names of the other columns.
 OTHER_NAMES = {
     ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
     for ours in NAMES
@@ -53,14 +53,14 @@ LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
 EMBEDDINGS = "(?:emb|embd|embed|embedding)s?"
 
-#: Kinds of parameters that a name may state, with the pattern of each.
+#: Kinds of parameters that a name may state, and the pattern of each.
 KINDS = (
     ("non-embedding", f"(?:non?|w/?o|without|excl?|excluding|exclude){EMBEDDINGS}"),
     ("active", "activ(?:e|ated)"),
     ("total", "total"),
 )
 
-#: Ranks of columns that could be the loss. A held-out loss ranks above others, training loss below.
+#: Ranks of possible loss columns: a held-out loss ranks highest, a training loss lowest.
 FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
@@ -68,11 +68,11 @@ OTHER_UNIT_RANK = -3.0
 
 @dataclass(frozen=True)
 class Column:
-    """A recognized column, with what its name states about its numbers."""
+    """A recognized column and the information in its name."""
 
     name: str
     unit: float = 1.0
-    #: The statement of the name in words: "non-embedding", "bits per byte", "perplexity", …
+    #: The information in the name: "non-embedding", "bits per byte", "perplexity", …
     description: str = ""
     #: Higher ranks are more specific.
     rank: float = 0.0
@@ -84,17 +84,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Match:
-    """The columns of a table by our names, and the columns that could be read instead."""
+    """The chosen column for each name of `Runs`, and the columns that could be read instead."""
 
     chosen: dict[str, Column]
     #: Columns that should contain the same numbers, so they must agree with the chosen column.
     rivals: dict[str, list[Column]]
-    #: Columns of another kind of parameters, and less specific losses.
+    #: Columns that count another kind of parameters, and less specific losses.
     alternatives: dict[str, list[Column]]
 
 
 def match_columns(present: Sequence[str], named: Mapping[str, str], source: str) -> Match:
-    """Match the columns of a table to our names.
+    """Match the columns of a table to the names of `Runs`.
 
     `named` contains the user's choices. Raises `ValueError` if a column is missing or if two
     columns are equally likely.
@@ -124,7 +124,7 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
 
 
 def _choose(ours: str, likely: list[Column], source: str, result: Match) -> None:
-    """Choose the most specific of the likely columns, and sort the other ones."""
+    """Choose the most specific of the candidate columns, and sort the other candidates."""
     preferred = _preferred(likely)
     best_rank = max(column.rank for column in preferred)
     best = [column for column in preferred if column.rank == best_rank]
@@ -143,7 +143,7 @@ def _choose(ours: str, likely: list[Column], source: str, result: Match) -> None
 
 
 def ambiguity(ours: str, names: Sequence[str]) -> str:
-    """Return a message that any of these columns could be read, and how to choose one."""
+    """Return a message that several columns could be read, with advice on how to choose one."""
     readings = " or ".join(f"columns={{{ours!r}: {name!r}}}" for name in names)
     return f"columns {list(names)} may each be the {ours}; choose one with {readings}"
 
@@ -151,8 +151,8 @@ def ambiguity(ours: str, names: Sequence[str]) -> str:
 def _preferred(likely: list[Column]) -> list[Column]:
     """Return the columns of the kind that C = 6 N D needs, without single letters if possible.
 
-    Active parameters of a mixture of experts are preferred to all parameters, because only they
-    compute. Parameters with embeddings are preferred to those without.
+    Active parameters of a mixture of experts are preferred to all parameters, because only active
+    parameters cause compute. Parameters with embeddings are preferred to those without.
     """
     if any("active" in c.kinds for c in likely):
         likely = [c for c in likely if "active" in c.kinds]
@@ -162,12 +162,12 @@ def _preferred(likely: list[Column]) -> list[Column]:
 
 
 def is_known_name(name: str) -> bool:
-    """Return True if a name is recognized as any of our columns."""
+    """Return True if a name is recognized as any column of `Runs`."""
     return any(recognize(name, ours) for ours in NAMES)
 
 
 def recognize(name: str, ours: str) -> Column | None:
-    """Return a column if its name is recognized as our column `ours`, otherwise None."""
+    """Return a column if its name is recognized as the column `ours` of `Runs`, otherwise None."""
     # MLflow's prefix must not turn "params.tokens" into a ratio.
     prefix, _, stem = name.removeprefix("data.").partition(".")
     if prefix in ("params", "metrics") and (column := recognize(stem, ours)):
@@ -191,9 +191,9 @@ def recognize(name: str, ours: str) -> Column | None:
 
 
 def _match_stem(column: Column, words: list[str], ours: str) -> Column | None:
-    """Return a column with its rank if the last of its words are one of our names."""
+    """Return a column with its rank if its last words are a known name."""
     for start in range(len(words)):
-        # Paths such as throughput/total_tokens and config.model.n_params match without their front.
+        # Paths such as throughput/total_tokens and config.model.n_params match by their last part.
         stem = "".join(words[start:])
         before = words[:start]
         # Ratios such as D/N and tokens/params also contain a name of another column.
@@ -234,7 +234,7 @@ def _is_other_measurement(words: list[str], ours: str) -> bool:
 def _split_unit(words: list[str], ours: str) -> tuple[list[str], float, str]:
     """Return the words without a unit at the end, the unit, and its description.
 
-    Units are as in params_B, tokens (billions), C [1e18] and, for compute, exaFLOPs.
+    Examples of units are params_B, tokens (billions), C [1e18] and, for compute, exaFLOPs.
     """
     unit = 1.0
     description = ""
@@ -311,7 +311,7 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
 
 
 def _loss_unit(words: list[str]) -> tuple[str, float]:
-    """Return what the words of a loss's name state about its unit, and the factor to nats."""
+    """Return the description of the unit in a loss's name, and the factor to nats."""
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
         return "perplexity", 1.0
@@ -328,6 +328,6 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
 
 
 def split_words(name: str) -> list[str]:
-    """Return the lower-case words of snake_case, camelCase, paths and brackets."""
+    """Split snake_case, camelCase, paths and brackets into lower-case words."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     return [w for w in re.split(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", spaced.lower()) if w]

@@ -1,4 +1,4 @@
-"""Tables from records, also nested ones, and tables with a row per metric.
+"""Conversion of nested records, and of tables with one row per metric, to plain tables.
 
 wandb, MLflow and TensorBoard export nested values and one row per metric and step.
 """
@@ -22,7 +22,7 @@ METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
 
 
 def from_records(records: Sequence[Any], rows: Sequence[int] | None = None) -> Table:
-    """Return the table of records, which map names to cells."""
+    """Return the table of records that map names to cells."""
     for record in records:
         if not isinstance(record, Mapping):
             raise TypeError(f"expected a record that maps names to values, got {record!r}")
@@ -34,7 +34,7 @@ def from_records(records: Sequence[Any], rows: Sequence[int] | None = None) -> T
 
 
 def flatten_cells(table: Table) -> Table:
-    """Return a table whose cells are not mappings, not even as text."""
+    """Return a table in which nested cells, even if stored as text, are separate columns."""
     for cells in table.columns.values():
         if cells.dtype == object and any(
             c[:1] == "{" if isinstance(c, str) else isinstance(c, Mapping) for c in cells
@@ -87,10 +87,10 @@ def _parse_mapping(text: str) -> Any:
 
 
 def pivot(table: Table) -> Table:
-    """Return a table with a column per metric, if it has a row per metric and step.
+    """Return a table with one column per metric, if it has one row per metric and step.
 
-    A metric that is logged once per run, such as its size, belongs to every row of the run. A loss
-    belongs to its step alone.
+    A metric that is logged once per run, such as the size, applies to every row of the run. A loss
+    applies only to its step.
     """
     lowered = {name.lower(): name for name in table.columns}
     metric = next((lowered[name] for name in METRIC_NAMES if name in lowered), None)

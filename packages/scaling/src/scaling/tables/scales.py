@@ -1,4 +1,4 @@
-"""Checks that numbers are on the scale of training runs, and the column that C = 6 N D gives."""
+"""Checks that numbers are on the scale of training runs, and the missing column by C = 6 N D."""
 
 from collections.abc import Container, Mapping, Sequence
 
@@ -10,21 +10,21 @@ from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 20.0
 
-#: Range of the median of tokens per parameter. Published tables have 4 to 40, and a unit that is
-#: wrong by a thousand leaves this range for any of them.
+#: Accepted range of the median tokens per parameter. Published tables have 4 to 40, so a unit that
+#: is wrong by a factor of a thousand leaves the range.
 TOKENS_PER_PARAMETER = (0.1, 2000.0)
 
-#: Factor between the tokens per parameter of some rows and those of all other rows beyond which the
-#: rows are in another unit. The rows of published tables have gaps of at most a factor of five.
+#: Rows are taken to be in another unit if their tokens per parameter differ from those of all other
+#: rows by more than this factor. Published tables have gaps of at most a factor of five.
 SCALE_GAP = 100.0
 
-#: Usual ratio of tokens to parameters, with which the unit of a column is guessed in a message.
+#: Usual ratio of tokens to parameters, from which messages guess the unit of a column.
 USUAL_TOKENS_PER_PARAMETER = 20
 
-#: Smallest plausible median of a column. Columns in millions have a tenth of that or less.
+#: Smallest plausible median of a column. Columns in millions have at most a tenth of it.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 
-#: Largest factor between C and 6 N D. Attention, embeddings and recomputation explain less.
+#: Largest factor between C and 6 N D. Attention, embeddings and recomputation cause smaller ones.
 LARGEST_COMPUTE_RATIO = 10.0
 
 
@@ -55,9 +55,9 @@ def _columns_with_unit(reading: Reading) -> set[str]:
 
 
 def _check_smallest(reading: Reading) -> None:
-    """Raise `ValueError` for fewer than `FEWEST` parameters or tokens, which have another unit."""
+    """Raise `ValueError` for fewer than `FEWEST` parameters or tokens: their unit is wrong."""
     values = reading.values
-    # A column that was computed shows a wrong scale of the compute.
+    # A value that was derived from compute is too small if the compute has a wrong scale.
     origins = {k: k if k in reading.columns else "compute" for k in ("parameters", "tokens")}
     small = [
         k
@@ -89,10 +89,10 @@ def _check_smallest(reading: Reading) -> None:
 
 
 def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:
-    """Raise `ValueError` if tokens per parameter, or a column, are implausible in the median."""
+    """Raise `ValueError` if the median of a column or of tokens per parameter is implausible."""
     values = reading.values
     chosen = reading.columns
-    # Two of three columns determine the third, with its scale.
+    # Two of three columns determine the third and its scale.
     has_units = sum(k in with_unit for k in ("parameters", "tokens", "compute")) >= 2
     if has_units or all(k in chosen for k in ("parameters", "tokens", "compute")):
         return
@@ -133,7 +133,7 @@ def _check_ratio_of_rows(reading: Reading) -> None:
     low, high = TOKENS_PER_PARAMETER
     for part in parts:
         i = int(part[0])
-        # Few runs at random sizes and tokens have such gaps too, but seldom with one run beyond.
+        # A few random sizes and tokens also have such gaps, but rarely with a single run beyond.
         if len(part) * 10 > len(ratio) or low <= ratio[i] <= high:
             continue
         first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)
@@ -166,7 +166,7 @@ def _check_compute(reading: Reading) -> None:
 
 
 def _check_loss(reading: Reading) -> None:
-    """Raise `ValueError` if most losses are worse than guessing, or count something."""
+    """Raise `ValueError` if most losses are worse than guessing or look like counts."""
     loss = reading.values["loss"]
     column = reading.columns["loss"].name
     if "loss" in reading.units:
@@ -186,7 +186,7 @@ def _check_loss(reading: Reading) -> None:
 
 
 def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) -> int:
-    """Return the power of ten of the unit with which there are about 20 tokens per parameter."""
+    """Return the power of ten that gives about 20 tokens per parameter as the unit."""
     if name == "parameters":
         other = "tokens"
         default = 6

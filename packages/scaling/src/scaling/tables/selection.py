@@ -1,6 +1,6 @@
 """Rows that are left out: those without a loss, and all but the best setting of a sweep.
 
-Columns that do not count what C = 6 N D needs are left out too.
+Columns that count other quantities than the N and D of C = 6 N D are left out too.
 """
 
 from collections.abc import Container, Sequence
@@ -15,10 +15,10 @@ from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FEWEST
 
-#: Number of rows in which unknown settings are searched, because a million would take seconds.
+#: Number of rows that are searched for unknown settings, because a million would take seconds.
 MOST_ROWS = 5000
 
-#: Columns that show that N or D may be counted in two ways: the quantity, and how to name it.
+#: Columns that show that N or D may be counted in two ways: the quantity and its description.
 COUNTS = {
     "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
     "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
@@ -26,10 +26,10 @@ COUNTS = {
 
 
 def require_whole_counts(reading: Reading, named: Container[str]) -> None:
-    """Leave out an N that may count idle experts, or a D that may count the data of one epoch.
+    """Leave out an N that may include idle experts, or a D that may count only one epoch.
 
-    C = 6 N D needs active parameters and all trained tokens, which follow from compute and the
-    other of the two. Raise `ValueError` if the table does not have both.
+    C = 6 N D needs the active parameters and all trained tokens. Each of them follows from compute
+    and the other. Raise `ValueError` if the compute or the other one is missing.
     """
     for name in reading.table.columns:
         ours, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
@@ -106,7 +106,7 @@ def keep_best_settings(reading: Reading) -> None:
 
 
 def _designs(reading: Reading, sets: Sequence[str], rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the index of the size, tokens and data set of each of some rows."""
+    """Return for each selected row the index of its combination of size, tokens and data set."""
     tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
     keys = []
     for k, tolerance in tolerances.items():
@@ -119,8 +119,8 @@ def _designs(reading: Reading, sets: Sequence[str], rows: NDArray[np.intp]) -> N
 
 
 def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
-    """Return the columns of settings that differ between runs, and those of data sets."""
-    # A column `eta` is usually the time that remains, and `b` may be anything.
+    """Return the columns of settings that differ between runs, and the columns of data sets."""
+    # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
     used = {column.name for column in reading.columns.values()}
     names = []
@@ -155,7 +155,7 @@ def _report_unknown_settings(
     """Add a message on columns with few values that differ between runs of one setting.
 
     Such runs are read as repetitions, but the column may be a setting under an unusual name.
-    `groups` has the setting of each of the rows at the positions `rows`.
+    `groups` contains the index of the setting of each row in `rows`.
     """
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
@@ -180,7 +180,7 @@ def _report_unknown_settings(
 
 
 def drop_small_letters(reading: Reading) -> None:
-    """Ignore columns n and d of layers and widths if the other columns are enough."""
+    """Ignore columns n and d if they may be layers and widths and the other columns suffice."""
     for k in ("parameters", "tokens"):
         is_redundant_letter = (
             k in reading.values
@@ -197,7 +197,7 @@ def drop_small_letters(reading: Reading) -> None:
 
 
 def datasets_message(reading: Reading) -> list[str]:
-    """Return a warning if the rows are of several data sets, whose losses follow different laws."""
+    """Return a warning if the rows use several data sets, whose losses follow different laws."""
     used = {column.name for column in reading.columns.values()}
     for name in reading.table.columns:
         if name not in used and _names_a_set(name):

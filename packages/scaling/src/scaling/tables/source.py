@@ -1,6 +1,6 @@
 """Tables from any source: files, data frames, columns, records, and exports of trackers.
 
-Numbers are not interpreted here: a `Table` has the raw cells of each column.
+Numbers are not parsed in this module: a `Table` has the raw cells of each column.
 """
 
 from collections.abc import Iterable, Mapping
@@ -75,8 +75,8 @@ def _read_frame(frame: Any) -> Table:
 def _read_mapping(content: Mapping[str, Any]) -> Table:
     """Return the table of a mapping.
 
-    It may map names to columns, one key to a list of records, run names to records, or follow
-    pandas' JSON orientations.
+    The mapping may map names to columns, one key to a list of records, or run names to records, or
+    follow pandas' JSON orientations.
     """
     if not content:
         return from_records([])
@@ -91,7 +91,7 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
     if all(isinstance(v, Mapping) for v in values):
         if any(is_known_name(name) for name in content):
             # pandas' orient="columns": {"N": {"0": …, "1": …}}
-            # The keys identify the rows, whose order may differ between columns.
+            # The keys identify the rows, because the order of rows may differ between columns.
             keys = dict.fromkeys(key for column in values for key in column)
             return _from_columns({n: [c.get(k) for k in keys] for n, c in content.items()})
         return from_records(values)

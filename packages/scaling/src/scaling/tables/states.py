@@ -1,8 +1,8 @@
 """Exclusion of runs that did not finish: a crashed run's last loss is not its final loss.
 
 The column is recognized by its name (`state`, `run_state`, `status`, `sys/failed`, `exit_code`, …),
-or under any name by its values. Unknown states are refused, and so are states that trackers use for
-finished and for stopped runs.
+or else by its values. Unknown states are refused, and so are states that may mean either finished
+or stopped.
 """
 
 import re
@@ -37,7 +37,7 @@ BOOLEANS = {
 
 
 def keep_finished(table: Table, selected_by: Container[str], messages: list[str]) -> Table:
-    """Return the finished runs, and append to `messages` which rows were left out.
+    """Return the finished runs, and append a message about the other rows to `messages`.
 
     Columns in `selected_by` are not read as states, because the user has selected rows by them.
     """
@@ -55,7 +55,7 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
 
 
 def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
-    """Return whether each run finished by this column; None if it is not a column of states."""
+    """Return flags of the finished runs by this column; None if it is not a column of states."""
     spaced = re.sub("([a-z])([A-Z])", r"\1 \2", name.rsplit(".")[-1])
     words = re.findall("[a-z]+", spaced.lower())
     if not words:
@@ -78,21 +78,21 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
     elif is_flag and present <= {*BOOLEANS}:
         means_finished = words[-1] in STATES["finished"]
         finished = {text for text, flag in BOOLEANS.items() if flag == means_finished}
-        # A run without a flag of failure did not fail.
+        # A blank cell in a column of failures means that the run did not fail.
         finished |= set() if means_finished else {""}
     elif present <= known:
-        # Under any other name (outcome, phase, result), the values must be unmistakable states.
+        # With any other name (outcome, phase, result), the values must be unambiguous states.
         has_both = present & STATES["finished"] and present & STATES["unfinished"]
         if has_both or present & STATES["broken"]:
             finished = _finished_states(name, texts, table)
-            # A column of notes says nothing about the runs that finished.
+            # If a column names only failures, a blank cell means that the run finished.
             if finished is not None and not present & STATES["finished"]:
                 finished |= {""}
     return None if finished is None else np.array([text in finished for text in texts])
 
 
 def _normalized_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
-    """Return the normalized texts of cells; an empty list if one is not allowed."""
+    """Return the normalized texts of cells; an empty list if any text is not allowed."""
     # A column has few different states, so each text is normalized once.
     normalized: dict[str, str] = {}
     texts = []
@@ -109,7 +109,7 @@ def _normalized_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
 def _finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
     """Return the states of finished runs; raise `ValueError` for unknown states.
 
-    Return None if not a single cell is a known state.
+    Return None if none of the cells is a known state.
     """
     known = {*STATES["finished"], *STATES["unfinished"]}
     if not {*texts} & {*known, *STATES["unclear"]}:
@@ -126,7 +126,7 @@ def _finished_states(name: str, texts: list[str], table: Table) -> set[str] | No
 
 
 def _normalize(cell: Any) -> str:
-    """Return a state in lower case, without enumeration, separators and the user who set it."""
+    """Return a state in lower case, without enumeration name, separators and user name."""
     if is_blank(cell):
         return ""
     text = ENUMERATION_PREFIX.sub("", str(cell).strip().lower()).split(" by ")[0]

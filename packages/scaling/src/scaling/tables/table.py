@@ -1,6 +1,6 @@
-"""Tables of raw cells, and the state of reading one.
+"""Tables of raw cells, and the state while a table is read.
 
-Each row keeps its line or position, so that every later message can refer to it.
+Each row stores its line or position, so that later messages can refer to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Table:
     """The cells of a table by column; a cell that a record does not have is None."""
 
     columns: dict[str, Cells]
-    #: The line or the position from 1 of each row.
+    #: The line of each row in its source, or its position counted from 1.
     rows: NDArray[np.intp]
     #: Sentences on how the source was read.
     choices: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Table:
         return values
 
     def codes(self, names: Sequence[str]) -> NDArray[np.intp]:
-        """Return an index from 0 of the texts that each row has in some columns."""
+        """Return the index, counted from 0, of each row's combination of texts in some columns."""
         index: dict[tuple[str, ...], int] = {}
         keys = zip(*(map(str, self.cells(name)) for name in names), strict=True)
         codes = (index.setdefault(key, len(index)) for key in keys)
@@ -62,13 +62,13 @@ class Table:
 
 @dataclass
 class Reading:
-    """The state of reading a table, which the other modules of this folder change step by step."""
+    """The state while a table is read, which the other modules of this folder update."""
 
     name: str
     table: Table
-    #: The chosen columns by our names.
+    #: The chosen column for each name of `Runs`.
     columns: dict[str, Column]
-    #: The user's unit by our names.
+    #: The user's unit for each name of `Runs`.
     units: Mapping[str, float]
     #: The user's decimal mark.
     decimal: str | None
@@ -82,18 +82,18 @@ class Reading:
 
     @property
     def rows(self) -> list[int]:
-        """The line or the position from 1 of each row in its source."""
+        """The line of each row in its source, or its position counted from 1."""
         rows: list[int] = self.table.rows.tolist()
         return rows
 
     def select(self, which: NDArray[Any]) -> None:
-        """Leave out the other rows."""
+        """Keep only the selected rows."""
         self.table = self.table.select(which)
         self.values = {k: v[which] for k, v in self.values.items()}
 
 
 def _is_equal(text: str, value: Any) -> bool:
-    """Return True if the text of a cell is a value, or another way to write the same number."""
+    """Return True if a cell equals a value as text, or is the same number in another notation."""
     if text == str(value):
         return True
     if isinstance(value, str):
@@ -105,7 +105,7 @@ def _is_equal(text: str, value: Any) -> bool:
 
 
 def object_cells(values: Sequence[Any]) -> Cells:
-    """Return values as a vector of Python objects, also if they are sequences."""
+    """Return values as a vector of Python objects, even if they are sequences."""
     return np.fromiter(values, object, len(values))
 
 

@@ -1,7 +1,8 @@
 """Backtests: fit the runs below a cut in compute and compare the intervals with the later runs.
 
-A backtest is the only check of an interval that does not assume the law. The drift that it finds
-within the runs of a fit already widens that fit's intervals (`scaling.uncertainty.drift`).
+A backtest is the only check of an interval that does not assume the law. The drift that a backtest
+finds within the runs of a fit already widens the intervals of this fit
+(`scaling.uncertainty.drift`).
 """
 
 import math
@@ -32,7 +33,7 @@ class BacktestRow(ComparesArrays):
     cut: float
     runs: int
     held_out: int
-    #: Decades from the cut to the largest run of the table.
+    #: Decades of compute from the cut to the largest run of the table.
     decades: float
     #: Predicted best number of parameters at the largest run's compute, and its interval.
     size: float
@@ -48,7 +49,7 @@ class BacktestRow(ComparesArrays):
 
     @property
     def size_covered(self) -> bool:
-        """True if the interval contains the best size by a fit of all runs."""
+        """True if the interval contains the best size according to a fit of all runs."""
         return self.full_fit_size in self.size_interval
 
 
@@ -57,8 +58,8 @@ def backtest(
 ) -> tuple[BacktestRow, ...]:
     """Fit the given fractions of the runs, ordered by compute, and predict the other runs.
 
-    A method that cannot fit the runs below a cut has no row there. Raises `ValueError` if no method
-    can fit any cut.
+    A method that cannot fit the runs below a cut has no row for this cut. Raises `ValueError` if no
+    method can fit the runs below any cut.
     """
     if unknown := set(methods) - set(METHODS):
         raise ValueError(f"expected methods among {METHODS}, got {sorted(unknown)}")
@@ -69,7 +70,7 @@ def backtest(
     rows: list[BacktestRow] = []
     reasons: list[str] = []
     with warnings.catch_warnings():
-        # Fits of few runs warn, which is expected here.
+        # Fits of few runs are expected to issue warnings.
         warnings.simplefilter("ignore", ScalingWarning)
         for method in methods:
             try:

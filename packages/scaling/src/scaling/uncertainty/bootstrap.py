@@ -1,4 +1,4 @@
-"""Bootstrap intervals of a fitted law: refit resampled runs, all in one batch.
+"""Bootstrap intervals of a fitted law, with refits of all resamples in one batch.
 
 A resample is a vector of counts over the same runs, so thousands of refits are one batched Newton
 iteration from the full fit. The intervals are corrected for bias and for the degrees of freedom
@@ -35,9 +35,10 @@ class Bootstrap(Sample):
     def interval(self, target: str | Quantity) -> Interval:
         """Return the interval of a constant, of "exponent", or of any `Quantity`.
 
-        The ends are quantiles of the resampled values. They are shifted by the bias that the
-        resamples show (Efron 1981) and spread by t sqrt(n / (n - 5)) / z, because n runs lost five
-        degrees of freedom (Hesterberg 2015). Without degrees of freedom the interval is (0, inf).
+        The ends are quantiles of the resampled values. They are shifted by the bias of the
+        resamples (Efron 1981) and widened by t sqrt(n / (n - 5)) / z, because a fit of n runs uses
+        five degrees of freedom (Hesterberg 2015). Without degrees of freedom the interval is (0,
+        inf).
         """
         target = named_quantity(target) if isinstance(target, str) else target
         freedom = self.runs - len(CONSTANTS)
@@ -53,7 +54,7 @@ class Bootstrap(Sample):
 
 
 def half_width(freedom: int, level: float, sample_size: int) -> float:
-    """Return the half-width of an interval in normal deviations of the resampled values."""
+    """Return the half-width of an interval, in standard deviations of the resampled values."""
     t: float = stdtrit(min(freedom, sample_size - 1), 0.5 + level / 2)
     return t * math.sqrt(1 + len(CONSTANTS) / freedom)
 
@@ -73,14 +74,14 @@ def bootstrap(
         resamples: The number of resamples.
         level: The level of the intervals.
         seed: The seed of the resamples.
-        by: How runs are grouped. Runs with a common cause of error should be resampled together.
+        by: Groups of runs that are resampled together, because their errors have a common cause.
             "budget" groups runs of one compute budget; a sequence has one label per run, such as
             its seed or data order.
 
     Raises:
         ValueError: There are fewer than five groups, or too few resamples for the level.
 
-    A `ScalingWarning` reports that more than one refit in a hundred did not converge.
+    A `ScalingWarning` is issued if more than one percent of the refits did not converge.
     """
     if not isinstance(fit, Estimate):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")

@@ -1,9 +1,10 @@
 """Diagnostics of fits and answers, each issued as one `ScalingWarning`.
 
 Note [Lack of fit]
-If losses do not follow the law, the residuals bend with log N and log D. The powers x^2, x y, y^2,
-x^3 and y^3 of the standardized logarithms, without the part that the five constants can absorb,
-measure this. An F test compares the squares that they explain with the remaining squares.
+If losses do not follow the law, the residuals are curved functions of log N and log D. The
+residuals are regressed on the powers x^2, x y, y^2, x^3 and y^3 of the standardized logarithms,
+without the part that the five constants can absorb. An F test compares the sum of squares that
+these explain with the remaining sum.
 """
 
 import math
@@ -23,34 +24,35 @@ from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.posterior import Posterior, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: An interval is reported as wide if its ends are further apart than this factor.
+#: An interval is reported as wide if its ends differ by more than this factor.
 WIDE_INTERVAL = 10.0
 
-#: An answer is reported as far from the runs beyond this multiple of the largest run's compute.
+#: A result is reported as far from the runs above this multiple of the largest run's compute.
 FAR_COMPUTE = 1e4
 
-#: The same for models smaller than the smallest run, and for tokens per parameter outside the runs.
+#: The corresponding factor for models smaller than all runs, and for tokens per parameter outside
+#: the range of the runs.
 FAR_SHAPE = 10.0
 
-#: Two methods do not contradict each other if their log sizes differ by less than this.
+#: Two methods agree if their log sizes differ by less than this.
 SAME_LOG_SIZE = math.log(1.1)
 
-#: Residuals are reported as bent if an F statistic this large has a smaller probability.
+#: Residuals are reported as curved if the p value of the F test is smaller than this.
 BEND_P_VALUE = 1e-3
 
-#: Second and third powers of log N and log D: see Note [Lack of fit].
+#: Number of second and third powers of log N and log D: see Note [Lack of fit].
 NUM_BEND_TERMS = 5
 
 
 @dataclass
 class Diagnostics:
-    """Diagnostic messages by kind, so that a problem of many budgets becomes one message."""
+    """Diagnostic messages by kind; a problem at many budgets becomes one message."""
 
     #: The (number, location) pairs of each message.
     occurrences: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
 
     def add(self, message: str, location: str = "", number: float = 0.0) -> None:
-        """Add an occurrence of a message, which may contain one {} field for the worst number."""
+        """Add an occurrence of a message; a {} in the message is replaced by the worst number."""
         self.occurrences.setdefault(message, []).append((number, location))
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +87,7 @@ def warn_of_optimum(best: Optimum, runs: Runs, other: Optimum | None = None) -> 
 
 
 def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
-    """Issue a `ScalingWarning` if a model whose loss is predicted is far from any run."""
+    """Issue a `ScalingWarning` if the predicted model is far from all runs."""
     compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
     distances = _distances(Optimum(compute, parameters, tokens, math.nan), runs)
     if distances:
@@ -99,7 +101,7 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
 
 def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Iterator[str]:
     interval = best.intervals["parameters"] if best.intervals else None
-    # The optimum of a posterior has no drift yet; that of an IsoFLOP fit includes it.
+    # Intervals of a posterior's optimum do not include drift; those of an IsoFLOP fit do.
     cause = "noise and drift" if other or math.isnan(best.loss) else "noise alone"
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     if interval and interval.high > WIDE_INTERVAL * interval.low:
@@ -124,7 +126,7 @@ def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Itera
 
 
 def _distances(best: Optimum, runs: Runs) -> list[str]:
-    """Return in which respects a model is far from all runs."""
+    """Return descriptions of how a model is far from all runs."""
     ratios = runs.tokens / runs.parameters
     ratio = best.tokens / best.parameters
     largest = float((FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens).max())
@@ -146,13 +148,13 @@ class BendTest:
 
     explained: float
     remaining: float
-    #: Degrees of freedom of the explained and of the remaining squares.
+    #: Degrees of freedom of the explained and of the remaining sum of squares.
     explained_freedom: int
     remaining_freedom: int
 
     @property
     def p_value(self) -> float:
-        """The probability of residuals that bend as much if the losses follow the law."""
+        """The probability of residuals this curved if the losses follow the law."""
         mean_explained = self.explained / self.explained_freedom
         mean_remaining = self.remaining / self.remaining_freedom
         ratio = mean_explained / mean_remaining
@@ -166,10 +168,10 @@ def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
 
 
 def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
-    """Return the standard deviation of log loss that the form of the law misses.
+    """Return the standard deviation of the error of log loss due to the form of the law.
 
-    It is the root of the mean square that bends explain beyond what noise explains. It grows from
-    zero continuously, so an interval that includes it does not jump at a significance level.
+    It is the root of the mean square that the powers explain in excess of noise. It grows
+    continuously from zero, so an interval that includes it does not jump at a significance level.
     """
     test = _bend_test(problem, theta, errors)
     if test is None:
@@ -181,7 +183,7 @@ def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
 def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None:
     """Return the sums of squares of the bend test; None for too few runs or runs without noise.
 
-    Errors are clipped at four spreads, so that misread runs do not dominate.
+    Residuals are clipped at four spreads, so that misread runs do not dominate.
     """
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
     terms = bend_terms((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T

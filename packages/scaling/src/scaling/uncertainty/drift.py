@@ -1,23 +1,24 @@
-"""Drift: by how much laws fitted to small runs miss larger runs.
+"""Drift: the errors of laws fitted to small runs at larger runs.
 
-A posterior measures the noise of the runs, but not the error of a law that holds only
-approximately. A backtest measures that error: fit the runs below a cut in compute, and compare the
-prediction at the largest compute with a fit of all runs.
+A posterior measures the effect of noise in the runs, but not the error of a law that is only
+approximately true. A backtest measures this error: it fits the runs below a cut in compute, and
+compares the prediction at the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
 The cuts of one table share their runs, so together they are worth about one observation of the
-drift per decade. If the drift were added only where it is significant, an interval could jump from
-x2 to x100 when a single run is dropped. There is therefore no test. The drift is a weighted mean of
-the typical drift of published tables, which counts as `PRIOR_WEIGHT` observations, and the drift of
-this table, which counts as at most one. A cut counts less the more of its error is explained by
-noise. A cut of few runs counts less too, so that no cut enters or leaves the mean abruptly.
+drift per decade. If drift were added only if it is significant, dropping a single run could widen
+an interval from a factor of 2 to a factor of 100. There is therefore no significance test. The
+drift is a weighted mean of the typical drift of published tables, which counts as `PRIOR_WEIGHT`
+observations, and the drift of this table, which counts as at most one. The weight of a cut
+decreases with the part of its error that noise explains. It also decreases for few runs, so that no
+cut enters or leaves the mean abruptly.
 
 Note [Calibration]
-The experiment is `test_intervals_cover_later_runs_of_tables_not_used_for_calibration`. The runs up
-to three cuts of each of 19 published tables predict the best size at the largest compute and the
-later losses. `PRIOR_SIZE_DRIFT`, `PRIOR_VALLEY_DRIFT` and `RUN_NOISE_FACTOR` are the least values
-with which 95 % of them lie inside their intervals, in the mean over the tables. The coverage is
-then measured on each table with the constants that suit the other tables.
+The experiment is `test_intervals_cover_later_runs_of_tables_not_used_for_calibration`. For each of
+19 published tables, the runs up to three cuts predict the best size at the largest compute and the
+later losses. `PRIOR_SIZE_DRIFT`, `PRIOR_VALLEY_DRIFT` and `RUN_NOISE_FACTOR` are the smallest
+values for which 95 % of these are inside their intervals, averaged over the tables. The coverage is
+then measured on each table with constants that are calibrated on the other tables.
 """
 
 import math
@@ -36,23 +37,24 @@ from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: Fraction of the runs, the largest ones, about whose mean compute drift starts.
+#: Drift starts at the mean compute of this fraction of the runs, the largest ones.
 LARGEST_FRACTION = 0.2
 
-#: Fractions of the runs, ordered by compute, that lie below the cuts.
+#: Fractions of the runs, ordered by compute, that are below the cuts.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
-#: Typical drift per decade of the log best size, of a parametric law and of an IsoFLOP law, whose
-#: line through the valleys needs no form of the loss. See Note [Calibration].
+#: Typical drift per decade of the log best size, for a parametric law and for an IsoFLOP law. The
+#: latter does not assume a form of the loss. See Note [Calibration].
 PRIOR_SIZE_DRIFT = 0.56
 PRIOR_VALLEY_DRIFT = 0.22
 
-#: Typical drift per decade of the log loss. In the calibration, 0.003 to 0.03 give intervals of the
-#: same mean width.
+#: Typical drift per decade of the log loss. In the calibration, values from 0.003 to 0.03 give
+#: intervals of the same mean width.
 PRIOR_LOSS_DRIFT = 0.01
 
-#: Factor of the interval of a run beyond the runs, and decades over which it reaches this factor.
-#: See Note [Calibration]. A ramp of 0.5 gives narrower intervals than a factor linear in decades.
+#: Factor by which the interval of a single run is widened beyond the runs, and decades over which
+#: the widening reaches this factor. See Note [Calibration]. A ramp of 0.5 gives narrower intervals
+#: than a factor linear in decades.
 RUN_NOISE_FACTOR = 1.8
 RUN_NOISE_RAMP = 0.5
 
@@ -66,43 +68,46 @@ VALLEY_COVERAGE = (
     " of the later optima"
 )
 
-#: Number of observations that the typical drift counts as. In the calibration, 1 to 8 give mean
-#: widths within 9 %, and the drift changes least from run to run with a large number.
+#: Number of observations that the typical drift counts as. In the calibration, values from 1 to 8
+#: give mean widths within 9 %; the larger the value, the less a single run changes the drift.
 PRIOR_WEIGHT = 4.0
 
 #: Number of laws that are sampled to estimate how much of the error of a cut is noise.
 CUT_DRAWS = 300
 
-#: A cut has weight 0 up to `FEWEST_RUNS` runs and weight 1 from `FULL_WEIGHT_RUNS` runs on, so that
-#: no cut enters the mean abruptly. The calibration gives the same numbers without these weights.
+#: A cut has weight 0 for at most `FEWEST_RUNS` runs and weight 1 for at least `FULL_WEIGHT_RUNS`
+#: runs, so that no cut enters the mean abruptly. The calibration gives the same numbers without
+#: these weights.
 FEWEST_RUNS = 10
 FULL_WEIGHT_RUNS = 22
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The errors, in logs, of a fit of the runs below a cut."""
+    """The errors, in logarithms, of a fit of the runs below a cut."""
 
     #: Compute at which the drift of the fitted runs starts.
     compute: float
     runs: int
-    #: Decades from there to the largest run.
+    #: Decades from `compute` to the largest run.
     decades: float
-    #: Error of the best size at the largest compute, and its standard deviation by noise.
+    #: Error of the best size at the largest compute, and the standard deviation that noise
+    #: explains.
     size_error: float
     size_deviation: float
-    #: Median error of the loss of runs beyond the cut, and its standard deviation by noise.
+    #: Median error of the loss of runs beyond the cut, and the standard deviation that noise
+    #: explains.
     loss_error: float
     loss_deviation: float
 
     @property
     def weight(self) -> float:
-        """Weight of the cut by its number of runs, from 0 to 1."""
+        """Weight of the cut, from 0 to 1, which depends on its number of runs."""
         return min(max((self.runs - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 0.0), 1.0)
 
 
 class CutError(NamedTuple):
-    """The error of one quantity at one cut, in logs."""
+    """The error of one quantity at one cut, in logarithms."""
 
     decades: float
     error: float
@@ -113,11 +118,11 @@ class CutError(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Drift(ComparesArrays):
-    """Standard deviations, in logs and per decade beyond the runs, of a law's errors."""
+    """Standard deviations of a law's errors, in logarithms, per decade beyond the runs."""
 
-    #: Compute from which on drift grows: see `drift_start`.
+    #: Compute above which drift grows: see `drift_start`.
     start: float
-    #: Least and largest compute, parameters and tokens of the runs.
+    #: Smallest and largest compute, parameters and tokens of the runs.
     ranges: tuple[tuple[float, float], ...]
     cuts: tuple[Cut, ...]
     size: float
@@ -126,8 +131,9 @@ class Drift(ComparesArrays):
     def widen(self, best: Optimum) -> Optimum:
         """Return an optimum whose intervals include the drift up to its compute.
 
-        A budget that also serves tokens buys a smaller model, trained with less compute, so drift
-        down to that model counts if it is larger. Coverage was measured without serving.
+        If the budget also pays for serving, the model is smaller and is trained with less compute,
+        so the drift towards smaller models is used if it is larger. Coverage was measured without
+        serving.
         """
         decades = self.decades(best.compute)
         training = FLOPS_PER_PARAMETER_TOKEN * best.parameters * best.tokens
@@ -153,7 +159,7 @@ class Drift(ComparesArrays):
     def interval_of_run(
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
     ) -> Interval:
-        """Return the interval of a further run: that of the mean, with noise and drift."""
+        """Return the interval of one new run: the interval of the mean with noise and drift."""
         decades = self.decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
         for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
             # Along the optima, a decade of parameters or of tokens is two decades of compute.
@@ -164,7 +170,7 @@ class Drift(ComparesArrays):
         return _widen(with_noise, mean.loss, self.loss * decades, ratio)
 
     def decades(self, compute: float) -> float:
-        """Return by how many decades a compute lies beyond the runs, above or below them."""
+        """Return the number of decades by which a compute is above or below the runs."""
         lowest = self.ranges[0][0]
         return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
 
@@ -173,7 +179,7 @@ def drift_start(compute: Array) -> float:
     """Return the geometric mean compute of the largest fifth of the runs.
 
     If drift started at the largest run, one run far above the others would change all intervals.
-    The run at the boundary of the fifth counts in part.
+    The run at the boundary of the fifth has a fractional weight.
     """
     logs = np.sort(np.log(compute))[::-1]
     weights = np.clip(LARGEST_FRACTION * len(logs) - np.arange(len(logs)), 0.0, 1.0)
@@ -183,7 +189,7 @@ def drift_start(compute: Array) -> float:
 def run_noise(residuals: Array, level: float = 0.95) -> float:
     """Return the standard deviation of runs about the law.
 
-    Estimate it as the standard deviation of a normal distribution with the same `level` quantile of
+    It is the standard deviation of a normal distribution with the same `level` quantile of
     |residual|, times sqrt(n / (n - 5)) for the five fitted constants.
     """
     n = len(residuals)
@@ -242,7 +248,7 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
 
 
 def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
-    """Return the median error of the log loss of larger runs, and its deviation by noise."""
+    """Return the median error of log loss of larger runs, and the deviation noise explains."""
     errors = np.log(part.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
@@ -263,7 +269,7 @@ def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
         signal = (prior * decades) ** 2
         if signal == 0:
             continue
-        # The fraction of the expected squared error that is drift rather than noise.
+        # Weight by the fraction of the expected squared error that is drift rather than noise.
         informative = weight * signal / (signal + deviation**2)
         # sqrt(pi / 2) converts a mean absolute error to a standard deviation.
         total += informative * abs(error) / decades * math.sqrt(math.pi / 2)
@@ -276,7 +282,7 @@ def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
 
 
 def normal_quantile(level: float) -> float:
-    """Return z such that a standard normal variable lies within ±z with probability `level`."""
+    """Return z such that a standard normal variable is within ±z with probability `level`."""
     return float(ndtri(0.5 + level / 2))
 
 

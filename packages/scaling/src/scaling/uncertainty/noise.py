@@ -11,26 +11,25 @@ from scaling.law import CONSTANTS
 #: Mean of |x| for a normal variable x with standard deviation one.
 MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
 
-#: Standard deviation of a normal variable over the median of its absolute value.
+#: Ratio of a normal variable's standard deviation to the median of its absolute value.
 NORMAL_PER_MEDIAN = 1.4826
 
-#: Largest residual, in standard deviations by the median, that counts fully as noise.
+#: Residuals are limited to this many standard deviations, estimated by the median.
 LARGEST_RESIDUAL = 5.0
 
 
 def fit_noise(fit: Estimate) -> float:
-    """Return the noise of log loss with which least squares is as precise as a fit.
+    """Return the noise of log loss at which least squares would be as precise as a robust fit.
 
     The standard deviation of the runs is estimated by their mean absolute residual, which depends
-    less on single runs than the residuals near zero or the largest ones do. Residuals of misread
-    runs are limited to `LARGEST_RESIDUAL` deviations, because they hardly move a robust fit. A
-    Huber loss that is narrower than the noise is less precise than least squares for normal errors
-    (Huber 1964).
+    less on single runs than the smallest or the largest residuals. Residuals of misread runs are
+    limited to `LARGEST_RESIDUAL` deviations, because they hardly move a robust fit. For normal
+    errors, a Huber loss narrower than the noise is less precise than least squares (Huber 1964).
     """
     freedom = max(len(fit.runs) - len(CONSTANTS), 1)
     if fit.loss == "squares":
         return math.sqrt(float((fit.residuals**2).sum()) / freedom)
-    # A robust fit passes through about five runs, whose residuals say nothing about the noise.
+    # A robust fit passes through about five runs, whose residuals do not measure the noise.
     sizes = np.sort(np.abs(fit.residuals))[-freedom:]
     limit = LARGEST_RESIDUAL * NORMAL_PER_MEDIAN * float(np.median(sizes))
     deviation = float(np.minimum(sizes, limit).mean()) / MEAN_ABSOLUTE
@@ -39,9 +38,9 @@ def fit_noise(fit: Estimate) -> float:
 
 
 def huber_efficiency(width: float) -> float:
-    """Return the efficiency of a Huber loss for normal errors of standard deviation one.
+    """Return the efficiency of a Huber loss for normal errors with standard deviation one.
 
-    It is E[psi']^2 / E[psi^2], which is 2 / pi at width zero and 1 at width infinity.
+    It is E[psi']^2 / E[psi^2], which is 2 / pi at width zero and approaches 1 for large widths.
     """
     if width < 1e-4:
         return 2 / math.pi

@@ -1,14 +1,14 @@
-"""The laws that runs leave possible, as a weighted sample, and intervals of what these laws imply.
+"""A weighted sample of the laws that are consistent with the runs, and intervals computed from it.
 
 Note [Sampling the posterior]
 The predictions of a law differ from those of the fitted law by r_i in log loss. With noise s and f
 degrees of freedom, the likelihood of the law is Student's (1 + sum r_i^2 / (f s^2))^(-(f + 5) / 2).
 For fixed exponents a law is linear in E, A and B, as in Note [Variable projection], so these are
 integrated exactly: they are drawn from a normal distribution, scaled by Student's t. Only the two
-exponents are sampled by importance. They are drawn from a wide t distribution about the maximum,
-and weighted by likelihood times prior: see Note [Prior of the exponents]. The sample needs no
-refits, and its random numbers are the same for all tables, so intervals depend smoothly on the
-runs. With equal noise in all runs and a flat prior, they are intervals of the profile likelihood.
+exponents need importance sampling. They are drawn from a wide t distribution about the maximum, and
+weighted by likelihood times prior: see Note [Prior of the exponents]. The sample needs no refits,
+and its random numbers are the same for all tables, so intervals depend smoothly on the runs. With
+equal noise in all runs and a flat prior, the intervals are those of the profile likelihood.
 """
 
 import math
@@ -26,10 +26,10 @@ from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
 from scaling.units import Array
 
-#: Number of sampled laws. The ends of an interval vary by 2 % of its width with another seed.
+#: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
-#: Number of runs above which an even sample of this many runs represents all of them.
+#: If there are more runs than this, an even sample of this many runs is used.
 MOST_ROWS = 1000
 
 #: Degrees of freedom of the distribution from which exponents are drawn, and its width in standard
@@ -54,7 +54,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Sample(ComparesArrays):
-    """Laws about a fitted law, with intervals of every quantity that they imply."""
+    """Sampled laws near a fitted law, with intervals of every quantity that they imply."""
 
     law: Law
     #: E, A, B, alpha and beta of each law, (laws, 5).
@@ -70,7 +70,7 @@ class Sample(ComparesArrays):
         return optimum("parameters", compute).evaluate(self.constants)
 
     def losses(self, parameters: float, tokens: float) -> Array:
-        """Return the loss of one model by each law, (laws,)."""
+        """Return the loss that each law predicts for one model, (laws,)."""
         return loss_at(parameters, tokens).evaluate(self.constants)
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
@@ -83,16 +83,16 @@ class Sample(ComparesArrays):
         return replace(best, intervals=intervals)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return the loss by the fitted law, with an interval of its mean, without run noise."""
+        """Return the loss by the fitted law, with an interval of the mean, without run noise."""
         loss = self.law.predict(parameters, tokens)
         return Prediction(loss, self.interval(loss_at(parameters, tokens)))
 
 
 @dataclass(frozen=True, eq=False)
 class Posterior(Sample):
-    """A weighted sample of the laws that the runs of a fit leave possible."""
+    """A weighted sample of the laws that are consistent with the runs of a fit."""
 
-    #: The weight of each law, (laws,); the weights sum to 1. Empty without degrees of freedom, and
+    #: The weight of each law, (laws,); the weights sum to 1. Empty without degrees of freedom, or
     #: if no law near the fitted one has positive terms.
     weights: Array
 
@@ -111,7 +111,7 @@ class Posterior(Sample):
         return Interval(min(low, estimate), max(high, estimate), self.level)
 
     def log_deviation(self, values: Array) -> float:
-        """Return the standard deviation of the log of a positive quantity of each law.
+        """Return the standard deviation over the laws of the log of a positive quantity.
 
         It is inf without degrees of freedom.
         """
@@ -122,7 +122,7 @@ class Posterior(Sample):
         return math.sqrt(float(self.weights @ (logs - mean) ** 2))
 
     def resample(self, count: int, seed: int) -> Array:
-        """Return the constants (count, 5) of laws drawn by their weights; none without freedom."""
+        """Return constants (count, 5) of laws drawn by weight; none without degrees of freedom."""
         if not len(self.weights):
             return np.empty((0, len(CONSTANTS)))
         draws = np.random.default_rng(seed).choice(len(self.weights), count, p=self.weights)
@@ -141,7 +141,7 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
 
 
 def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) -> Posterior:
-    """Return the laws that the runs of a fit leave possible: see Note [Sampling the posterior]."""
+    """Sample the laws consistent with the runs of a fit: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
     unbounded = Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
     if freedom <= 0:
@@ -203,8 +203,8 @@ def _draw_amplitudes(
 ) -> tuple[Array, Array]:
     """Draw E, A and B for each pair of exponents.
 
-    Return all constants (draws, 5), and the sum of squared relative differences from the fitted
-    predictions with the best amplitudes of each pair (draws,).
+    Return all constants (draws, 5). Also return for each pair the sum of squared relative
+    differences between its predictions, at its best amplitudes, and those of the fit (draws,).
     """
     count = len(fit.runs)
     rows = np.linspace(0, count - 1, min(count, MOST_ROWS)).astype(int)

@@ -21,7 +21,7 @@ class Quantity:
 
 
 def named_quantity(name: str) -> Quantity:
-    """Return a constant as a quantity, or "exponent", the power of C with which N_opt grows."""
+    """Return a constant as a quantity; "exponent" is the exponent of N_opt in C."""
     if name == "exponent":
         return Quantity(name, _exponent)
     if name not in CONSTANTS:
@@ -30,7 +30,7 @@ def named_quantity(name: str) -> Quantity:
 
 
 def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Quantity:
-    """Return the "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
+    """Return `field` of the best model for `compute` FLOPs: "parameters", "tokens" or "loss"."""
     if field not in FIELDS:
         raise ValueError(f"expected one of {FIELDS}, got {field!r}")
     require_budget(compute, inference_tokens)

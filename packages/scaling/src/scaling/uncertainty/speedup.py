@@ -1,9 +1,9 @@
 """The factor of compute that one training recipe saves over another, with an interval.
 
-The best loss of a law at a compute is its minimum over N on 6 N D = C, by a search that narrows a
-grid. It falls with compute, so the compute that reaches a loss follows by bisection. Both work for
-any law of N and D, and for all laws of a sample at once. One percent of loss is many percent of
-compute.
+The best loss of a law at a compute is its minimum over N on 6 N D = C; a search finds it by
+narrowing a grid. This loss falls with compute, so bisection finds the compute that reaches a given
+loss. Both searches work for any law of N and D, and for all laws of a sample at once. A small error
+of the loss is a much larger error of the compute.
 """
 
 import math
@@ -23,20 +23,21 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 Fit = ParametricFit | LawFit
 
-#: Number of pairs of laws of the two samples behind an interval.
+#: Number of pairs of laws, one from each sample, from which an interval is computed.
 PAIRS = 200
 
-#: Logarithms of the least and of the largest compute that is searched.
+#: Logarithms of the smallest and the largest compute of the search.
 COMPUTE_RANGE = (math.log(1e3), math.log(1e60))
 
-#: Least compute at which recipes are compared. The other recipe may need a thousandth of it.
+#: Smallest compute at which recipes are compared. The other recipe may need a thousandth of it.
 LEAST_COMPUTE = 1e6
 
-#: Points of a grid over log N, and how often the search narrows it to the neighbors of the best.
+#: Number of grid points over log N, and number of times that the grid is narrowed to the neighbors
+#: of its best point.
 GRID_POINTS = 33
 NARROWINGS = 5
 
-#: Bisections of the range of log compute, which leave 1e-10 of it.
+#: Number of bisection steps, which determine log compute to about 1e-10.
 BISECTIONS = 40
 
 
@@ -53,16 +54,16 @@ class Speedup:
 def effective_speedup(
     a: Fit, b: Fit, compute: float, *, inputs: Mapping[str, float] | None = None
 ) -> Speedup:
-    """Return how much more compute `b` needs to reach the best loss of `a` with `compute` FLOPs.
+    """Return the factor of compute that `b` needs to reach the best loss of `a` at `compute`.
 
-    Both losses must be measured on the same text. The 95 % interval combines pairs of laws that the
-    runs of `a` and `b` leave possible, the drift of both laws beyond their runs, and their lack of
-    fit. The factor is inf if `b` never reaches the loss. If either fit has as many constants as
-    runs, the interval is (0, inf).
+    Both losses must be measured on the same text. The 95 % interval combines pairs of laws
+    consistent with the runs of `a` and `b`, the drift of both laws beyond their runs, and their
+    lack of fit. The factor is inf if `b` never reaches the loss. If either fit has no degrees of
+    freedom, the interval is (0, inf).
 
     Args:
         a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.
-        b: The fit of the other recipe, whose law may be of another form.
+        b: The fit of the other recipe; its law may have another form.
         compute: The training compute of `a` in FLOPs, 6 N D.
         inputs: Values of further inputs of the laws, such as `{"granularity": 8}`.
     """
@@ -89,7 +90,7 @@ def effective_speedup(
     reached = math.log(compute) + log_factor
     step = 0.01
     after = float(second.best_loss(second.constants, np.array([reached + step]))[0])
-    # d log L / d log C of the second recipe converts errors of its loss to errors of compute.
+    # d log L / d log C of the second recipe converts errors of loss to errors of compute.
     slope = max(math.log(best / after) / step, 1e-12)
     missed = math.hypot(first.law_error(math.log(compute)), second.law_error(reached))
     extra = normal_quantile(0.95) * missed / slope
@@ -101,13 +102,13 @@ def effective_speedup(
 
 
 def _exp(x: float) -> float:
-    """Return e^x; inf beyond the range of floats, also for laws that never reach a loss."""
+    """Return e^x; inf beyond the range of floats, and for laws that never reach the loss."""
     return math.exp(x) if x < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A law of parameters and tokens, with a sample of laws that its runs leave possible."""
+    """A law of parameters and tokens, with a sample of laws consistent with its runs."""
 
     form: Form
     inputs: Mapping[str, float]
@@ -115,12 +116,12 @@ class _Recipe:
     constants: Array
     #: Constants of `PAIRS` laws, (PAIRS, P); empty without degrees of freedom.
     sample: Array
-    #: Factor by which an interval of the sample is widened for the fitted constants.
+    #: Factor that widens an interval of the sample to account for the number of fitted constants.
     widening: float
-    #: Log of the compute from which on drift grows, and the drift of log loss per decade.
+    #: Log of the compute above which drift grows, and the drift of log loss per decade.
     log_start: float
     drift: float
-    #: Standard deviation of log loss that the form of the law misses.
+    #: Standard deviation of the error of log loss due to the form of the law.
     lack: float
 
     def law_error(self, log_compute: float) -> float:
@@ -129,7 +130,7 @@ class _Recipe:
         return math.hypot(self.drift * decades, self.lack)
 
     def best_loss(self, constants: Array, log_compute: Array) -> Array:
-        """Return the least loss (S,) of each law at each compute over all N."""
+        """Return the least loss (S,) over all N, for each pair of law and compute."""
         log_pairs = log_compute[:, None] - math.log(FLOPS_PER_PARAMETER_TOKEN)
         low = np.zeros_like(log_pairs)
         high = log_pairs
@@ -146,7 +147,7 @@ class _Recipe:
         return least
 
     def log_compute(self, constants: Array, loss: Array) -> Array:
-        """Return the log of the least compute (S,) with which each law reaches each loss."""
+        """Return the log of the least compute (S,), for each pair of law and loss."""
         low, high = (np.full(len(loss), end) for end in COMPUTE_RANGE)
         is_reached = self.best_loss(constants, high) <= loss
         for _ in range(BISECTIONS):
@@ -158,7 +159,7 @@ class _Recipe:
 
 
 def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
-    """Return the recipe of a fit; raise an error unless its law has the expected inputs."""
+    """Return the recipe of a fit; raise an error if its law has unexpected inputs."""
     if not isinstance(fit, ParametricFit | LawFit):
         raise TypeError(
             f"expected the result of fit_parametric or fit_law, got {type(fit).__name__}"
