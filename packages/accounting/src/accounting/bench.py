@@ -1,4 +1,4 @@
-"""The speed of the calculators."""
+"""Benchmark of the speed of the calculators and of the import time."""
 
 import argparse
 import itertools
@@ -30,7 +30,7 @@ LLAMA3_8B = Transformer(
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return rows of `speed` and `import`; the benchmark runs on the CPU only."""
+    """Return rows of the tables `speed` and `import`; the benchmark runs only on the CPU."""
     return [*_speed(5 if quick else 50), _import(3 if quick else 10)]
 
 
@@ -82,7 +82,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table, and write the rows as JSON if `--json` is passed."""
+    """Print the rows as a table; also write them as JSON if `--json` is passed."""
     parser = argparse.ArgumentParser(prog="python -m accounting.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")

@@ -1,7 +1,7 @@
 """Results that store their own derivation.
 
 Every result of this package is a `Breakdown`. A leaf is a product of named factors, and a node is
-the sum of its parts. The total is computed from them, so a derivation always matches its figure.
+the sum of its parts. Totals are computed from the leaves, so a derivation always matches its total.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sizes = dict[str, Number]
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A named total: the sum of `parts`, or for a leaf the product of `factors`."""
+    """A named total: the sum of `parts`, or the product of `factors` if it is a leaf."""
 
     name: str
     unit: str
@@ -106,12 +106,12 @@ class Breakdown:
 
 
 def product(name: str, unit: str, note: str = "", /, **factors: Number) -> Breakdown:
-    """Return a leaf, the product of the factors; the derivation prints their names."""
+    """Return a leaf: the product of named factors, which the derivation prints."""
     return Breakdown(name, unit, factors=tuple(factors.items()), note=note)
 
 
 def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Breakdown:
-    """Return a node, the sum of those parts that are neither None nor zero."""
+    """Return a node: the sum of all parts that are neither None nor zero."""
     present = tuple(part for part in parts if part is not None and part.total != 0)
     return Breakdown(name, unit, parts=present, note=note)
 

@@ -1,6 +1,6 @@
-"""Checks of every argument and field where it enters, with one form of message for all of them.
+"""Checks of arguments and fields, with messages of one form.
 
-Each message says what was expected and what was received: `expected 0 < utilization <= 1, got 1.4`.
+Each message names the expected and the received value: `expected 0 < utilization <= 1, got 1.4`.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
 
-#: Layers are listed one by one, so a larger number is taken for a mistake.
+#: Maximum number of layers. Layers are listed individually, so a larger number is refused.
 MOST_LAYERS = 100_000
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Rule(NamedTuple):
-    """The declared type and default of an argument, and what else restricts its values."""
+    """The declared type and default of an argument, and a limit on its values."""
 
     kind: Any
     default: object
@@ -29,10 +29,10 @@ class Rule(NamedTuple):
 def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check the arguments of a function against the types that it declares, before it runs.
 
-    An integer is at least 1, or at least 0 if its default is 0. A float is greater than 0. A bool
-    is True or False, and a `Literal` is one of its values. `limits` replace the smallest value of a
-    number or list the allowed values. `forwarded` names keywords that the function passes on. Any
-    other keyword raises a `TypeError` that suggests the nearest name.
+    An integer must be at least 1, or at least 0 if its default is 0. A float must be greater than
+    0, a bool must be True or False, and a `Literal` must be one of its values. `limits` replace the
+    smallest value of a number or list the allowed values. `forwarded` names keywords that the
+    function forwards. Any other keyword raises a `TypeError` that suggests the nearest name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,7 +61,7 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
 def _rules(
     function: Callable[..., Any], limits: Mapping[str, Any]
 ) -> tuple[dict[str, Rule], list[str]]:
-    """Return the rule of each named argument, and the names that may be positional, in order."""
+    """Return the rule of each named argument, and the ordered names of positional arguments."""
     scope: dict[str, Any] = getattr(function, "__globals__", {})
     rules = {}
     order = []
@@ -89,7 +89,7 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
 
 
 def named(kind: type[R]) -> type[R]:
-    """Make a dataclass refuse an unknown field with the nearest known name.
+    """Make a dataclass refuse unknown fields with a message that suggests the nearest known name.
 
     The class may list `derived_sizes`, which are computed if they are not passed. An explicit 0 for
     such a size is refused, unless the model has no heads.
@@ -143,7 +143,7 @@ def number(
 
 
 def flag(name: str, value: object) -> bool:
-    """Return True or False; other values that are true or false in a condition are refused."""
+    """Return True or False; refuse other values, even if they are truthy or falsy."""
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be True or False, got {value!r}")
     return value
@@ -152,9 +152,9 @@ def flag(name: str, value: object) -> bool:
 def fields(
     kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
-    """Check fields of a dataclass by their types, as `entry` checks arguments.
+    """Check fields of a dataclass by their types, in the same way as `entry` checks arguments.
 
-    Returns the integer fields, which may have been integers of numpy or torch.
+    Returns the integer fields as Python integers, because they may be integers of numpy or torch.
     """
     integers = {}
     for field in dataclasses.fields(kind):
@@ -194,7 +194,7 @@ def choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise `ValueError` if a value is not allowed; the message suggests the nearest one."""
     known = tuple(allowed)
     for option in known:
-        # 1 == True in Python, but neither is accepted for the other.
+        # 1 == True in Python, but neither is accepted in place of the other.
         if value is option or (type(value) is type(option) and value == option):
             return
     listed = ", ".join(map(str, known))

@@ -38,7 +38,7 @@ GPT3_COST_USD = 6e6  # a published estimate of the training cost of GPT-3
 
 @dataclass(frozen=True)
 class Range:
-    """A positive quantity known up to an interval; arithmetic returns intervals."""
+    """A positive quantity that is known to be in an interval; arithmetic returns intervals."""
 
     low: float
     high: float
@@ -51,7 +51,7 @@ class Range:
 
     @property
     def middle(self) -> float:
-        """Return the geometric mean."""
+        """Return the geometric mean of the ends."""
         return math.sqrt(self.low * self.high)
 
     def __mul__(self, other: Quantity) -> Range:
@@ -78,13 +78,13 @@ Quantity = Union[float, Range]  # noqa: UP007 - read by arithmetic above before 
 
 
 def as_range(value: Quantity) -> Range:
-    """Return a number as a range of zero width."""
+    """Return a range; a number becomes a range of zero width."""
     return value if isinstance(value, Range) else Range(value, value)
 
 
 @checks.entry()
 def training_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
-    """Return C = 6ND: per parameter and token two operations forward and four backward.
+    """Return C = 6ND: two forward and four backward operations per parameter and token.
 
     See Kaplan et al. 2020.
     """
@@ -126,7 +126,7 @@ def tokens_for_flops(flops: Quantity, *, tokens_per_root_flop: float = 1.7) -> Q
 
 @checks.entry()
 def words(tokens: Quantity, *, tokens_per_word: Quantity = TOKENS_PER_WORD) -> Quantity:
-    """Return the number of words in that many tokens."""
+    """Return the number of words that `tokens` tokens correspond to."""
     return tokens / tokens_per_word
 
 
@@ -138,7 +138,7 @@ def books(
     words_per_page: Quantity = WORDS_PER_PAGE,
     pages_per_book: Quantity = PAGES_PER_BOOK,
 ) -> Quantity:
-    """Return the number of books in that many tokens."""
+    """Return the number of books that `tokens` tokens correspond to."""
     return words(tokens, tokens_per_word=tokens_per_word) / (words_per_page * pages_per_book)
 
 
@@ -152,7 +152,7 @@ def weight_bytes(parameters: float, *, bytes_per_parameter: float = 2.0) -> floa
 def devices_for_bytes(size_bytes: float, *, memory_bytes: float = 100e9) -> int:
     """Return the number of devices needed to store data.
 
-    The default uses 100 GB of an H200's 141 GB and leaves room for other tensors.
+    The default is 100 GB of an H200's 141 GB, which leaves room for other tensors.
     """
     return math.ceil(size_bytes / memory_bytes)
 
@@ -169,13 +169,13 @@ def seconds_per_token(
     *,
     bandwidth_bytes_per_second: Quantity = H200_BANDWIDTH_BYTES_PER_SECOND,
 ) -> Quantity:
-    """Return the least time to decode one token at batch size 1: every weight is read once."""
+    """Return the minimum time to decode one token at batch size 1: each weight is read once."""
     return weights_bytes / bandwidth_bytes_per_second
 
 
 @checks.entry("bandwidth_bytes_per_second")
 def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
-    """Return the most tokens per minute for one sequence; see `seconds_per_token` for `memory`."""
+    """Return the maximum tokens per minute of one sequence; see `seconds_per_token`."""
     return 60.0 / seconds_per_token(weights_bytes, **memory)
 
 
@@ -183,7 +183,7 @@ def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
-    """Return the bytes per token over all layers: one vector, or two for a KV cache."""
+    """Return the bytes per token over all layers: one vector per layer, or two for a KV cache."""
     return layers * heads * head_dim * bytes_per_value * tensors
 
 
@@ -213,13 +213,13 @@ def gpu_hours(
 def training_usd(
     flops: Quantity, *, usd_per_hour: Quantity = GPU_HOUR_USD, **speed: Quantity
 ) -> Quantity:
-    """Return the rent for a compute budget; `speed` are the options of `gpu_hours`."""
+    """Return the rental cost of a compute budget; `speed` accepts the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
 @checks.entry(*_SPEED)
 def wall_clock_hours(flops: Quantity, devices: int, **speed: Quantity) -> Quantity:
-    """Return the hours on several devices at once; `speed` are the options of `gpu_hours`."""
+    """Return the hours on several parallel devices; `speed` accepts the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) / devices
 
 
@@ -231,9 +231,9 @@ def inference_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
 
 @checks.entry("usd_per_hour", *_SPEED)
 def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> Quantity:
-    """Return the rent to generate tokens if inference is compute-bound.
+    """Return the rental cost to generate tokens if inference is compute-bound.
 
-    `price` are the options of `training_usd`.
+    `price` accepts the options of `training_usd`.
     """
     return training_usd(inference_flops(parameters, tokens), **price)
 
@@ -246,13 +246,13 @@ def break_even_tokens(cost_usd: Quantity, *, usd_per_million_tokens: Quantity = 
 
 @checks.entry()
 def essays(tokens: Quantity, *, tokens_per_essay: Quantity = TOKENS_PER_ESSAY) -> Quantity:
-    """Return the number of thousand-word essays in that many tokens."""
+    """Return the number of thousand-word essays that `tokens` tokens correspond to."""
     return tokens / tokens_per_essay
 
 
 @checks.entry()
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
-    """Return the least energy to erase some bits: kT ln 2 per bit (Landauer 1961)."""
+    """Return the minimum energy to erase some bits: kT ln 2 per bit (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 
@@ -260,7 +260,7 @@ def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
 def landauer_watts(
     *, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32, kelvin: float = 300.0
 ) -> float:
-    """Return the least power of a device that erases `bits` per operation."""
+    """Return the minimum power (Landauer limit) of a device that erases `bits` per operation."""
     return flops_per_second * landauer_joule_per_flop(bits=bits, kelvin=kelvin)
 
 
@@ -268,7 +268,7 @@ def landauer_watts(
 def watts_above_landauer(
     *, watts: float = H200_WATTS, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32
 ) -> float:
-    """Return the power of a device relative to Landauer's limit."""
+    """Return the ratio of the power of a device to its Landauer limit."""
     return watts / landauer_watts(flops_per_second=flops_per_second, bits=bits)
 
 
@@ -299,5 +299,5 @@ def device_hours(tokens: Quantity, *, hours_per_trillion_tokens: Quantity) -> Qu
 
 @checks.entry()
 def price_of_training(hours: Quantity, *, usd_per_hour: Quantity) -> Quantity:
-    """Return the rent for known device-hours."""
+    """Return the rental cost of known device-hours."""
     return hours * usd_per_hour

@@ -1,10 +1,10 @@
 """Floating-point operations of matrix multiplications; one multiply and one add are two operations.
 
-An `m` by `n` matrix costs `2mn` per token in the forward and twice that in the backward. Attention
-costs `2(qk + v)` per head and pair of query and key that the mask lets through. Many FLOP counters
-get the number of pairs wrong: full attention has S², causal attention S(S+1)/2, and a window of w
-keys w(w+1)/2 + (S-w)w. As in `torch.utils.flop_counter`, operations other than matrix
-multiplications (norms, activations, softmax) are not counted.
+An `m` by `n` matrix costs `2mn` per token in the forward pass and twice that in the backward pass.
+Attention costs `2(qk + v)` per head and pair of query and key that the mask lets through. The
+number of pairs is S² for full attention, S(S+1)/2 for causal attention, and w(w+1)/2 + (S-w)w for a
+window of w keys; many FLOP counters use wrong numbers. As in `torch.utils.flop_counter`, operations
+other than matrix multiplications (norms, activations, softmax) are not counted.
 """
 
 import math
@@ -43,14 +43,14 @@ def flops(
     - `phase="forward"` and `"training"` (three times the forward) compute logits for every token,
       `"prefill"` only for the last token.
     - `phase="decode"` computes one new token per sequence, which attends to `seq` keys including
-      itself. MLA decodes on the latent: its up-projection is absorbed into queries and outputs.
+      itself. MLA decodes from the latent: its up-projection is absorbed into queries and outputs.
     - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
       pairs that the masks of the model (causal, windows) let through.
-    - `recompute` and `flash` add recomputed operations, so that the total is the work of the
-      hardware: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
+    - `recompute` and `flash` add recomputed operations, so that the total is what the hardware
+      executes: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
       and `flash` the scores in the backward.
-    - `encoder_seq` is the number of tokens of an encoder. The default is the size of its position
-      table, or `seq` if it has none.
+    - `encoder_seq` is the number of tokens of an encoder. The default is the size of the encoder's
+      position table, or `seq` if it has none.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
@@ -79,7 +79,7 @@ def flops(
         if model.encoder:
             cores.append(_cross_attention(model, tokens * source, passes))
         if model.mla and model.mla.index_heads:
-            # The index scores every visible key with every index head before it selects keys.
+            # Every index head scores every visible key before keys are selected.
             seen = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
             sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
             sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
@@ -106,9 +106,9 @@ def flops(
 
 @checks.entry()
 def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int, int]:
-    """Return the pairs of query and key per sequence: in a full layer and in a windowed layer."""
+    """Return the (query, key) pairs per sequence, in a full layer and in a windowed layer."""
     if attention == "full" or not model.causal:
-        # An encoder's windows extend to both sides; the other layers have every pair.
+        # An encoder's windows extend to both sides; its other layers have all pairs.
         band = seq * seq
         if attention == "causal" and model.window:
             side = min(model.window.size // 2, seq - 1)
@@ -143,9 +143,9 @@ def mfu(
 ) -> float:
     """Return the model FLOPs utilization: useful operations as a fraction of the peak.
 
-    `peak` is `hardware` with a `dtype` (bf16), or `peak_flops`. The convention matters more than
-    the digits: PaLM counts full attention and prints one figure with and one without attention
-    (Chowdhery et al. 2022, appendix B).
+    Pass `peak` as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions differ:
+    PaLM counts full attention and reports one value with and one without attention (Chowdhery et
+    al. 2022, appendix B).
     """
     work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
     useful = work.total if include_attention else work.total - attention_operations(work)
@@ -153,9 +153,9 @@ def mfu(
 
 
 def attention_operations(work: Breakdown) -> int | float:
-    """Return the operations of a result of `flops` that grow with the square of the length.
+    """Return the part of a result of `flops` that grows with the square of the length.
 
-    They include those of an encoder, but not those that are recomputed.
+    The result includes an encoder's operations, but not recomputed ones.
     """
     encoder = work["encoder"].parts if "encoder" in work else ()
     cores = ("attention", "attention to the encoder", "index")
@@ -245,8 +245,8 @@ def _attention(
         everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
         windowed = _decoded_keys(model, seq)
     if decode and model.mla:
-        # Queries are projected into the latent and outputs out of it, so the up-projection is per
-        # token.
+        # Queries are projected into the latent and outputs out of it, so the up-projection is
+        # applied per new token.
         qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
     few = len(model.windowed_layers)
     kinds = (
@@ -273,7 +273,7 @@ def _cross_attention(model: Shape, pairs: int, passes: int) -> Breakdown:
 
 
 def _decoded_keys(model: Shape, seq: int) -> int:
-    """Return the keys of the last of `seq` tokens in a layer with a window."""
+    """Return the number of keys that the last of `seq` tokens attends to in a windowed layer."""
     if not model.window:
         return seq
     if model.window.chunked:
@@ -288,7 +288,7 @@ def _recomputed(
     flash: bool,
     rows: Mapping[str, int],
 ) -> Iterator[Breakdown]:
-    """Yield the recomputed operations; `cores` are the attentions and the index of one forward."""
+    """Yield the recomputed operations; `cores` are attention and the index of one forward pass."""
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(
             2 * matrix.entries * math.prod(_times(matrix, rows).values())

@@ -1,8 +1,8 @@
 """Accelerators: peaks, memory, links and power, each with its source.
 
-The entries are in hardware.toml. Peaks are derived from clock, number of units and width. Rates are
-dense; some data sheets print the rate with structured sparsity, which is twice as high. Bandwidths
-are bytes per second in one direction.
+The entries are in hardware.toml. Peaks are derived from the clock rate, the number of units and
+their width. Rates are dense; some data sheets print the rate with structured sparsity, which is
+twice as high. Bandwidths are bytes per second in one direction.
 """
 
 import re
@@ -94,9 +94,9 @@ class Hardware:
 def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
-    A path to a `*.toml` file is read: one table in the format of hardware.toml. `like = "H100"` in
-    it copies the fields of a known device that the file does not set. A `Hardware` is returned as
-    it is.
+    If `hardware` is a path to a `*.toml` file, the file must contain one table in the format of
+    hardware.toml. An entry `like = "H100"` in the file copies the fields of a known device that the
+    file does not set. A `Hardware` is returned as it is.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -134,7 +134,7 @@ def _plain(name: str) -> str:
 
 
 def _peaks(entry: dict[str, Any]) -> dict[str, Peak]:
-    # A file may replace single rates of a device that has the peaks of another device.
+    # A file may replace individual rates of a device whose peaks are copied from another one.
     copied = _peaks(_ENTRIES[entry["peaks_of"]]) if "peaks_of" in entry else {}
     derived = {
         dtype: Peak(clock_hz=cores["clock_hz"], units=cores["units"], fma_per_clock=width)

@@ -20,9 +20,9 @@ def kv_cache(
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window stores at most one window. MLA stores the latent and the single key that
-    carries the position. An encoder stores nothing. Scales of quantized caches are not counted. Key
-    and value heads are split over `tensor` devices until each device has one head; further devices
-    store copies. All devices store the latent.
+    carries the position. An encoder has no cache. Scales of quantized caches are not counted. Key
+    and value heads are split over `tensor` devices until each device has one head; additional
+    devices store copies. All devices store the latent.
     """
     if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
         raise ValueError(

@@ -19,10 +19,11 @@ UNIT = "parameters"
 
 @checks.entry()
 def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
-    """Count all parameters, or with `active` only those that one token uses.
+    """Count all parameters, or with `active` only the parameters that one token uses.
 
     A token uses all parameters except the experts that its router did not choose. A tied head
-    counts once, as in torch. An `nn.Module`, also on the meta device, is counted by submodule.
+    counts once, as in torch. An `nn.Module`, which may be on the meta device, is counted by
+    submodule.
     """
     if not isinstance(model, Shape):
         from accounting.model.module import count_module

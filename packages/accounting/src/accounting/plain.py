@@ -1,4 +1,4 @@
-"""The cost of a decoder in textbook formulas: parameters, FLOPs, memory and communication.
+"""The cost of a decoder by textbook formulas: parameters, FLOPs, memory and communication.
 
 The model is a Llama-like decoder with RMSNorm, grouped-query attention, a gated MLP, and an untied
 embedding and head. Tests compare the package with these formulas.
@@ -8,7 +8,7 @@ from math import ceil
 
 
 def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int) -> int:
-    """Count parameters.
+    """Return the number of parameters.
 
     Query and output projections are (d, d). Key and value projections are narrower by kv_heads /
     heads. A gated MLP has three matrices.
@@ -24,9 +24,10 @@ def flops(
 ) -> int:
     """Return the FLOPs of one training step with causal attention.
 
-    A matrix entry costs one multiply and one add per token in the forward and twice that in the
-    backward. Attention multiplies each query with the keys up to its own position, which makes s(s
-    + 1)/2 pairs, and each probability with a value: two products of width d over all heads.
+    Each matrix entry costs one multiply and one add per token in the forward pass, and twice that
+    in the backward pass. Attention multiplies each query with the keys up to its own position,
+    which makes s(s + 1)/2 pairs, and each probability with a value: two products of width d over
+    all heads.
     """
     matrices = layers * (2 * d * d + 2 * d * (d // heads * kv_heads) + 3 * d * d_ff) + vocab * d
     pairs = batch * seq * (seq + 1) // 2
@@ -53,7 +54,7 @@ def activations(
     """Return the bytes that the blocks save for the backward with flash attention.
 
     Each tensor counts once. A norm saves its input and one fp32 statistic per token. A linear layer
-    saves its input. The gated product saves its two factors, and the activation of the gate its
+    saves its input. The gated product saves its two factors, and the gate's activation saves its
     input. Attention saves q, k, v, the output, and one fp32 number per head and token.
     """
     narrow = d // heads * kv_heads
@@ -74,7 +75,7 @@ def ring(payload: float, ranks: int) -> float:
 
 
 def data_parallel(count: int, ranks: int, zero: int) -> float:
-    """Return the bytes in 16 bits that one device sends per step without gradient accumulation."""
+    """Return the bytes of 16-bit gradients that one device sends per step without accumulation."""
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:
         return ring(2 * count, ranks)  # all-reduce of the gradients

@@ -1,4 +1,4 @@
-"""The layout of a model over devices: degrees of parallelism, and the layers of each stage."""
+"""The distribution of a model over devices: degrees of parallelism and the layers per stage."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,28 +20,30 @@ class Plan:
     Raises `ValueError` for an inconsistent plan.
     """
 
-    #: If degrees are given too, `devices` must be their product; otherwise it sets `data`.
+    #: Number of devices. It sets `data` if `data` is not passed; otherwise it must be the product
+    #: of the degrees.
     devices: int = 0
     data: int = 0
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    #: ZeRO stage: data ranks shard the optimizer from 1, gradients from 2 and weights from 3
-    #: (FSDP). In a pipeline, 3 is FSDP2 under torch's schedules, which store a stage's weights and
-    #: gradients unsharded during a step. There, 2 means a trainer that reduces gradients after each
-    #: micro-batch; torch's schedules do not, and a search proposes no such plan.
+    #: ZeRO stage: data ranks shard the optimizer from stage 1 on, gradients from 2 on, and weights
+    #: at 3 (FSDP). In a pipeline, stage 3 means FSDP2 under torch's schedules, which store a
+    #: stage's weights and gradients unsharded during a step. Stage 2 in a pipeline assumes a
+    #: trainer that reduces gradients after each micro-batch. torch's schedules do not, so a search
+    #: does not propose it.
     zero: int = 0
     #: Micro-batches per data rank, for the pipeline or for gradient accumulation.
     microbatches: int = 1
     #: `gpipe`, `1f1b`, or `interleaved` with `virtual_stages` chunks per device.
     schedule: str = "1f1b"
     virtual_stages: int = 1
-    #: Norms and dropout between tensor-parallel matrices are split along the sequence.
+    #: True if norms and dropout between tensor-parallel matrices are split along the sequence.
     sequence_parallel: bool = False
     #: `none`, `selective` (the core of attention) or `full` (each block from its input).
     recompute: str = "none"
-    #: FSDP frees gathered weights after the forward and gathers them again in the backward.
+    #: True if FSDP frees gathered weights after the forward and gathers them again in the backward.
     reshard_after_forward: bool = True
     #: Stored on the host: `none`, `optimizer` (with master weights), or `activations` (inputs of
     #: blocks, with full recomputation).
@@ -98,7 +100,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks with the same dense weights (data times context ranks)."""
+        """Return the number of ranks that store the same dense weights (data times context)."""
         return self.data * self.context
 
     @property
@@ -107,7 +109,7 @@ class Plan:
         return self.replicas // self.expert
 
     def keeps_weights_whole(self) -> bool:
-        """Return True if a stage keeps its weights unsharded during a step: FSDP2 in a pipeline.
+        """Return True if a stage stores unsharded weights during a step: FSDP2 in a pipeline.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
         `ValueError` if the memory of the schedule is not modeled.
@@ -173,10 +175,10 @@ class Plan:
             )
 
     def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
-        """Return the layers of a stage; the first stages have one more if the division is uneven.
+        """Return the layers of a stage; if the division is uneven, the first stages have one more.
 
-        If embedding and head count as one layer each and then divide evenly, the first and the last
-        chunk have one layer less than the others.
+        If the division is even when embedding and head count as one layer each, the first and the
+        last chunk have one layer less than the other chunks.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
@@ -196,7 +198,7 @@ class Plan:
     def stage_model(self, model: Shape, stage: int) -> Shape:
         """Return the layers of a stage as a model, with embedding and head if the stage has them.
 
-        A tied embedding is on the first stage and, as the head, also on the last.
+        A tied embedding is on the first stage and, as the head, also on the last stage.
         """
         indices = self.stage_layers(model, stage)
         return _part(model, indices, stage == 0, stage == self.pipeline - 1)
@@ -217,8 +219,8 @@ class Plan:
             return self.microbatches if self.pipeline > 1 else 1
         if self.schedule == "1f1b":
             return min(self.microbatches, self.pipeline - stage)
-        # Megatron's interleaved schedule warms up with 2(p - s - 1) + (v - 1)p chunks and then runs
-        # one more.
+        # Megatron's interleaved schedule warms up with 2(p - s - 1) + (v - 1)p chunks, then runs
+        # another.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
 
@@ -262,8 +264,8 @@ def _part(model: Shape, indices: tuple[int, ...], first: bool, last: bool) -> Sh
         ),
         lm_head=model.lm_head and last,
         vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
-        # A stage with one end has one table, which `tied` counts once. A stage with both ends
-        # needs the original value.
+        # A stage with either embedding or head has one table, which `tied` counts once. A stage
+        # with both needs the model's value.
         tied=model.tied if first and last else True,
         positions=model.positions if first else 0,
         head_bias=model.head_bias and last,
@@ -280,12 +282,12 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def check_fields(values: Mapping[str, object]) -> None:
-    """Check each field by itself: integers, switches and names."""
+    """Check each field separately: integers, flags and names."""
     checks.fields(Plan, values, **_CHOICES)
 
 
 def even(layers: int, chunks: int) -> bool:
-    """Return True if all chunks have equal numbers of layers.
+    """Return True if all chunks have the same number of layers.
 
     The embedding and the head may count as one layer each.
     """
@@ -293,7 +295,7 @@ def even(layers: int, chunks: int) -> bool:
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
-    """Return a checked plan; None stands for a single device."""
+    """Check and return a plan; None means a single device."""
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)

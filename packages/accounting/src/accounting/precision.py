@@ -52,17 +52,19 @@ class Precision:
     name: str
     weights: str
     gradients: str
-    #: Copy of the weights that the optimizer updates, if it does not update the weights themselves.
+    #: Dtype of a copy of the weights that the optimizer updates; None if it updates the weights.
     master: str | None = None
-    #: One dtype per tensor of optimizer state: two for Adam, one for momentum, none for SGD.
+    #: One dtype per tensor of optimizer state: two for Adam, one for SGD with momentum, none for
+    #: plain SGD.
     moments: tuple[str, ...]
     activations: str
-    #: The residual stream, if its dtype is not that of the activations.
+    #: Dtype of the residual stream, if it differs from the dtype of the activations.
     stream: str | None = None
     logits: str = "fp32"
-    #: Copy of the matrices that the graph keeps from the forward to the end of the backward.
+    #: Dtype of a copy of the matrices that the graph stores from the forward to the end of the
+    #: backward.
     cast_weights: str | None = None
-    #: Dtype in which linear layers multiply, if it is not that of the activations.
+    #: Dtype in which linear layers multiply, if it differs from the dtype of the activations.
     matmuls: str | None = None
     #: Number of parameters per fp32 scale of a quantized moment; 0 means no scales.
     moment_block: int = 0
@@ -81,7 +83,7 @@ class Precision:
 
     @property
     def wire_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of communicated tensors; a smaller copy is sent where there is one."""
+        """Return the dtypes of communicated tensors; if a smaller copy exists, the copy is sent."""
         weights = self.cast_weights or self.weights
         return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
 
@@ -89,7 +91,7 @@ class Precision:
     def bytes_per_parameter(self) -> Fraction:
         """Return the bytes of weights, gradients, master copy and moments per parameter.
 
-        The transient copy `cast_weights` is not included.
+        The temporary copy `cast_weights` is not included.
         """
         return (
             bytes_of(self.weights)
@@ -114,7 +116,7 @@ PRECISIONS: dict[str, Precision] = {
 
 @checks.entry()
 def recipe(precision: str | Precision) -> Precision:
-    """Return a recipe by its name; a `Precision` is returned as it is."""
+    """Return the recipe with this name; a `Precision` is returned unchanged."""
     if isinstance(precision, Precision):
         return precision
     checks.choice("precision", precision, PRECISIONS)

@@ -1,4 +1,4 @@
-"""The workload of a training step: batch, precision, and which kernels are fused."""
+"""The workload of a training step: batch, precision, and fused kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,28 +13,29 @@ from accounting.precision import Precision, recipe
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step of training; functions take these fields as keywords or a `Workload`."""
+    """One step of training; functions accept these fields as keywords, or a `Workload`."""
 
-    #: Sequences of the whole step over all devices; 0 selects the model states alone.
+    #: Number of sequences per step over all devices; 0 selects only the model states.
     batch: int
     seq: int
     precision: str | Precision = "fp32"
-    #: Attention saves its log-sum-exp and never writes its scores to memory.
+    #: True if attention saves its log-sum-exp and never writes its scores to memory.
     flash: bool = True
     dropout: bool = False
     #: True if a norm is one kernel; otherwise its normalized values are saved too.
     fused_norm: bool = True
-    #: Query, key and value are one matrix, and gate and up are another: autocast makes one copy of
-    #: the input instead of several.
+    #: True if query, key and value are one matrix, and gate and up are another, so that autocast
+    #: makes one copy of the input instead of several.
     fused_projections: bool = False
-    #: One kernel computes the gated product and saves gate, up and the product.
+    #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
-    #: True for `torch.compile`, whose partitioner saves the tensors that all fused kernels together
-    #: need.
+    #: True for `torch.compile`, whose partitioner saves the same tensors as all fused kernels
+    #: together.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
     #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window of at
-    #: most `seq` keys has a mask and repeated keys and values. MLA copies its keys and its output.
+    #: most `seq` keys also saves a mask and repeated keys and values. MLA copies its keys and its
+    #: output.
     transformers: bool = False
     #: Number of chunks in which the head and the cross-entropy run; the backward recomputes each
     #: chunk.
@@ -56,7 +57,7 @@ class Workload:
         return self.fused_norm and not (self.transformers and model.norm == "rmsnorm")
 
     def head(self, model: Shape) -> dict[str, Any]:
-        """Return the arguments of `head_activations`."""
+        """Return the arguments of `head_activations` for a model."""
         return {
             "fused_norm": self.has_fused_norm(model),
             "compiled": self.compiled,

@@ -1,1 +1,1 @@
-"""The command line and its output."""
+"""Command line that prints cost reports, the best plan, inference estimates and comparisons."""

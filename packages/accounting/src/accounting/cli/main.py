@@ -66,7 +66,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print an answer; return 1 if the model does not fit, and 2 for an invalid question."""
+    """Run a command; return 1 if the model does not fit in memory, and 2 for invalid options."""
     words = list(sys.argv[1:] if argv is None else argv)
     questions = dict(zip(_QUESTIONS, (_plan, _serve, _diff), strict=True))
     verb = words.pop(0) if words and words[0] in questions else ""

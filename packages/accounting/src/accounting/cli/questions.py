@@ -1,4 +1,4 @@
-"""Differences between two models, and models and amounts as text."""
+"""Comparison of two models, and parsing of models and amounts."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from accounting.parameters import parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One cost of two models, and the format of its numbers."""
+    """One cost for each of two models, and the format of its numbers."""
 
     name: str
     first: float
@@ -28,7 +28,7 @@ class Difference:
 def differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
-    """Yield each cost of two models, and each part that either of them has."""
+    """Yield each cost of two models and each part that at least one of them has."""
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, readable),
         ("active", lambda model: parameters(model, active=True), readable),
@@ -64,7 +64,7 @@ def read_model(text: str) -> Transformer:
         name, _, value = item.partition("=")
         name, _, inner = name.strip().partition(".")
         if name in _RECORDS and inner:
-            # experts.count=8 and so on: a field of a record.
+            # For example experts.count=8, a field of a record.
             checks.choice(f"a field of {name}", inner, _RECORDS[name].__dataclass_fields__)
             nested.setdefault(name, {})[inner] = _read(value.strip())
         elif name in sizes:
@@ -82,12 +82,12 @@ def read_model(text: str) -> Transformer:
 
 
 def _is_path(text: str) -> bool:
-    """Return True if a file or folder exists; unlike `Path.exists`, for a text of any length."""
+    """Return True if a path exists; unlike `Path.exists`, accept text of any length."""
     return os.path.exists(text)
 
 
 def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    """Return a record of these fields; raise `ValueError` if a required field is missing."""
+    """Return a record with these fields; raise `ValueError` if a required field is missing."""
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
     if needed:
         example = ",".join(f"{prefix}{name}=..." for name in needed)
@@ -101,7 +101,8 @@ def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
 def stored_dtype(text: str) -> str:
     """Return the dtype of the weights that a config.json states, or bf16 if it is not quantized.
 
-    With fp8, tables, norms and scales count as fp8 too. Other methods raise `ValueError`.
+    With fp8, tables, norms and scales also count as fp8. Other quantization methods raise
+    `ValueError`.
     """
     if not _is_path(text):
         return "bf16"
@@ -121,7 +122,7 @@ def stored_dtype(text: str) -> str:
     return "fp8" if stated else "bf16"
 
 
-#: Fields of a config.json with the quantization of the weights; the second is of older files.
+#: Fields of a config.json that state the quantization of the weights; older files have the second.
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 _RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}

@@ -24,7 +24,7 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All costs of training a model with a plan, and of its cache."""
+    """All costs of training a model with a plan, and the size of its KV cache."""
 
     model: Shape
     plan: Plan
@@ -37,14 +37,14 @@ class Report:
     timeline: Timeline
     cache: Breakdown
     traffic: Communication
-    #: Seconds of a step as modeled, by part.
+    #: Modeled seconds of a step, by part.
     step: Breakdown
-    #: Predicted seconds of a step; with a user's efficiency, the modeled seconds.
+    #: Predicted seconds of a step; the modeled seconds if the user passed an efficiency.
     seconds: Interval
 
     @property
     def fits(self) -> bool:
-        """Return True if the fullest device has room for the plan."""
+        """Return True if the plan fits in the memory of the fullest device."""
         return self.memory.total <= self.hardware.memory_bytes
 
     @property

@@ -34,7 +34,7 @@ class Stage(NamedTuple):
     model: Shape
     weight_bytes: float
     cache_bytes: float
-    #: Part of the cache that one new token reads.
+    #: Bytes of the cache that one new token reads.
     read_bytes: float
 
 
@@ -52,15 +52,16 @@ def serving(
 ) -> dict[str, float]:
     """Return memory and time of inference with tensor parallelism in each of `pipeline` stages.
 
-    Weights and cache follow the same plan: tensors that tensor parallelism copies (norms, routers,
+    Weights and cache have the same layout. Tensors that tensor parallelism copies (norms, routers,
     latents, key heads if there are fewer than devices) are on every device. Bytes are summed over
     all devices. A tenth of the memory is left free. `devices_needed` is the smallest number of
-    devices with room for `batch` sequences, or 0 if there is none. Raises `ValueError` if
-    `pipeline` does not divide `gpus`, or the other degrees the model.
+    devices with enough memory for `batch` sequences, or 0 if no number suffices. Raises
+    `ValueError` if `pipeline` does not divide `gpus`, or if the other degrees do not divide the
+    model.
 
     Prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
-    Each time is an `Interval`: the lower end is the roofline of every stage at the full peak
-    and bandwidth, and the upper end has the widest known error of training steps.
+    Each time is an `Interval`: the lower end is the roofline of every stage at the full peak and
+    bandwidth, and the upper end adds the widest known error of training steps.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -133,7 +134,7 @@ def _inference_seconds(
     seq: int,
     weights: str,
 ) -> Interval:
-    """Return the seconds of a prefill or a decode step, in which stages run one after another."""
+    """Return the seconds of a prefill or decode step, in which the stages run in sequence."""
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
     wire = 2 if dtype != "fp32" else 4
@@ -186,7 +187,7 @@ def _devices_needed(
 
 
 def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
-    """Return the bytes of the latents that an index does not select for a new token."""
+    """Return the bytes of the latents that the index does not select for a new token."""
     if not model.mla or not model.mla.index_heads:
         return 0.0
     latents = sum(float(p.total) for p in cache if p.name in ("latents", "position keys"))
@@ -194,10 +195,10 @@ def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
 
 
 def _read_parameters(model: Shape, ranks: int, phase: Phase, tokens: int = 1) -> int:
-    """Return the parameters that a device reads for some tokens, without tables.
+    """Return the number of parameters, without tables, that a device reads for some tokens.
 
-    Tokens that choose experts independently of each other miss some of them. A decode step does
-    not read the encoder, nor the matrices of its keys and values.
+    If tokens choose experts independently of each other, some experts are not chosen. A decode step
+    does not read the encoder or the matrices of its keys and values.
     """
     read = 0.0
     for matrix in matrices(model) if phase == "decode" else all_matrices(model):

@@ -1,4 +1,4 @@
-"""The tensors that a forward pass saves for the backward in eager torch.
+"""The tensors that a forward pass in eager torch saves for the backward pass.
 
 A linear layer saves its input, a norm its input and one or two statistics per token, an activation
 its input (ReLU its output), a product both factors, softmax its output, and flash attention q, k,
@@ -31,7 +31,7 @@ def activations(
     stage: int = 0,
     **run: Any,
 ) -> Breakdown:
-    """Return the bytes that one device saves of one micro-batch for its stage, without the head.
+    """Return the bytes that one device saves per micro-batch for its stage, without the head.
 
     `run` are the fields of a `Workload`. `batch` is the whole batch; a device processes `batch /
     (data x microbatches)` sequences at a time, each with `seq / context` tokens. `plan.recompute`
@@ -60,7 +60,7 @@ def activations(
         )
         parts.append(total("mixers", "B", *_mixers(stage_model, names)))
     if stage_model.encoder:
-        # The encoder reads one token per row of its position table, or else as many as the decoder.
+        # The encoder reads one token per row of its position table, or without one, `seq` tokens.
         source = replace(work, seq=stage_model.encoder.positions or work.seq)
         parts.append(total("encoder", "B", *activations(stage_model.encoder, plan, source).parts))
     return total(f"activations of {model.name}", "B", *parts)
@@ -79,9 +79,9 @@ def head_activations(
 ) -> Breakdown:
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
-    The cross-entropy saves the log-softmax in fp32. Its gradient and that of the logits are
-    allocated at the start of the backward, where many training steps peak. `loss_chunks` divides
-    these tensors.
+    The cross-entropy saves the log-softmax in fp32. Its gradient and the gradient of the logits are
+    allocated at the start of the backward, where many training steps peak. Their size is divided by
+    `loss_chunks`.
     """
     kind = recipe(precision)
     if loss_chunks > tokens:
@@ -100,7 +100,7 @@ def head_activations(
 def gradients_in_flight(
     model: Shape, *, tokens: int, tensor: int = 1, keys: int | None
 ) -> list[int]:
-    """Return the numbers of temporary gradient values in the backward of one block.
+    """Return two numbers of temporary gradient values in the backward of one block.
 
     The first number is for the MLP: the gradients of two hidden tensors. The second is for
     attention: the gradients of two score matrices with `keys` per row, or of q, k and v for flash
@@ -120,7 +120,8 @@ def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
     return {
-        # A norm of several operators works in fp32, and saves its input and its result in fp32.
+        # A norm that consists of several operators computes in fp32, and saves its input and
+        # result.
         "size": size,
         "wide": wide,
         "normed": wide if fused_norm else max(wide, Fraction(4)),
@@ -164,18 +165,18 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
 
 
 def _masked_layers(model: Shape, work: Workload) -> int:
-    """Return the number of layers with a mask; transformers builds none for a wider window."""
+    """Return the number of layers with a mask; transformers builds none if `seq` fits a window."""
     is_cut = model.window is not None and work.seq >= model.window.size
     return len(model.windowed_layers) if work.transformers and is_cut else 0
 
 
 def _hidden_tensors(model: Shape, work: Workload) -> int:
-    """Return the number of tensors with the width of the MLP that a layer saves."""
-    # gelu_new saves half of its input, a tanh and that plus one besides its input and output.
+    """Return the number of saved tensors per layer that have the width of the MLP."""
+    # Besides its input and output, gelu_new saves half of its input, a tanh, and the tanh plus one.
     written_out = 3 if model.activation == "gelu_new" and work.transformers else 0
     is_relu = model.activation == "relu"
     if not model.gated_mlp:
-        # ReLU saves its output only, which is also the input of the next matrix.
+        # ReLU saves only its output, which is also the input of the next matrix.
         return 1 if is_relu else 2 + written_out
     # A fused gate saves gate, up and the product.
     return 3 if is_relu or work.fused_gate else 4 + written_out

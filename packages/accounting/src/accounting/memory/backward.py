@@ -1,4 +1,4 @@
-"""Tensors that exist only during a backward: the loss, temporary gradients, a recomputed block."""
+"""Tensors that exist only in the backward: the loss, temporary gradients, a recomputed block."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from accounting.workload import Workload
 
 
 def end_of_model(model: Shape, plan: Plan, work: Workload) -> Breakdown:
-    """Return the end of the model; GPipe saves the logits of every micro-batch."""
+    """Return the activations of the end of the model; GPipe saves those of every micro-batch."""
     options: dict[str, Any] = work.head(model)
     end = head_activations(model, tokens=work.tokens(plan), tensor=plan.tensor, **options)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
@@ -52,7 +52,7 @@ def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """Return a part that exists several times; each leaf is multiplied by a named factor."""
+    """Return a copy of a part in which each leaf is multiplied by a named factor."""
     ((label, count),) = factor.items()
     if not count:
         return None

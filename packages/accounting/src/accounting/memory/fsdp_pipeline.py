@@ -1,4 +1,4 @@
-"""The memory of FSDP2 modules in a pipeline, moment by moment."""
+"""The memory of FSDP2 modules in a pipeline at each moment of a step."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -50,7 +50,7 @@ class FsdpStage:
         self.stream = product("gradient of the stream", "B", **stream, bytes=size)
 
     def between_steps(self, *, reduced: bool) -> Breakdown:
-        """Return the sharded states, with the gradients once they are `reduced`."""
+        """Return the sharded states, including the gradients if they are `reduced`."""
         states = (s for s in self.states if reduced or s.name != "gradients")
         return total("states", "B", *states)
 
@@ -65,7 +65,7 @@ class FsdpStage:
         return max(first, last, key=lambda moment: moment.total)
 
     def backward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
-        """Return the fullest moment of a backward, from the head to the embedding."""
+        """Return the moment with the most memory of a backward, from the head to the embedding."""
         moments = self.start(alive, accumulated=accumulated, whole=whole)
         moments += self.end(alive, accumulated=accumulated, whole=whole)
         return max(moments, key=lambda moment: moment.total)
@@ -116,7 +116,7 @@ class FsdpStage:
         ]
 
     def fullest(self, alive: int) -> Breakdown:
-        """Return the fullest moment once gradients have accumulated."""
+        """Return the moment with the most memory after gradients have been accumulated."""
         whole = self.plan.schedule == "gpipe"
         moments = self.start(alive, accumulated=True, whole=whole)
         moments += self.end(alive, accumulated=True, whole=whole) + self.reduction()

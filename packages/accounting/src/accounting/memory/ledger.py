@@ -26,7 +26,7 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 
 
 class Ledger(LiveMemory):
-    """A context whose `table()` lists live tensors and is added to out-of-memory errors."""
+    """A context that lists live tensors in `table()` and adds the list to out-of-memory errors."""
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__(rounding=rounding)
@@ -39,7 +39,7 @@ class Ledger(LiveMemory):
             error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
     def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
-        """Return the live blocks as text, the largest first, by kind, module and operator."""
+        """Return a table of the live blocks by kind, module and operator, the largest first."""
         sizes: Counter[tuple[str, str, str]] = Counter()
         for block in self._alive.values() if blocks is None else blocks:
             where = "/".join(block.module.split(".")[-2:])
@@ -54,13 +54,13 @@ class Ledger(LiveMemory):
         return "\n".join(listed)
 
     def hold(self, kind: str, *tensors: Tensor) -> None:
-        """Count tensors that already exist, such as weights, with the label `kind`."""
+        """Count tensors that already exist, such as weights, under the label `kind`."""
         phase, self.phase = self.phase, kind
         self.add(tensors, "")
         self.phase = phase
 
     def name_gradient(self, parameter: Tensor) -> None:
-        """Relabel the gradient that remains on a parameter as `gradients`."""
+        """Change the label of a parameter's stored gradient to `gradients`."""
         for inner in plain_tensors(parameter.grad) if parameter.grad is not None else ():
             key = inner.untyped_storage()._cdata
             if key in self._alive:
@@ -96,7 +96,7 @@ class Fit:
     __str__ = explain
 
 
-# The step must not depend on modes of the caller.
+# The step must not depend on the caller's grad or inference mode.
 @torch.inference_mode(False)
 @torch.enable_grad()
 @checks.entry()
@@ -116,13 +116,13 @@ def fits(
     `optimizer` is a class (or a partial of one, for its options), or an instance, whose class and
     options are copied; None traces forward and backward only. `loss` computes a scalar from the
     output; the default is its `.loss` or its sum. `autocast` is the dtype of mixed precision.
-    `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that the module
-    stores as plain attributes count as `attributes`.
+    `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are plain
+    attributes of the module are labeled `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
-    and if a copy of the module would behave differently: sharded parameters, sparse tensors, hooks
-    on parameters, hooks that close over tensors, modules or containers, parameters of another
-    module.
+    or if a copy of the module would behave differently because it has sharded parameters, sparse
+    tensors, hooks on parameters, hooks that close over tensors, modules or containers, or
+    parameters of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -188,7 +188,7 @@ def fits(
 
 
 class _FakeTensors:
-    """Fake copies of real tensors, which share storages if the real tensors do."""
+    """Fake copies of real tensors; they share storages if the real tensors do."""
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
@@ -199,7 +199,7 @@ class _FakeTensors:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the fake copy of a tensor; the same tensor has the same copy."""
         if id(tensor) not in self._copies:
-            # The real tensor is stored too, because another tensor could get its id.
+            # Keep the real tensor alive, because otherwise another tensor could get its id.
             self._copies[id(tensor)] = tensor, self._fake(tensor)
             self.copies.append(self._copies[id(tensor)][1])
         return self._copies[id(tensor)][1]
@@ -230,7 +230,7 @@ class _FakeTensors:
     def _storage(self, tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
-            # A fake tensor on the meta device runs other kernels than one on the CPU.
+            # A fake tensor on the meta device would use other kernels than one on the CPU.
             device = "cpu" if tensor.device.type == "meta" else str(tensor.device)
             nbytes = tensor.untyped_storage().nbytes()
             self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -259,7 +259,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 class _FakeLedger(Ledger):
-    """A ledger that counts real tensors that a step reads, and refuses foreign parameters."""
+    """A ledger that also counts real tensors that a step reads, and refuses foreign parameters."""
 
     def __torch_dispatch__(
         self,
@@ -341,7 +341,7 @@ def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.
                 "pass its class"
             )
         groups.append(group | {"params": copies})
-    # Some classes list more defaults than their arguments: AdamW has `decoupled_weight_decay`.
+    # Some classes have defaults that are not arguments: AdamW has `decoupled_weight_decay`.
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     try:

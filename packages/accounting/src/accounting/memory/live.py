@@ -1,7 +1,7 @@
 """The live bytes of a computation after each operator, on any device.
 
-A dispatch mode intercepts every tensor that an operator creates, and a weak reference its deletion.
-On the meta device nothing is allocated, so a 2.7B model can be traced on a laptop.
+A dispatch mode records every tensor that an operator creates; a weak reference records its
+deletion. On the meta device nothing is allocated, so a 2.7B model can be traced on a laptop.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Allocation:
 class LiveMemory(TorchDispatchMode):
     """A context that records the live bytes after each operator in `timeline`.
 
-    `add` counts tensors that existed before. `phase` labels the following allocations. Each storage
-    takes a multiple of `rounding` bytes. The size of a storage is its current size: FSDP frees
-    gathered weights by resizing their storages to 0 bytes.
+    `add` counts tensors that existed before. `phase` labels the following allocations. The size of
+    each storage is rounded up to a multiple of `rounding` bytes. Resizes are recorded too, because
+    FSDP frees gathered weights by resizing their storages to 0 bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -94,7 +94,7 @@ class LiveMemory(TorchDispatchMode):
     def _count(self, tensor: Tensor, operator: str) -> None:
         for inner in plain_tensors(tensor):
             if inner.layout == torch._mkldnn:  # type: ignore[attr-defined]
-                # An mkldnn tensor has no storage; its memory lives as long as the tensor does.
+                # An mkldnn tensor has no storage; its memory is freed with the tensor.
                 self._count_block(inner, id(inner), inner.numel() * inner.element_size(), operator)
             else:
                 self._count_storage(inner.untyped_storage(), operator)
@@ -111,7 +111,8 @@ class LiveMemory(TorchDispatchMode):
             self.live_bytes += size
             weakref.finalize(owner, self._free, key)
         elif known.nbytes != size:
-            # A storage that is allocated again belongs to the phase and the module that resize it.
+            # A storage that is reallocated is attributed to the phase and the module that resize
+            # it.
             owner_labels = {"module": ".".join(self._modules), "phase": self.phase}
             self._alive[key] = replace(known, nbytes=size, **({} if known.nbytes else owner_labels))
             self.live_bytes += size - known.nbytes
@@ -142,7 +143,7 @@ def _nothing_to_restore() -> None:
 
 
 def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
-    """Make each resize of a storage call `then`; return a function that restores torch's method.
+    """Call `then` after each resize of a storage; return a function that restores torch's method.
 
     A dispatch mode cannot intercept the resize of a storage, because it is not an operator.
     """
@@ -179,14 +180,14 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors with storages inside a sparse tensor or a wrapper such as DTensor.
 
-    A plain tensor is returned itself.
+    For a plain tensor, the result is the tensor itself.
     """
     if tensor.layout in _PARTS:
         return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or type(tensor).__name__ == "FakeTensor":
         return [tensor]
-    # A DTensor lists its mesh among its attributes.
+    # A DTensor also lists its mesh, which is not a tensor.
     inside = (getattr(tensor, name) for name in names()[0])
     return [x for part in inside if isinstance(part, Tensor) for x in plain_tensors(part)]
 

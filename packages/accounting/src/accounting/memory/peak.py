@@ -1,4 +1,4 @@
-"""The peak of a training step from its moments, and the bytes of single tensors."""
+"""The peak memory of a training step, and the bytes of single tensors."""
 
 import math
 from collections.abc import Iterator
@@ -32,12 +32,13 @@ def peak_memory(
     """Return the peak memory of one device in a training loop after the first step.
 
     Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
-    of the backward, and activations are freed before the optimizer runs. Each block of the backward
+    of the backward, and activations are freed before the optimizer runs. The backward of each block
     frees its activations and allocates its gradients. The peak is therefore at the start of the
-    backward, in the last, the last but one or the first block, or in the optimizer.
-    `checkpointed=True` means `Plan(recompute="full")`: each block runs again. `gradients_kept` is
-    for loops that keep gradients (accumulation, buckets). `foreach` is torch's default on a GPU:
-    the optimizer computes the square roots of all second moments at once.
+    backward, in a block (the last, the last but one or the first), or in the optimizer.
+    `checkpointed=True` means `Plan(recompute="full")`: each block runs again. Pass
+    `gradients_kept=True` if gradients exist before the backward (accumulation, buckets). `foreach`
+    is torch's default on a GPU: the optimizer computes the square roots of all second moments at
+    once.
 
     A `plan` may shard states over data ranks. ZeRO-3 is torch's FSDP2 with one group per block and
     one for the ends. The ends stay gathered during the backward together with the whole gradient of
@@ -99,7 +100,7 @@ class _Step:
         yield self._moment(
             "at the end of the forward", cast, ends, saved, without, gradients=before
         )
-        # A chunk of the loss holds the head's gradient of earlier chunks besides its own.
+        # While a chunk of the loss is computed, the head's gradient of earlier chunks exists too.
         chunked = self.work.loss_chunks > 1
         ends = unsharded.gathered(blocks=0, head=chunked)
         earlier = unsharded.of_head(chunked and not ends, 1)
@@ -171,12 +172,12 @@ class _Step:
             )
 
     def optimizer(self, foreach: bool) -> Breakdown:
-        """Return the moment at which the optimizer computes its square roots."""
+        """Return the live tensors while the optimizer computes its square roots."""
         roots = self._roots(foreach)
         return self._moment("in the optimizer", roots, gradients=self.parameters)
 
     def _roots(self, foreach: bool) -> Breakdown:
-        """Return Adam's square roots: of all second moments, or of one with its denominator."""
+        """Return Adam's square roots: of all second moments, or of one and its denominator."""
         count = self.parameters if foreach else 2 * self._largest_tensor()
         shard = split(count, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
@@ -223,7 +224,7 @@ class _Unsharded:
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
 
     def of_head(self, there: bool, copies: int) -> Breakdown:
-        """Return `copies` gradients of the head's matrix, or nothing unless `there`."""
+        """Return `copies` gradients of the head's matrix if `there`, otherwise nothing."""
         count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
         size = bytes_of(self.kind.gradients)
         return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
@@ -237,7 +238,7 @@ class _Unsharded:
         if self.plan.zero < 3 or self.plan.data == 1:
             return None
         if not self.plan.reshard_after_forward:
-            # Each block is freed after its own backward.
+            # Each block is freed after its backward.
             blocks = self.model.layers - done
         blocks = min(blocks, self.model.layers)
 
@@ -282,7 +283,7 @@ def _count(model: Shape) -> int:
 
 
 def _first_block_and_table(model: Shape) -> int:
-    """Return the parameters without gradients when the backward enters the first block."""
+    """Return the parameters that have no gradients when the backward enters the first block."""
     layer_matrices = matrices(one_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")

@@ -1,4 +1,4 @@
-"""Parameters of a device and the bytes of its weights, gradients and optimizer."""
+"""The number of parameters on a device, and the bytes of weights, gradients and optimizer."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -25,7 +25,7 @@ def model_states(
     precision: str | Precision = "mixed_bf16",
     offload: bool = False,
 ) -> Breakdown:
-    """Return weights, gradients and optimizer of `count` parameters over `data` ranks.
+    """Return the bytes of weights, gradients and optimizer of `count` parameters on `data` ranks.
 
     Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3,
     with each shard rounded up to an integer (Rajbhandari et al. 2020, section 5).
@@ -65,9 +65,9 @@ def _device_size(matrix: Matrix, model: Shape, plan: Plan) -> int:
 
 
 def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> Breakdown | None:
-    """Return the copies of the matrices that autocast makes and the graph keeps.
+    """Return the copies of the matrices that autocast creates and the graph stores.
 
-    FSDP gathers its weights in the dtype of the copies instead.
+    FSDP has no such copies, because it gathers its weights in the dtype of the copies.
     """
     if not kind.cast_weights or (plan.zero == 3 and plan.replicas > 1):
         return None
@@ -104,7 +104,7 @@ def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[
 
 
 def distinct_stages(model: Shape, plan: Plan) -> list[int]:
-    """Return the first of all stages with the same kinds of layers and the same ends.
+    """Return the first stage of each group with the same kinds of layers and the same ends.
 
     The other stages of the same kind have at most as many micro-batches in flight, so one of the
     returned stages is the fullest.
@@ -120,7 +120,7 @@ def distinct_stages(model: Shape, plan: Plan) -> list[int]:
 
 @lru_cache
 def _layer_kinds(model: Shape) -> tuple[tuple[bool, ...], ...]:
-    """Return for each layer which of attention, MLP, experts, window and so on it has."""
+    """Return for each layer its components, such as attention, MLP, experts and window."""
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
         model.mlp_layers or (),
@@ -169,8 +169,8 @@ def alone(plan: Plan) -> Plan:
 class FsdpGroups(NamedTuple):
     """The unsharded parameters of the groups that FSDP gathers on a stage.
 
-    All replicas shard the dense weights of a block; the ranks with the same experts shard its
-    experts.
+    The dense weights of a block are sharded over all replicas, and its experts over the ranks with
+    the same experts.
     """
 
     #: Parameters outside the decoder's blocks, and those of an encoder.

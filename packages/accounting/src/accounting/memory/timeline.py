@@ -30,14 +30,14 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The moments of a step on one device, in order."""
+    """The moments of a step on one device, in chronological order."""
 
     name: str
     moments: tuple[Moment, ...]
 
     @property
     def peak(self) -> Moment:
-        """Return the moment with the most live bytes, the first of several."""
+        """Return the first moment with the most live bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
     def explain(self) -> str:
@@ -61,13 +61,13 @@ def memory_timeline(
 ) -> Timeline:
     """Return the memory of a device of `stage` during a step; the default is the fullest stage.
 
-    `run` are the fields of a `Workload`. A forward allocates the activations of a micro-batch, or
+    `run` contains fields of a `Workload`. A forward allocates the activations of a micro-batch, or
     of one chunk of the stage, and a backward frees them. All forwards run first (`gpipe`), or
     forwards and backwards alternate after the warm-up (`1f1b`, `interleaved`). Gradients are None
     between steps, so the first backward allocates them. Recomputed tensors, and the loss with the
     gradient of the logits, exist only during a backward. A timeline shows at most about a thousand
-    micro-batches. The peak is that of `training_memory` if there are more micro-batches than in
-    flight, and otherwise lower.
+    micro-batches. The peak equals `training_memory` if there are more micro-batches than the
+    maximum in flight, and is otherwise lower.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)

@@ -1,4 +1,4 @@
-"""Memory of training per device if all tensors are alive at once."""
+"""Memory of training per device, under the assumption that all tensors are alive at once."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -26,15 +26,14 @@ def training_memory(
     stage: int | None = None,
     **run: Any,
 ) -> Breakdown:
-    """Return the bytes on one device if all tensors are alive at once, for the fullest stage.
+    """Return the bytes on a device of the fullest stage if all tensors are alive at once.
 
-    `stage` selects one pipeline stage. `run` are the fields of a `Workload`; `batch` is the whole
+    `stage` selects one pipeline stage. `run` contains fields of a `Workload`; `batch` is the whole
     batch in sequences, and 0 selects the model states between two steps. With ZeRO-3 the result
     includes the weights and gradients that are gathered and reduced during a step.
 
-    The optimizer is a fused one, such as that of the printed commands. `foreach`, torch's default,
-    needs another copy of the second moments when activations are freed already; `peak_memory`
-    counts it.
+    The optimizer is assumed to be fused, as in the printed commands. `foreach`, torch's default,
+    needs another copy of the second moments after activations are freed; `peak_memory` counts it.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
@@ -74,7 +73,8 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
     """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while
-    it prefetches the next, and has the gradients of one block besides the copy that it reduces.
+    it prefetches the next, and stores the gradients of one block in addition to the copy that it
+    reduces.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None

@@ -1,4 +1,4 @@
-"""A configuration of Hugging Face as the names in the formulas of a family's table."""
+"""A Hugging Face configuration, whose fields are the names in a family's formulas."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from accounting.model.shape import Shape
 # Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
 _ATTENTION = ("attention", "full_attention")
-# Activations that save equally many tensors count as one kind. Variants of GELU and xIELU save
-# their input and output, and a squared ReLU saves the output of its ReLU and the square.
+# Activations that save the same number of tensors are one kind. Variants of GELU and xIELU save
+# their input and output; a squared ReLU saves the output of its ReLU and the square.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_new": ("gelu_new",),
@@ -26,10 +26,10 @@ _ACTIVATIONS = {
 
 
 def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """Return a configuration in which each second name of a field is replaced by the first.
+    """Return a configuration in which each alias of a field is replaced by its first name.
 
-    Raises `ValueError` if both names are present with different values. The order of the lines
-    decides which of them transformers uses.
+    Raises `ValueError` if both names are present with different values, because the order of fields
+    in the file would decide which value transformers uses.
     """
     renamed: Table = {}
     for first, seconds in ALIASES.items():
@@ -46,7 +46,7 @@ def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, A
 
 
 class Config:
-    """The names in a formula: functions, `let` definitions and fields of the configuration.
+    """The names in formulas: functions, `let` definitions and fields of the configuration.
 
     A missing field raises a `ValueError` that names it.
     """
@@ -84,7 +84,7 @@ class Config:
                 f"{name} is null in this {self.family} config.json; omit it for the default of "
                 f"its class, {default!r}, or pass a value"
             )
-        # An empty string stands for None, which TOML does not have: the class derives the value.
+        # An empty string stands for None, which TOML lacks: the class derives the value.
         return None if default == "" else default
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -102,7 +102,7 @@ class Config:
         return default if value is None else self.positive(name, value)
 
     def first_of(self, *names: str) -> Any:
-        """Return the first field that the file has, or else the first that has a default."""
+        """Return the first field that is in the file, or else the first that has a default."""
         for name in names:
             if self.content.get(name) is not None:
                 return self.content[name]
@@ -169,7 +169,7 @@ class Config:
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
     def _argument(self, key: str, entry: Any) -> Any:
-        """Return one argument of `Shape`."""
+        """Return one argument of `Shape` from its entry in the table."""
         if key in ("attention_layers", "mlp_layers"):
             return self.where(entry)
         if key in _RECORDS:
@@ -178,7 +178,7 @@ class Config:
             mixers = [self.mixer(row) for row in entry]
             return tuple(mixer for mixer in mixers if mixer.layers)
         if key == "encoder":
-            # The encoder uses the formulas of the family with its own number of layers.
+            # The encoder uses the formulas of the family with a separate number of layers.
             side = Config(self.content, self.family, self.table)
             return Shape(**side.arguments(merged_table(entry)), name=key) if entry else None
         return self.value(entry)
@@ -215,7 +215,7 @@ class Config:
             )
 
     def positive(self, entry: Any, value: Any) -> Any:
-        """Return a size, and raise `ValueError` for 0, which `Shape` would take as missing."""
+        """Return a size; raise `ValueError` for 0, which `Shape` would treat as missing."""
         if not value:
             raise ValueError(
                 f"{entry} is {value!r} in this {self.family} config.json; omit it or set it to "
@@ -266,7 +266,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of an activation function: `silu`, `gelu`, `gelu_new` or `relu`.
+    """Return the kind of activation function: `silu`, `gelu`, `gelu_new` or `relu`.
 
     Functions of one kind save the same tensors for the backward.
     """
@@ -289,7 +289,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
-#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is not a valid size.
+#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is invalid for all.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

@@ -1,6 +1,6 @@
 """The arguments of a `Transformer` for a configuration of one family.
 
-The class of transformers that `architectures` names decides whether a model has a head.
+The transformers class in `architectures` decides whether a model has a head.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from accounting.model.formulas import Table
 
 
 def family_arguments(content: Mapping[str, Any], family: str) -> Table:
-    """Return the keyword arguments of the `Transformer` of a configuration of a known family."""
+    """Return the keyword arguments of `Transformer` for a configuration of a known family."""
     table = merged_table(family)
     config = Config(content, family, table)
     for condition, message in table.get("refuse", ()):
@@ -24,7 +24,7 @@ def family_arguments(content: Mapping[str, Any], family: str) -> Table:
 
 
 def class_named(content: Mapping[str, Any]) -> str:
-    """Return the first class in `architectures`, or an empty name."""
+    """Return the first class name in `architectures`, or an empty string."""
     named = content.get("architectures")
     if not isinstance(named, list | tuple | None):
         raise ValueError(f"expected architectures to be a list of names, got {named!r}")
@@ -47,9 +47,9 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
 
 
 def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """Yield the class names of a family with an ending; without an ending, yield an empty name.
+    """Yield a family's class names with an ending; for an empty ending, yield an empty name.
 
-    A class has the name of its family, or one of the names that the table lists.
+    A class name starts with the name of its family, or with a name that the table lists.
     """
     if not ending:
         yield ""
@@ -60,5 +60,5 @@ def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
 
 
 def spelled(name: str) -> str:
-    """Return a name in lower case without separators, so that MPTForCausalLM is MptForCausalLM."""
+    """Return a name in lower case without separators, so MPTForCausalLM equals MptForCausalLM."""
     return name.replace("_", "").replace("-", "").lower()

@@ -15,11 +15,11 @@ _FILES = {
 _BASE: Table = {
     name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
-#: Second names of fields, with the families that have them.
+#: Aliases of fields, and the families that use them.
 ALIASES: Table = tables("model/families/aliases.toml")
 #: Vision towers and projectors of multimodal families.
 TOWERS: Table = tables("model/families/towers.toml")
-#: Multimodal classes by the field that ties the head of their language model.
+#: Multimodal classes, grouped by the field that ties the head of their language model.
 MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {

@@ -14,7 +14,7 @@ _PARTS = tables("model/matrices.toml")
 
 @lru_cache(maxsize=4096)
 def matrices(model: Shape) -> tuple[Matrix, ...]:
-    """Return the nonempty matrices of a model without its encoder, one record per kind."""
+    """Return the nonempty matrices of a model, one record per kind, without its encoder."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 UNIT = "parameters"
 
-#: Attributes of modules and parameters whose weights are stored in fewer elements than they have:
-#: those of torch's quantized modules, of GPTQ and AWQ, of bitsandbytes with 4 bits, of DeepSpeed's
-#: ZeRO-3, and of torch's FSDP1.
+#: Attributes that mark weights stored in fewer elements than the logical weight has, in torch's
+#: quantized modules, GPTQ and AWQ, 4-bit bitsandbytes, DeepSpeed's ZeRO-3, and torch's FSDP1.
 _PACKED = {
     "_fsdp_wrapped_module": "flattened by FullyShardedDataParallel",
     "qweight": "quantized and packed",
@@ -26,7 +25,7 @@ _PACKED = {
 
 
 def count_module(module: nn.Module) -> Breakdown:
-    """Count parameters by direct child; a shared parameter counts for the first child."""
+    """Count parameters per direct child; a shared parameter counts for the first child."""
     _check(module)
     _refuse_packed(module)
     seen: set[int] = set()
@@ -61,7 +60,7 @@ def _check(module: object) -> None:
 
 
 def _refuse_packed(module: nn.Module) -> None:
-    """Raise `ValueError` if weights are stored in fewer elements than they have."""
+    """Raise `ValueError` if weights are packed or sharded: see `_PACKED`."""
     for name, child in module.named_modules():
         for attribute, reason in _PACKED.items():
             if any(hasattr(x, attribute) for x in (child, *child.parameters(recurse=False))):

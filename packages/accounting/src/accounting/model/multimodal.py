@@ -11,7 +11,7 @@ from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 
-# Multimodal configurations nest that of their language model, which is described here.
+# Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
 
 
@@ -29,7 +29,7 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return the `tie_word_embeddings` by which a multimodal class ties its language model."""
+    """Return the `tie_word_embeddings` that ties the language model of a multimodal class."""
     field = "tie_word_embeddings"
     family = content["model_type"]
     outer_value = content.get(field)
@@ -50,8 +50,8 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
 def vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
     """Yield the parts of a vision tower of a known kind and of its projector.
 
-    They are tables, which a token of text does not multiply. Every tensor-parallel rank stores
-    them.
+    The parts are tables, because text tokens do not multiply them. Every tensor-parallel rank
+    stores them.
     """
     family, vision = str(content["model_type"]), content.get("vision_config")
     table = TOWERS.get(family, {})

@@ -19,11 +19,12 @@ class Matrix:
     rows: int
     #: Output features.
     columns: int
-    #: Dimension that tensor parallelism splits: `columns`, `rows`, `heads` (key and value heads,
-    #: which are copied if there are fewer heads than devices), or `none` if each device stores the
-    #: whole matrix.
+    #: Dimension along which tensor parallelism splits the matrix: `columns`, `rows`, `heads` (key
+    #: and value heads, which are copied if there are fewer heads than devices), or `none` if each
+    #: device stores the whole matrix.
     split: str = "none"
-    #: A `matrix` multiplies tokens, a `table` is indexed, and a `vector` is added or scales.
+    #: A `matrix` multiplies tokens, a `table` is indexed, and a `vector` is added or multiplied
+    #: elementwise.
     kind: str = "matrix"
     #: Layers that contain the matrix; None if it is outside the blocks.
     layers: tuple[int, ...] | None = None
@@ -35,12 +36,12 @@ class Matrix:
     routed: bool = False
     #: Pipeline stage of a matrix outside the blocks: `first` or `last`.
     where: str = "first"
-    #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if one prediction is
-    #: needed; one vector per `sequence`; or the `source` tokens of cross-attention.
+    #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if a single prediction
+    #: is needed; one vector per `sequence`; or the `source` tokens of cross-attention.
     applies_to: str = "tokens"
 
-    #: Tokens per sequence that the matrix does not apply to; a class token, for example, is not a
-    #: patch.
+    #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
+    #: is not a patch.
     skips: int = 0
 
     @property
@@ -103,12 +104,12 @@ class Experts:
     width: int = 0
     #: Total hidden width of the shared experts, which process every token.
     shared: int = 0
-    #: A gate scales the output of the shared experts (Qwen2-MoE).
+    #: True if a gate scales the output of the shared experts (Qwen2-MoE).
     shared_gate: bool = False
     router_bias: bool = False
-    #: Biases inside the experts; the default is the model's `mlp_bias`.
+    #: True if the experts have biases; the default is the model's `mlp_bias`.
     bias: bool | None = None
-    #: Layers with experts also have the dense MLP (Arctic, HRM).
+    #: True if layers with experts also have the dense MLP (Arctic, HRM).
     beside_mlp: bool = False
     #: Layers with experts; the default is all layers.
     layers: tuple[int, ...] | None = None
@@ -126,12 +127,12 @@ class Experts:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Attention to the nearest tokens only."""
+    """Attention only to the nearest tokens."""
 
     #: Number of keys that a query attends to, including its own token.
     size: int
-    #: True if a query attends to the earlier keys in its chunk of `size` tokens (Llama 4), and
-    #: not to the nearest `size` keys.
+    #: True if a query attends to the earlier keys in its chunk of `size` tokens (Llama 4) instead
+    #: of the nearest `size` keys.
     chunked: bool = False
     #: Layers with a window; the default is all layers.
     layers: tuple[int, ...] | None = None
@@ -156,11 +157,11 @@ class Mixer:
 
     name: str
     layers: tuple[int, ...]
-    #: Matrices of one layer; `layers` says which layers have them.
+    #: Matrices of one layer; their `layers` are the layers that contain them.
     matrices: tuple[Matrix, ...]
-    #: Values of the state per sequence and layer.
+    #: Number of values in the state per sequence and layer.
     state: int
     #: Operations per token and layer outside the matrices, to write and read the state.
     scan: int
-    #: Values per token and layer that the forward saves for the backward, besides the input.
+    #: Number of values per token and layer saved for the backward, in addition to the input.
     saved: int

@@ -1,7 +1,7 @@
-"""The arguments of a `Transformer` for any configuration of Hugging Face.
+"""The arguments of a `Transformer` for any Hugging Face configuration.
 
-A family without a table is refused by name. A multimodal configuration is that of its language
-model, with the parameters of a known vision tower.
+A family without a table is refused, and the error names it. A multimodal configuration is treated
+as its language model plus the parameters of a known vision tower.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 
 def _reason(family: str | None) -> str:
-    """Return why a family without a table is refused."""
+    """Return the reason why a family without a table is refused."""
     if family is None:
         return "expected a config.json with model_type, got one without it"
     why = REFUSED.get(family.removesuffix("_text"))

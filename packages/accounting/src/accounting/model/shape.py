@@ -1,8 +1,9 @@
 """The shape of a transformer: all sizes that determine its cost.
 
 A shape covers grouped-query and latent attention, recurrent mixers, experts and windows in some
-layers, individual biases and norms, and an encoder besides the decoder. The defaults describe a
-Llama-like decoder: RMSNorm, rotary positions, a gated MLP, no biases, and an untied head.
+layers, individual biases and norms, and an encoder in addition to the decoder. The defaults
+describe a Llama-like decoder: RMSNorm, rotary positions, a gated MLP, no biases, and an untied
+head.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ class Shape:
 
     layers: int
     d_model: int
-    #: Query heads; 0 describes blocks without attention.
+    #: Number of query heads; 0 means blocks without attention.
     heads: int
-    #: Rows of the embedding; 0 describes the blocks without embedding and head.
+    #: Rows of the embedding; 0 means a model without embedding and head.
     vocab_size: int
     #: Hidden width of the MLP; the default is four times `d_model`.
     d_ff: int = 0
     #: Key and value heads; the default is `heads` (MHA), and 1 is MQA.
     kv_heads: int = 0
-    #: Width of a head; the default is `d_model / heads`. With MLA, the part without rotary
+    #: Width of a head; the default is `d_model / heads`. With MLA, this is the part without rotary
     #: positions.
     head_dim: int = 0
     #: Width of a value; the default is `head_dim`.
     v_head_dim: int = 0
 
-    #: Three matrices (SwiGLU, GeGLU) if True, otherwise two.
+    #: True if the MLP has three matrices (SwiGLU, GeGLU), False if it has two.
     gated_mlp: bool = True
     #: `silu`, `gelu`, `relu`, or `gelu_new`, which transformers computes with several operators.
     activation: str = "silu"
@@ -48,25 +49,27 @@ class Shape:
     #: False for a LayerNorm without bias (Cohere, MPT).
     norm_bias: bool = True
     norms_per_layer: int = 2
-    #: Attention and MLP read the same input, and their outputs are summed (GPT-NeoX, Phi, PaLM).
+    #: True if attention and MLP read the same input and their outputs are summed (GPT-NeoX, Phi,
+    #: PaLM).
     parallel_block: bool = False
     final_norm: bool = True
-    #: Norm of queries and keys: True or `head` has one weight of width `head_dim` for all heads,
-    #: `heads` one weight per head, and `all` one norm over all heads together (OLMo 2).
+    #: Norm of queries and keys: True or `head` means one weight of width `head_dim` for all heads,
+    #: `heads` one weight per head, and `all` a single norm over all heads (OLMo 2).
     qk_norm: bool | str = False
     #: Rows of a learned position table; 0 for rotary positions.
     positions: int = 0
     #: Width of the embedding if it differs from `d_model` and is projected (OPT-350M).
     embedding_dim: int = 0
-    #: The head uses the embedding matrix.
+    #: True if the head uses the embedding matrix.
     tied: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    #: One learned logit per head that takes part in the softmax (gpt-oss).
+    #: True if each head has a learned logit that is included in the softmax (gpt-oss).
     sinks: bool = False
-    #: A gate with the width of the attention output, computed from the same input (Qwen3-Next).
+    #: True if a gate with the width of the attention output is computed from the same input
+    #: (Qwen3-Next).
     output_gate: bool = False
 
     mla: MLA | None = None
@@ -84,7 +87,7 @@ class Shape:
     lm_head: bool = True
     #: The encoder that each decoder layer attends to with cross-attention.
     encoder: Shape | None = None
-    #: Additional matrices of a family.
+    #: Additional matrices that are specific to a family.
     extra: tuple[Matrix, ...] = ()
     name: str = "transformer"
 
@@ -180,7 +183,7 @@ class Shape:
     def check_positions(self, seq: int) -> None:
         """Raise `ValueError` if a decoder's table of positions is shorter than a sequence.
 
-        Encoders of images may interpolate their table.
+        Encoders are not checked, because encoders of images may interpolate their table.
         """
         if self.causal and 0 < self.positions < seq:
             raise ValueError(

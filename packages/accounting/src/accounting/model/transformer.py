@@ -26,7 +26,7 @@ class Transformer(Shape):
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
         """Read a Hugging Face configuration: a folder, a file, its content, or a config object.
 
-        Raises `ValueError` with the name of a missing field or unknown family, and
+        Raises `ValueError` that names a missing field or an unknown family. Raises
         `FileNotFoundError` with the download command if the argument is the name of a model on the
         hub.
         """
@@ -36,10 +36,10 @@ class Transformer(Shape):
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Transformer:
-        """Read the configuration of a Hugging Face module, and compare the number of parameters.
+        """Read the configuration of a Hugging Face module, and check the number of parameters.
 
-        Raises `ValueError` for a module without a configuration, and if the sizes that were read
-        describe another number of parameters.
+        Raises `ValueError` if the module has no configuration, or if the number of parameters
+        differs from that of the configuration.
         """
         config = getattr(module, "config", None)
         if not hasattr(config, "to_dict"):
@@ -48,7 +48,7 @@ class Transformer(Shape):
                 f"{type(module).__name__}; describe it with Transformer(layers=..., d_model=...), "
                 "count it with parameters(module), or trace it with fits(module, sample)"
             )
-        # The class decides which parts of the configuration are built: head, no head, pooler.
+        # The class decides which parts of the model exist, such as the head or a pooler.
         content = content_of(config) | {"architectures": [type(module).__name__]}
         model = cls.from_hf(content)
         actual, described = sum(p.numel() for p in module.parameters()), model.size
@@ -61,7 +61,7 @@ class Transformer(Shape):
 
     @property
     def size(self) -> int:
-        """Return the number of all parameters."""
+        """Return the total number of parameters."""
         count = sum(matrix.size for matrix in matrices(self))
         return count + (sum(m.size for m in matrices(self.encoder)) if self.encoder else 0)
 

@@ -21,13 +21,13 @@ from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-#: Default batch in tokens, unless the number of devices requires a larger one.
+#: Default batch in tokens; a large number of devices may require a larger batch.
 TOKENS_PER_STEP = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plan for a question with its duration and cost, and alternative plans."""
+    """The best plan for a question, its duration and cost, and alternative plans."""
 
     model: Shape
     hardware: Hardware
@@ -39,7 +39,7 @@ class Answer:
     others: tuple[FittingPlan, ...]
     #: Bytes of the fullest device.
     memory: Breakdown
-    #: Seconds of a step as modeled, by part.
+    #: Modeled seconds of a step, by part.
     step: Breakdown
     #: Predicted seconds of a step.
     seconds: Interval
@@ -64,7 +64,7 @@ class Answer:
         return self.hardware.usd_per_hour is not None or self.usd.middle > 0
 
     def commands(self) -> dict[str, str]:
-        """Return the command lines that run the plan; none for TPUs, which have no torchrun."""
+        """Return the command lines that run the plan; empty for TPUs, which do not use torchrun."""
         if self.hardware.pod:
             return {}
         options: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
@@ -96,7 +96,7 @@ class Answer:
         }
 
     def explain(self) -> str:
-        """Return the answer as text for one screen."""
+        """Return the answer as text that fits on one screen."""
         plan, device = self.plan, self.hardware
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
@@ -143,15 +143,15 @@ def plan_for(
     progress: Callable[[int, int], None] | None = None,
     **fixed: Any,
 ) -> Answer:
-    """Return the fastest plan that fits, and the cost of a run of `tokens` with it.
+    """Return the fastest plan that fits in memory, and the cost of training on `tokens` with it.
 
-    Fields of `Plan` that are passed are fixed. Failures occur at the rate per device-hour of the 54
-    days of Llama 3 405B. Raises `ValueError` if no plan fits. `time_limit` and `progress` are
+    Fields of `Plan` that are passed are fixed. The failure rate per device-hour is that of the
+    54-day run of Llama 3 405B. Raises `ValueError` if no plan fits. `time_limit` and `progress` are
     those of `plans_that_fit`.
     """
     device = find(hardware)
     if memory_bytes is not None:
-        # The answer prints this memory, so that a limit in a wrong unit is seen.
+        # The answer prints this memory, so that a limit in a wrong unit is noticed.
         device = replace(device, memory_bytes=math.ceil(memory_bytes))
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
     if precision is None:
@@ -159,14 +159,14 @@ def plan_for(
     kind = recipe(precision)
     if batch is None:
         batch = max(TOKENS_PER_STEP // seq, 1)
-        # A multiple of the devices, so that any number of devices can divide the batch.
+        # Round up to a multiple of the devices, or of a fraction of them if the batch is small.
         unit = gpus if batch > gpus else gpus // math.gcd(gpus, 8)
         batch = -(-max(batch, unit) // unit) * unit
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     question |= {"precision": kind, "time_limit": time_limit, "progress": progress}
     candidates = plans_that_fit(model, **question, **fixed)
-    # If nothing fits, offload a part to the host.
+    # If no plan fits, offload a part to the host.
     for offload in ("optimizer", "activations"):
         if not candidates and "offload" not in fixed:
             candidates = plans_that_fit(model, **question, **fixed, offload=offload)
@@ -207,7 +207,7 @@ def no_room(
     work: Workload,
     fixed: Mapping[str, Any],
 ) -> str:
-    """Return the reason why no plan fits, for an error message.
+    """Return the reason why no plan fits in memory, for an error message.
 
     Either the fixed fields contradict each other or the model, or no degrees of parallelism divide
     the devices and the batch, or the memory is too small.
@@ -239,7 +239,7 @@ def no_room(
 
 
 def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return a sentence that names the numbers that do not divide devices or batch."""
+    """Return a sentence about the fixed numbers that do not divide the devices or the batch."""
     # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
     searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
     ranks = fixed.get("data") or searched // (searched & -searched)
@@ -269,7 +269,7 @@ def _contradiction(model: Shape, seq: int, fixed: Mapping[str, Any]) -> str:
     try:
         plan = Plan(**usual | dict(fixed))
         plan.check(model, seq=seq)
-        # The number of ranks that share weights is not known here.
+        # The number of ranks that share weights is unknown at this point.
         replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
     except ValueError as error:
         return str(error)

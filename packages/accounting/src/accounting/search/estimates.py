@@ -1,8 +1,8 @@
-"""Quick estimates of the memory and time of every plan, which decide what is computed in full.
+"""Quick estimates of memory and time, which decide which plans are computed in full.
 
-An estimate is arithmetic on a few numbers per plan, so that tens of thousands of plans are sorted
-in less than a second. Nothing that a user sees is an estimate: `search/plans.py` computes the
-memory and the step time of the most promising plans in full.
+An estimate is arithmetic on a few numbers per plan, so tens of thousands of plans are sorted in
+less than a second. Estimates are never reported to the user: `search/plans.py` computes the memory
+and the step time of the most promising plans in full.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from accounting.workload import Workload
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
 #: Fraction of the peak that the estimate assumes for all arithmetic.
 ASSUMED_UTILIZATION = 0.7
-#: Estimates may be a tenth too high, so plans that exceed the memory by less are kept.
+#: Estimates may be a tenth too high, so plans that exceed the memory by at most that are kept.
 MEMORY_TOLERANCE = 1.1
 
 
@@ -46,24 +46,24 @@ class Candidate(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations a stage stores at once."""
+        """Number of micro-batches whose activations a stage stores at once."""
         if self.schedule == "gpipe":
             return self.microbatches
         return min(self.microbatches, self.pipeline)
 
     @property
     def keeps_weights_whole(self) -> bool:
-        """True for FSDP2 in a pipeline, whose weights and gradients stay whole during a step."""
+        """True for FSDP2 in a pipeline, which stores unsharded weights and gradients in a step."""
         return self.zero == 3 and self.pipeline > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """True if each micro-batch reduces and shards its gradients."""
+        """True if gradients are reduced and sharded after each micro-batch."""
         return self.zero >= 2 and not self.keeps_weights_whole
 
     @property
     def gathers(self) -> int:
-        """Collectives over the weights or gradients of a stage per step."""
+        """Number of collectives per step over the weights or gradients of a stage."""
         if self.zero == 3:
             return self.microbatches + 2 if self.pipeline > 1 else 3 * self.microbatches
         return self.microbatches if self.zero == 2 else 1
@@ -80,7 +80,7 @@ class Estimate(NamedTuple):
 
 
 class TensorShard(NamedTuple):
-    """Sizes that depend on the tensor-parallel degree alone."""
+    """Sizes that depend only on the tensor-parallel degree."""
 
     #: Parameters per device outside the experts, before the pipeline divides them.
     dense: int
@@ -91,7 +91,7 @@ class TensorShard(NamedTuple):
 
 
 class Estimator:
-    """Estimates for one question: a model, a batch, a number of devices, and fixed fields."""
+    """Estimates for one model, batch, number of devices, and set of fixed fields."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Estimator:
         self.optimizer_bytes = 0.0 if self.offload == "optimizer" else states
 
     def estimates(self) -> Iterator[Estimate]:
-        """Yield every plan that may fit the memory."""
+        """Yield an estimate of each plan that may fit in memory."""
         for estimate in self._all_estimates():
             if estimate.memory_bytes <= MEMORY_TOLERANCE * self.memory_bytes:
                 yield estimate
@@ -148,7 +148,7 @@ class Estimator:
                     yield Estimate(busy * (1 + idle), needed, candidate, recompute)
 
     def fields_of_plan(self, estimate: Estimate) -> dict[str, Any]:
-        """Return the arguments of `Plan` that an estimate is for."""
+        """Return the arguments of `Plan` for an estimate."""
         return estimate.candidate._asdict() | {
             "recompute": estimate.recompute,
             "sequence_parallel": self._sequence_parallel(estimate.candidate.tensor),
@@ -159,7 +159,7 @@ class Estimator:
     def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
         if name in self.fixed:
             return [self.fixed[name]]
-        # Only the data parallelism of a model with an encoder is described.
+        # For a model with an encoder, only data parallelism is modeled.
         if self.model.encoder and name in ("tensor", "pipeline", "context"):
             return [1]
         return list(default)
@@ -168,7 +168,7 @@ class Estimator:
         return bool(self.fixed.get("sequence_parallel", tensor > 1))
 
     def _tensor_degrees(self) -> Iterator[int]:
-        """Yield tensor-parallel degrees inside a node that divide the model."""
+        """Yield tensor-parallel degrees that divide the model and fit in a node."""
         largest = min(self.device.devices_per_node, self.devices)
         for tensor in self._choices("tensor", powers_of_two(largest)):
             sizes = tensor_parallel_sizes(self.model).values()
@@ -190,7 +190,7 @@ class Estimator:
         return TensorShard(dense, routed, saved)
 
     def _candidates(self, tensor: int) -> Iterator[Candidate]:
-        """Yield the candidates of a tensor-parallel degree that divide devices and batch."""
+        """Yield candidates with a tensor-parallel degree; they divide the devices and the batch."""
         model, devices = self.model, self.devices
         most_context = min(devices, max(1, self.work.seq // 1024))
         for pipeline in self._choices("pipeline", powers_of_two(min(model.layers, devices))):
@@ -205,7 +205,7 @@ class Estimator:
     def _schedules(
         self, tensor: int, pipeline: int, context: int, data: int
     ) -> Iterator[Candidate]:
-        """Yield the expert degrees, micro-batches, chunks and ZeRO stages of four degrees."""
+        """Yield expert degree, micro-batches, chunks and ZeRO stage for four given degrees."""
         batch, replicas = self.work.batch // data, data * context
         experts = powers_of_two(replicas) if self.model.experts else [1]
         stages = [0, 1, 2, 3] if replicas > 1 else [0]
@@ -220,7 +220,8 @@ class Estimator:
                     usual = "interleaved" if virtual > 1 else "1f1b"
                     schedule = self.fixed.get("schedule", usual)
                     for zero in self._choices("zero", stages):
-                        # torch's schedules accumulate whole gradients, so ZeRO-2 would shard none.
+                        # torch's schedules accumulate unsharded gradients, so ZeRO-2 would have no
+                        # effect.
                         if zero == 2 and pipeline > 1 and "zero" not in self.fixed:
                             continue
                         yield Candidate(
@@ -236,7 +237,7 @@ class Estimator:
                         )
 
     def _virtual_stages(self, pipeline: int) -> list[int]:
-        """Return the numbers of chunks per stage; Megatron interleaves equal chunks only."""
+        """Return the numbers of chunks per stage; Megatron interleaves only equal chunks."""
         layers = self.model.layers
         interleaved = [v for v in (2, 4, 8) if pipeline > 1 and even(layers, pipeline * v)]
         return [1, *interleaved]
@@ -269,7 +270,7 @@ class Estimator:
         return (self.cast_bytes or self.weight_bytes) * whole * candidate.keeps_weights_whole
 
     def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:
-        """Return the seconds of traffic that compute does not hide, and of reading the weights."""
+        """Return the seconds of traffic not hidden by compute, and of reading the weights."""
         device, microbatches = self.device, candidate.microbatches
         layers = self.model.layers / candidate.pipeline
         moved = 8 * layers * self._tokens(candidate) * microbatches * self.model.d_model

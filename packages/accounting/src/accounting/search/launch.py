@@ -1,4 +1,4 @@
-"""The command lines that run a plan with torchtitan or Megatron-LM, from launch.toml."""
+"""Command lines that run a plan with torchtitan or Megatron-LM, from launch.toml."""
 
 import re
 
@@ -12,9 +12,9 @@ _PROGRAMS = tables("search/launch.toml")
 def command_lines(
     model: Shape, plan: Plan, *, batch: int, seq: int, dtype: str = "bf16"
 ) -> dict[str, str]:
-    """Return the command line of each program that can run a plan, by program.
+    """Return the command line for each program that can run a plan, keyed by program.
 
-    A node has the largest number of processes up to eight that divides the devices.
+    The number of processes per node is the largest number up to eight that divides the devices.
     """
     processes_per_node = max(n for n in range(1, 9) if plan.devices % n == 0)
     sequences, experts = batch // plan.data, model.experts

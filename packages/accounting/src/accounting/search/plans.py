@@ -1,8 +1,8 @@
-"""Search for the plans that fit the memory of a device, the fastest plan, and the fewest devices.
+"""Search for plans that fit in memory, the fastest plan, and the fewest devices.
 
-The search varies every axis: tensor, pipeline with its chunks, context, expert, ZeRO,
+The search varies the tensor, pipeline, context and expert degrees, pipeline chunks, the ZeRO stage,
 recomputation, and the size of a micro-batch. `search/estimates.py` sorts tens of thousands of plans
-by an estimate; only the first ones are computed in full.
+by an estimate; only the most promising ones are computed in full.
 """
 
 import math
@@ -31,12 +31,12 @@ DEGREES = ("data", "tensor", "pipeline", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class FittingPlan:
-    """A plan that fits, with the memory and the step time that it needs."""
+    """A plan that fits in memory, with its memory and step time."""
 
     plan: Plan
     #: Bytes on the fullest device.
     memory_bytes: float
-    #: Seconds of a step as modeled; `accounting.time.published.predicted` adds an interval.
+    #: Modeled seconds of a step; `accounting.time.published.predicted` adds an interval.
     step_seconds: float
 
 
@@ -57,14 +57,14 @@ def plans_that_fit(
     progress: Callable[[int, int], None] | None = None,
     **fixed: Any,
 ) -> list[FittingPlan]:
-    """Return at most `most` plans over all `devices` that fit the memory, the fastest first.
+    """Return up to `most` plans that use all `devices` and fit in memory, fastest first.
 
     Fields of `Plan` that are passed are fixed. The search varies all other fields except `offload`
     and keeps tensor parallelism inside a node. `share_of_memory` is the fraction of the memory that
     a plan may use; the remainder is for buffers and fragmentation. `memory_bytes` replaces the
-    memory of the device. After `time_limit` seconds, the plans that were found so far are returned,
-    or `TimeoutError` is raised if there are none. `progress` is called with the number of plans
-    that were computed in full and the number of all plans.
+    memory of the device. After `time_limit` seconds, the plans found so far are returned, or
+    `TimeoutError` is raised if there are none. `progress` is called with the number of plans that
+    were computed in full and the number of all plans.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
@@ -145,9 +145,9 @@ def fewest_devices(
     """Return the smallest number of data-parallel devices on which the model trains.
 
     Each device processes `batch` sequences, so more devices shard the model states but not the
-    activations. `activation_bytes` are added to the memory of a device; the fraction
-    `sharded_activations` of them is divided among all devices. Raises `ValueError` if `most`
-    devices do not suffice.
+    activations. `activation_bytes` is added to the memory of a device; the fraction
+    `sharded_activations` of it is divided among all devices. Raises `ValueError` if `most` devices
+    do not suffice.
     """
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 

@@ -1,1 +1,1 @@
-"""Time of messages, steps, and runs with failures."""
+"""Time of collectives, of training steps, and of runs with failures."""

@@ -16,7 +16,7 @@ from accounting.breakdown import Breakdown, plain, product, total
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """All calls of one collective in a step: its group, number of calls and payload."""
+    """All calls of one collective in a step, with its group, number of calls and payload."""
 
     name: str
     #: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all` or `send`.
@@ -79,7 +79,7 @@ class Communication:
 
     name: str
     collectives: tuple[Collective, ...]
-    #: Bytes over each pipeline boundary in each direction, for one replica.
+    #: Bytes of one replica across each pipeline boundary, in each direction.
     boundaries: Breakdown
 
     def __getitem__(self, name: str) -> Collective:
@@ -121,7 +121,7 @@ class Communication:
         return iter(self.collectives)
 
     def explain(self) -> str:
-        """Return the derivation of the bytes that one device sends."""
+        """Return the derivation of the bytes that one device sends, as text."""
         return self.wire.explain()
 
     __str__ = explain

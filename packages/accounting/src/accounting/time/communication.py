@@ -91,7 +91,7 @@ def _tensor(
     stage_model: Shape, model: Shape, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the all-reduces of tensor parallelism: per attention and MLP, forward and backward."""
-    # Each attention, mixer and MLP ends in a sum over the devices; parallel blocks share one sum.
+    # Each attention, mixer and MLP ends with an all-reduce; parallel blocks share a single one.
     mixing_layers = {i for m in stage_model.mixers for i in m.layers} | set(
         stage_model.attention_layers or ()
     )
@@ -101,7 +101,7 @@ def _tensor(
         if model.parallel_block
         else len(mixing_layers) + len(mlp_layers)
     )
-    # The embedding ends in a sum, and so does the gradient of the head's input.
+    # The embedding and the gradient of the head's input also end with an all-reduce.
     first = int(stage == 0 and stage_model.vocab_size > 0)
     last = int(stage == plan.pipeline - 1 and stage_model.lm_head and stage_model.vocab_size > 0)
     recomputed = blocks if plan.recompute == "full" else 0
@@ -111,7 +111,8 @@ def _tensor(
         ("tensor-parallel backward", "all_reduce", backward),
     ]
     if plan.sequence_parallel:
-        # Each all-reduce is split into its two phases, and the backward gathers the inputs again.
+        # Each all-reduce is split into its two phases, and the backward gathers the inputs a second
+        # time.
         rows = [
             ("sequence-parallel forward gathers", "all_gather", blocks + recomputed + last),
             ("sequence-parallel forward scatters", "reduce_scatter", forward),

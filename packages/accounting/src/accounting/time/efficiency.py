@@ -13,21 +13,24 @@ from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.workload import Workload
 
-#: Fraction of the dense peak that large products reach: 0.8 of an A100's 312 TFLOP/s. The fp8 value
-#: includes the scaling of tiles.
+#: Fraction of the dense peak that large matrix products reach, such as 0.8 of an A100's 312 TFLOP/s
+#: in bf16. The fp8 value includes the scaling of tiles.
 MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
-#: Additional factor for devices whose clock falls under a long load: 0.7 of the peak in all on an
-#: H100 of 700 W. `accounting.time.published` learns all other losses of a step as one factor.
+#: Additional factor for devices that lower their clock under sustained load: large bf16 products on
+#: a 700 W H100 reach 0.8 * 0.88 = 0.7 of the peak. `accounting.time.published` fits all other
+#: losses of a step as one factor.
 POWER_SHARE = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
-#: The same fraction for fused attention, forward and backward together: 0.4 to 0.75 in Shah et al.
-#: 2024, FlashAttention-3, figures 5 and 6; 0.5 to 0.7 on an A100 in Dao 2023, FlashAttention-2.
+#: Fraction of the peak that fused attention reaches, forward and backward together. Shah et al.
+#: 2024, FlashAttention-3, figures 5 and 6, report 0.4 to 0.75; Dao 2023, FlashAttention-2, reports
+#: 0.5 to 0.7 on an A100.
 ATTENTION_SHARE = 0.5
 BANDWIDTH_SHARE = 0.8
 #: Number of times that a training step moves a tensor of the residual stream per layer: two norms,
 #: two residual sums, inputs and outputs of attention, forward and backward.
 STREAM_PASSES = 34
 HIDDEN_PASSES = 8
-#: Passes over unfused scores: scores, mask, softmax, dropout and product, forward and backward.
+#: Number of passes over unfused scores: product of queries and keys, mask, softmax, dropout and
+#: product with values, forward and backward.
 SCORE_PASSES = 14
 
 
@@ -36,8 +39,8 @@ def stage_seconds(
 ) -> tuple[float, float, float]:
     """Return the seconds of a micro-batch of `tokens` on a stage, in three parts.
 
-    The parts are the operations of the products, the traffic of the products, and the traffic of
-    the operations between them.
+    The parts are the arithmetic of the matrix products, their memory traffic, and the memory
+    traffic of the operations between them.
     """
     kind = work.kind
     utilization = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
@@ -50,7 +53,7 @@ def stage_seconds(
         if matrix.kind != "matrix" and not head:
             continue
         # The backward costs twice the forward. Full recomputation repeats the forward of the
-        # blocks, and a loss in chunks that of the head.
+        # blocks, and a chunked loss repeats the forward of the head.
         is_recomputed = plan.recompute == "full" and matrix.layers is not None
         is_recomputed |= work.loss_chunks > 1 and (head or matrix.applies_to == "last")
         passes = 4.0 if is_recomputed else 3.0
@@ -70,7 +73,7 @@ def stage_seconds(
 
 
 def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:
-    """Return the values per token that norms, activations, sums and the loss move."""
+    """Return the number of values per token that norms, activations, sums and the loss move."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff
     if model.experts:

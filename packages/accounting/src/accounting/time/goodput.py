@@ -1,12 +1,13 @@
 """The cost of failures in a long run: lost work, restarts, and the best checkpoint interval.
 
 Failures are random with a constant rate per device-hour, so a machine of N devices has one every M
-= 1 / (N rate) hours. The expected time for tau hours of work and the checkpoint after it is
+= 1 / (N rate) hours. The expected time for tau hours of work and the following checkpoint is
 
     M e^(R/M) (e^((tau + C)/M) - 1)
 
 hours (Daly 2006, "A higher order estimate of the optimum checkpoint interval"), for a checkpoint of
-C hours and a restart of R hours that may fail too. Young's interval is the optimal tau for C << M.
+C hours and a restart of R hours, which may also fail. Young's interval is the optimal tau for C <<
+M.
 """
 
 import math
@@ -18,7 +19,7 @@ from accounting import checks
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run on machines that fail."""
+    """A training run on devices that fail at random."""
 
     #: Duration without failures and checkpoints.
     work_hours: float
@@ -72,7 +73,7 @@ class Goodput:
     #: Hours of work between two checkpoints.
     interval_hours: float
     wall_clock_hours: float
-    #: Useful hours per wall-clock hour.
+    #: Hours of useful work per wall-clock hour.
     goodput: float
     failures: float
     usd: float

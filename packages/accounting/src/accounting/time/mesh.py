@@ -12,7 +12,8 @@ must exceed
     summed      alpha F / (Y M_X (F - alpha Y / M_Y))   if FSDP and TP use the links in sequence
     overlapped  alpha / (Y M_X)                         if both run at once and Y < F M_Y / alpha
 
-The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of the first over X and holds only there.
+The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of `summed` over X and holds only at this
+minimum.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class MeshBatch:
     fsdp: float
     #: Tensor-parallel ranks Y.
     tensor: float
-    #: Operations per second over bytes per second of a link, C / W.
+    #: Ratio C / W of operations per second to bytes per second of a link.
     alpha: float
     #: Tokens per device.
     per_device: float
@@ -70,8 +71,8 @@ def compute_bound_batch(
 ) -> MeshBatch:
     """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor`.
 
-    `speeds` are `hardware`, or `flops_per_second` and `axis_bytes_per_second`, or both. Raises
-    `ValueError` if no batch is compute-bound.
+    Pass `speeds` as `hardware`, or as `flops_per_second` and `axis_bytes_per_second`, or as both.
+    Raises `ValueError` if no batch is compute-bound.
     """
     return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, _alpha(**speeds))
 
@@ -83,7 +84,7 @@ def best_mesh(
     """Return the smallest batch over all X with X Y = `devices`, with summed communication.
 
     At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
-    (M_X M_Y F). `speeds` are the options of `compute_bound_batch`.
+    (M_X M_Y F). `speeds` accepts the options of `compute_bound_batch`.
     """
     alpha = _alpha(**speeds)
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
@@ -98,7 +99,7 @@ def _mesh(
     comms: Literal["summed", "overlapped"],
     alpha: float,
 ) -> MeshBatch:
-    # Time of tensor parallelism as a fraction of the compute time, which does not depend on the
+    # Time of tensor parallelism as a fraction of the compute time; the ratio does not depend on the
     # batch.
     tensor_fraction = alpha * tensor / (axes[1] * d_ff)
     if tensor_fraction >= 1:

@@ -9,15 +9,15 @@ from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.workload import Workload
 
-#: Host memory bandwidth per device in bytes per second: an estimate for two sockets of about 200
-#: GB/s that serve eight devices.
+#: Host memory bandwidth per device in bytes per second. It is an estimate for two sockets with
+#: about 200 GB/s each that serve eight devices.
 HOST_BANDWIDTH = 40e9
 
 
 def updated_parameters(model: Shape, plan: Plan) -> int:
-    """Return the parameters that a device of the first, middle or last stage updates, the largest.
+    """Return the largest number of parameters that a device updates, over the pipeline stages.
 
-    With ZeRO, these are a shard.
+    With ZeRO, a device updates one shard.
     """
     largest = 0
     for stage in {0, plan.pipeline // 2, plan.pipeline - 1}:
@@ -31,7 +31,7 @@ def updated_parameters(model: Shape, plan: Plan) -> int:
 def offload_seconds(
     model: Shape, plan: Plan, work: Workload, device: Hardware, *, free: float
 ) -> Breakdown | None:
-    """Return the seconds of offloading that are not hidden.
+    """Return the seconds of offloading that compute does not hide.
 
     An optimizer on the host waits for the gradients, updates in host memory, and sends the weights
     back (Ren et al. 2021, ZeRO-Offload, without its delayed update). Inputs of blocks are sent

@@ -1,9 +1,9 @@
-"""Published training runs (published.toml), and the prediction errors on them.
+"""Published training runs (published.toml), and prediction errors for these runs.
 
 A prediction is the modeled time of a step times the factor of its group: the geometric mean of
-measured over modeled time, with equal weight per source. Its interval is measured on sources that
-are held out whole: the runs of one publication are predicted with the factor of all other
-publications, and without the constants that were fitted to this publication alone.
+measured over modeled time, with equal weight per source. Its interval is measured on held-out
+sources: the runs of one publication are predicted with the factor of all other publications, and
+without constants that were fitted to this publication.
 """
 
 import math
@@ -40,7 +40,8 @@ class Published:
     source: str
     precision: str = "megatron_bf16"
     flash: bool = False
-    #: Overlap of communication and compute, if the publication reports more than the usual.
+    #: Overlap of communication and compute; not the default if the publication reports more
+    #: overlap.
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
@@ -67,7 +68,7 @@ def _read() -> tuple[Published, ...]:
 
 
 def _tabulated(about: dict[str, Any], row: dict[str, Any], tables: dict[str, Any]) -> Published:
-    """Return the run of a row, whose columns are sizes, fields of the plan, and the rate."""
+    """Return the run of a table row; its columns are sizes, fields of the plan, and the rate."""
     plan = about["plan"] | {key: row[key] for key in Plan.__dataclass_fields__ if key in row}
     ranks = plan.get("tensor", 1) * plan.get("context", 1)
     plan["data"] = row["devices"] // ranks
@@ -88,7 +89,7 @@ def _published(entry: dict[str, Any]) -> Published:
     numbers = model | {"batch": entry["batch"], "seq": entry["seq"]}
 
     def value(formula: Any) -> float:
-        # The formula of the publication is part of this package's own file.
+        # `eval` is safe because the formula comes from a file of this package.
         return float(eval(formula, {}, numbers) if isinstance(formula, str) else formula)
 
     if "work" in entry:
@@ -110,12 +111,12 @@ RUNS: tuple[Published, ...] = _read()
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A prediction with its range, and the evidence for the width of the range."""
+    """A predicted value with its range, and the evidence for the range."""
 
     low: float
     middle: float
     high: float
-    #: The published runs on which the range was measured, and how many of them it contained.
+    #: Description of the published runs on which the range was measured, and how many it contained.
     basis: str = ""
 
     def scaled(self, factor: float) -> "Interval":
@@ -136,21 +137,21 @@ class Interval:
 
 #: Device, dtype of the matrix products, and `dense` or `MoE`.
 Group = tuple[str, str, str]
-#: Quantile of the errors of known sources that is the half-width of an interval. A further source
-#: has larger errors than few known sources show, so about 80 % of its runs are expected inside.
+#: The half-width of an interval is this quantile of the errors of known sources. Few known sources
+#: understate the errors of a new source, so about 80 % of its runs are expected inside.
 ERROR_QUANTILE = 0.9
-#: Number of sources below which a group uses the widest known interval.
+#: A group with fewer sources than this uses the widest known interval.
 LEAST_SOURCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Logarithms of measured over modeled seconds of a run."""
+    """Logarithm of measured over modeled seconds of a run, with and without fitted constants."""
 
     source: str
     group: Group
     usual: float
-    #: Modeled without the constants that were fitted to the source of the run.
+    #: The ratio without the constants that were fitted to the source of the run.
     held_out: float
 
 
@@ -174,7 +175,7 @@ def group_of(model: Shape, hardware: str, precision: str | Precision) -> Group:
 
 
 def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
-    """Return the modeled step of a run, before any learning.
+    """Return the modeled step of a run, without the learned factor.
 
     `held_out` omits constants that were fitted to the source of the run: its overlap, the power
     factor of its device, and the matmul efficiency of its dtype.
@@ -187,10 +188,10 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a copy of a device to which the fitted power factor and fp8 fraction do not apply."""
+    """Return a copy of a device that cancels the fitted power factor and fp8 fraction."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
-        # This replaces the known fp8 fraction by the usual bf16 fraction.
+        # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
         usual = MATMUL_SHARE["bf16"] / MATMUL_SHARE["fp8"]
         peaks["fp8"] = Peak(published=round(peaks["fp8"].flops * usual))
     return replace(device, name=f"{device.name}, held out", peaks=peaks)
@@ -205,7 +206,7 @@ def mean_log_ratio(seen: Iterable[Ratio]) -> float:
 
 
 def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
-    """Return the errors of the runs of each source when predicted from all other sources."""
+    """Return the errors of each source's runs, predicted from all other sources."""
     errors: dict[str, list[float]] = {}
     for source in dict.fromkeys(ratio.source for ratio in seen):
         others = [ratio for ratio in seen if ratio.source != source]
@@ -228,8 +229,8 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
     """Return the factor learned from runs, with the interval for a group.
 
-    Both are those of the group if it has at least `LEAST_SOURCES` sources. Otherwise they are those
-    of all runs, and the interval is that of the source with the widest errors.
+    Both are computed from the group if it has at least `LEAST_SOURCES` sources. Otherwise the
+    factor is computed from all runs, and the interval from the source with the widest errors.
     """
     of_group = [ratio for ratio in seen if ratio.group == group]
     if len({ratio.source for ratio in of_group}) >= LEAST_SOURCES:
@@ -243,7 +244,7 @@ def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
 
 @lru_cache
 def coverage(group: Group | None = None) -> tuple[int, int, int]:
-    """Return covered runs, all runs and sources of a group, or of all groups.
+    """Return the numbers of covered runs, runs and sources of a group, or of all groups.
 
     A run is covered if the interval learned from all other sources contains it.
     """
@@ -268,11 +269,11 @@ def predicted(
     hardware: str | Hardware | None = None,
     precision: str | Precision | None = None,
 ) -> Interval:
-    """Return the predicted seconds: modeled seconds times the factor learned from published runs.
+    """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
     The interval is that of runs with this device, this dtype, and dense or MoE. Without these
-    arguments, or with too few sources, it is the widest known interval. `basis` says which interval
-    was used and how many runs of held-out sources such intervals contained.
+    arguments, or with too few sources, it is the widest known interval. `basis` describes the
+    interval and the number of held-out runs that such intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:

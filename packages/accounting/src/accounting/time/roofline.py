@@ -1,4 +1,4 @@
-"""The roofline model: whether an operation is bound by compute or by memory.
+"""The roofline model, which shows if an operation is bound by compute or by memory.
 
 The intensity is the number of operations per byte moved. Operations above the ridge, at `peak /
 bandwidth`, can be compute-bound.
@@ -27,7 +27,7 @@ class Roofline:
     bound: str
     #: The roof at this intensity, in FLOP/s.
     attainable_flops: float
-    #: Lower bound of the time: the larger of compute and traffic.
+    #: Lower bound of the time: the larger of compute time and memory traffic time.
     seconds: float
 
     def explain(self) -> str:

@@ -1,11 +1,11 @@
 """Time of a training step: compute, exposed communication, pipeline bubble and optimizer.
 
-A message costs alpha + bytes * beta. Devices are numbered by tensor, context, data and pipeline
-rank, tensor first, so that small groups stay inside a node. A group with k members per node uses k
-network ports at once, so its collectives run at min(node link, k ports). Communication overlaps
-with compute where frameworks overlap it: gradients with the backward; FSDP's gathers, pipeline and
-context passes with everything. Tensor and expert parallelism are not hidden. All hidden traffic
-shares the compute time of one step.
+A message takes alpha + bytes * beta. Device numbers vary fastest by tensor rank, then by context,
+data and pipeline rank, so that small groups stay inside a node. A group with k members per node
+uses k network ports at once, so its collectives run at min(node link, k ports). Communication
+overlaps with compute as in common frameworks: gradients with the backward; FSDP's gathers, pipeline
+and context traffic with all compute. Tensor and expert parallelism are not hidden. All hidden
+traffic shares the compute time of one step.
 """
 
 import math
@@ -27,7 +27,7 @@ from accounting.time.offload import offload_seconds, updated_parameters
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
-#: Fraction of the compute time of a step behind which the traffic of each axis can be hidden.
+#: For each axis, the fraction of a step's compute time that can hide its traffic.
 OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
 
 
@@ -47,9 +47,9 @@ def step_time(
     `run` are the fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in that of its activations.
     Messages have the dtypes of the tensors. Raises `ValueError` if the device does not list such a
-    dtype. `efficiency` replaces the table of `accounting.time.efficiency` by one fraction of the
-    peak for all arithmetic, and omits bandwidth-bound operations. `flash=False` means attention
-    that writes its scores to memory.
+    dtype. `efficiency` replaces the table of `accounting.time.efficiency` with one fraction of the
+    peak for all arithmetic, and omits bandwidth-bound operations. With `flash=False`, attention
+    writes its scores to memory.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -68,7 +68,7 @@ def step_time(
     for axis, fraction in overlap.items():
         checks.choice("an axis of overlap", axis, OVERLAP)
         checks.number(f"overlap of {axis}", fraction, most=1, open=False)
-    # Sharded weights are also gathered ahead of the forward.
+    # Sharded weights are also gathered during the forward, so all compute can hide them.
     overlap = {**OVERLAP, **overlap}
     can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free, waits = compute, 0.0
@@ -140,14 +140,15 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
         if part.name == "recomputed":
             attention += sum(float(leaf.total) for leaf in part if leaf.name != "blocks")
     if plan.recompute == "full":
-        # A second forward of the blocks is a third of their training step, including attention.
+        # A second forward of the blocks adds a third of their training operations, including
+        # attention.
         attention += core / 3
     ranks = plan.tensor * plan.context
     return (operations.total - attention) / ranks, attention / ranks
 
 
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
-    """Return the seconds that the optimizer takes to read and write all states once."""
+    """Return the seconds in which the optimizer reads and writes all states once."""
     if plan.offload == "optimizer":
         return None
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
@@ -173,7 +174,7 @@ def collectives_on(
     for collective in collectives:
         stride = strides.get(collective.axis, plan.tensor)
         if collective.axis == "data" and collective.ranks == plan.expert_replicas:
-            # Ranks with the same experts are `expert` times farther apart.
+            # Ranks with the same experts are `expert` times as far apart.
             stride *= plan.expert
         ranks, operation = collective.ranks, collective.operation
         yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
@@ -185,8 +186,8 @@ def group_link(
 ) -> Link:
     """Return the link of a group whose members are `stride` devices apart.
 
-    A ring passes every byte through each member, so k members of a node can send one k-th of it
-    each through k ports. In an all-to-all and in a send, each device sends its own bytes through
+    A ring passes every byte through each member, so k members in a node can each send 1/k of the
+    bytes through k ports. In an all-to-all and in a send, each device sends its own bytes through
     one port; an all-to-all sends only those bytes that leave the node.
     """
     hardware = find(hardware)
@@ -212,7 +213,7 @@ def group_link(
 
 
 def fastest(collective: Collective, link: Link) -> float:
-    """Return the seconds of a collective by ring or by tree, whichever is faster."""
+    """Return the seconds of a collective by the faster of ring and tree."""
     return min(
         replace(collective, algorithm=algorithm).seconds(
             bandwidth=link.bandwidth, latency=link.latency
@@ -227,13 +228,13 @@ def bucket_overhead_seconds(
 ) -> float:
     """Return the time that data parallelism adds after the backward.
 
-    T(n) = s / (n w) + n o: the last bucket, and one launch per bucket, if the other buckets are
-    hidden.
+    For n buckets of s bytes in total, bandwidth w and launch overhead o, T(n) = s / (n w) + n o:
+    the time of the last bucket plus n launches, if the other buckets are hidden.
     """
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
 
 @checks.entry()
 def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """Return the bucket size sqrt(s o w) that minimizes the overhead, with n = sqrt(s / (w o))."""
+    """Return the bucket size sqrt(s o w), which minimizes the overhead at n = sqrt(s / (w o))."""
     return math.sqrt(model_bytes * latency * bandwidth)
