@@ -37,7 +37,7 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     - for an IsoFLOP fit, the valleys, and N and D over C;
     - for a sweep, loss over rate, and best rate over batch size;
     - for a backtest, the best size predicted from the runs below each cut, relative to a fit of all
-    runs.
+      runs.
     """
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure

@@ -33,7 +33,7 @@ def activations(
 ) -> Breakdown:
     """Return the bytes that one device saves per micro-batch for its stage, without the head.
 
-    `run` are the fields of a `Workload`. `batch` is the whole batch; a device processes `batch /
+    `run` contains fields of a `Workload`. `batch` is the whole batch; a device processes `batch /
     (data x microbatches)` sequences at a time, each with `seq / context` tokens. `plan.recompute`
     selects the saved tensors: all, all except the core of attention, or only the input of each
     block.
@@ -165,7 +165,7 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
 
 
 def _masked_layers(model: Shape, work: Workload) -> int:
-    """Return the number of layers with a mask; transformers builds none if `seq` fits a window."""
+    """Return the number of layers with a mask; transformers omits it if a window exceeds `seq`."""
     is_cut = model.window is not None and work.seq >= model.window.size
     return len(model.windowed_layers) if work.transformers and is_cut else 0
 

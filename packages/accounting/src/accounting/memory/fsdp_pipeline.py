@@ -55,7 +55,7 @@ class FsdpStage:
         return total("states", "B", *states)
 
     def forward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
-        """Return the fuller moment of a forward: before the first block or after the last."""
+        """Return the forward's fuller moment: before the first block or after the last block."""
         grown = self._gradients(accumulated)
         resharded = self.plan.reshard_after_forward
         last = self._moment(

@@ -96,7 +96,7 @@ class MLA:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts that replaces the MLP."""
+    """A mixture of experts that replaces the MLP of a layer."""
 
     count: int
     per_token: int

@@ -142,7 +142,8 @@ class Estimator:
                 layers = self.model.layers / candidate.pipeline
                 for recompute, token_bytes in shard.activation_bytes.items():
                     saved = token_bytes * stored_tokens * layers
-                    # The last backward ends with all weights gathered and no saved tensors.
+                    # At the end of the last backward, all weights are gathered and no saved tensors
+                    # are left.
                     needed = state_bytes + max(saved, self._gathered_bytes(candidate, whole))
                     busy = self.compute_seconds * RECOMPUTE_FACTOR[recompute] + exposed
                     yield Estimate(busy * (1 + idle), needed, candidate, recompute)

@@ -6,8 +6,7 @@ Failures are random with a constant rate per device-hour, so a machine of N devi
     M e^(R/M) (e^((tau + C)/M) - 1)
 
 hours (Daly 2006, "A higher order estimate of the optimum checkpoint interval"), for a checkpoint of
-C hours and a restart of R hours, which may also fail. Young's interval is the optimal tau for C <<
-M.
+C hours and a restart of R hours that may fail too. Young's interval is the optimal tau for C << M.
 """
 
 import math

@@ -44,7 +44,7 @@ def step_time(
 ) -> Breakdown:
     """Return the seconds of one step: compute, bandwidth-bound operations, communication, bubble.
 
-    `run` are the fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
+    `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in that of its activations.
     Messages have the dtypes of the tensors. Raises `ValueError` if the device does not list such a
     dtype. `efficiency` replaces the table of `accounting.time.efficiency` with one fraction of the

@@ -31,8 +31,9 @@ REGIMES = {
 class RateLaw:
     """The best rate at batch size B.
 
-    A saturating law is r / (1 + B_c / B). A surge is 2 r / (1 / s + s), with s = k erf(erfinv(1 /
-    k) sqrt(B / B_c)). Here r is `highest_rate`, B_c is `batch_size`, and k is `surge`.
+    A saturating law is r / (1 + B_c / B). A surge is 2 r / (1 / s + s), with
+    s = k erf(erfinv(1 / k) sqrt(B / B_c)). Here r is `highest_rate`, B_c is `batch_size`, and k is
+    `surge`.
     """
 
     shape: RateShape

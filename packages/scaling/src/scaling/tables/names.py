@@ -60,7 +60,7 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Ranks of possible loss columns: a held-out loss ranks highest, a training loss lowest.
+#: Ranks of possible loss columns: a held-out loss ranks highest, and a training loss lowest.
 FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
