@@ -33,7 +33,8 @@ def bench(
     """Return rows of measurements on synthetic runs.
 
     The sweeps run on `device`. `data` is a file of runs to fit as well, without its five highest
-    losses, as in Besiroglu et al. L-BFGS-B uses `starts` of its 4,500 starts.
+    losses, as in Besiroglu et al. L-BFGS-B runs from `starts` of the 4,500 starts of Hoffmann et
+    al.
     """
     starts = starts or (40 if quick else 4500)
     noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)

@@ -117,8 +117,8 @@ def load_runs(
         where: Values of columns that select rows, such as `{"dataset": "c4"}`. A number also
             selects cells with another notation of it, such as 3e-4 and 0.0003.
         history: The column of run names, if the table has several rows per run; the last row of
-            each run is kept. False if every row is a run. By default a column of run names is
-            recognized.
+            each run is kept. False if every row is a run. By default, a column of run names is
+            detected.
         decimal: The decimal mark; by default it is detected.
         tolerance: Largest relative difference between compute and 6 N D that is not reported.
 

@@ -29,7 +29,7 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return the `tie_word_embeddings` that ties the language model of a multimodal class."""
+    """Return the `tie_word_embeddings` that applies to a multimodal class's language model."""
     field = "tie_word_embeddings"
     family = content["model_type"]
     outer_value = content.get(field)

@@ -60,7 +60,8 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Ranks of possible loss columns: a held-out loss ranks highest, and a training loss lowest.
+#: Parts of the rank of a possible loss column. A held-out loss adds `HELD_OUT_RANK`, and a training
+#: loss subtracts it.
 FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
