@@ -52,7 +52,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_ends_with_every_audit_check_green(finished):
     out, done = finished
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"audit: (\d+)/\1 passed", done.stdout)
     checks = json.loads((out / "checks.json").read_text())
     assert len(checks) > 50

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import time
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -417,6 +418,20 @@ def test_a_ratio_upside_down_fails():
     assert tampered(change) == ["reported ratio to the peer"]
 
 
+def test_a_spread_of_other_percentiles_fails():
+    def change(train, samples, evidence):
+        train.rows[0]["ratio_p90"] *= 1.01
+
+    assert tampered(change) == ["reported spread of ratios"]
+
+
+def test_a_clock_that_another_program_delays_in_one_step_does_not_fail_the_spread():
+    def change(train, samples, evidence):
+        steps(samples, "ddp flat", rank=0)[-1]["ended"] += 0.5
+
+    assert "reported spread of ratios" not in tampered(change)
+
+
 def test_a_step_that_ends_before_another_rank_begins_it_fails_but_at_the_server():
     def too_early(variant):
         def change(train, samples, evidence):
@@ -684,8 +699,34 @@ def test_schedules_are_told_apart_by_their_events():
 def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
     stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, 9.0)
     audits = {"SDPA": [0.5] * 5, "ours": [1.0] * 5}
-    (check,) = timing.timed_again(stage, "SDPA", audits)
+    (check,) = timing.ratios(stage, "SDPA", audits)
     assert check.passed is passed
+
+
+def test_the_audit_repeats_rounds_that_another_program_disturbed():
+    delays = iter([0.02] * 6)
+    calls = {"ours": lambda: time.sleep(next(delays, 0.001))}
+    stage = Interleaved({"ours": [0.001]}, 1.0)
+    on_cpu = SimpleNamespace(device=torch.device("cpu"))
+
+    def compare(seconds):
+        return [*timing.shortest(stage, seconds)]
+
+    (check,) = timing.timed_again(on_cpu, calls, compare, rounds=5)
+    assert check.passed
+
+
+def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
+    monkeypatch.setattr(timing, "PATIENCE_S", 0.1)
+    calls = {"ours": lambda: time.sleep(0.02)}
+    stage = Interleaved({"ours": [0.001]}, 1.0)
+    on_cpu = SimpleNamespace(device=torch.device("cpu"))
+
+    def compare(seconds):
+        return [*timing.shortest(stage, seconds)]
+
+    (check,) = timing.timed_again(on_cpu, calls, compare, rounds=1)
+    assert not check.passed
 
 
 def test_every_tensor_that_a_variant_refers_to_is_counted_once():

@@ -36,6 +36,8 @@ BAND = 1.6
 #: Allowed factor between the shortest times of the same work at different moments, of which other
 #: programs may disturb one.
 SHORTEST_BAND = 3.0
+#: Seconds for which the audit repeats its own timing while it disagrees with the stage's.
+PATIENCE_S = 5.0
 #: Allowed factor between rates of a matrix product that two processes measure.
 RATE_BAND = 2.5
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.

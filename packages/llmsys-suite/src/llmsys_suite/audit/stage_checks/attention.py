@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmsys_suite import results
-from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.model import plain_attention
@@ -80,9 +80,12 @@ def _times(
         name: partial(attention.forward_backward, kernel, *inputs)
         for name, kernel in KERNELS.items()
     }
-    seconds = peers.timed_in_turns(run, calls)
-    for name in KERNELS:
-        yield timing.shortest(result.interleaved, name, seconds)
-    yield from timing.timed_again(result.interleaved, attention.PEER, seconds)
+    timings = result.interleaved
+
+    def compare(seconds: timing.Seconds) -> list[Check]:
+        shortest = timing.shortest(timings, seconds)
+        return [*shortest, *timing.ratios(timings, attention.PEER, seconds)]
+
+    yield from timing.timed_again(run, calls, compare)
     ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
-    yield timing.speedups(result.interleaved, attention.PEER, ratios)
+    yield timing.speedups(timings, attention.PEER, ratios)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmsys_suite import results
-from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
@@ -94,13 +94,23 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     ]
     quotient = Sources("reported", "the quotient of the bytes")
     yield quotient.all_equal("times smaller", smaller, 1e-9)
-    yield from timing.totals(result.interleaved, {})
-    speedups = {method: row["speedup_p50"] for method, row in rows.items()}
-    yield timing.speedups(result.interleaved, compress.BASELINE, speedups)
+    yield from _times(run, result, tokens)
+
+
+def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check]:
+    """Time every compressed model, and check the reported times."""
+    timings = result.interleaved
+    yield from timing.totals(timings, {})
+    speedups = {row["method"]: row["speedup_p50"] for row in result.rows}
+    yield timing.speedups(timings, compress.BASELINE, speedups)
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
+
+    def compare(seconds: timing.Seconds) -> list[Check]:
+        return [*timing.ratios(timings, compress.BASELINE, seconds)]
+
     with torch.no_grad():
-        seconds = peers.timed_in_turns(run, calls, ROUNDS)
-    yield from timing.timed_again(result.interleaved, compress.BASELINE, seconds)
+        checks = timing.timed_again(run, calls, compare, ROUNDS)
+    yield from checks
 
 
 def _exact_loss(run: Run) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from llmsys_suite import results
-from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import timing
@@ -86,10 +86,12 @@ def _losses_and_times(run: Run, result: results.Precision) -> Iterator[Check]:
         model.zero_grad()
 
     calls = {"float32": lambda: step(autocast=False), "bfloat16": lambda: step(autocast=True)}
-    seconds = peers.timed_in_turns(run, calls, ROUNDS)
-    for name in DTYPES:
-        yield timing.shortest(result.interleaved, name, seconds)
-    yield from timing.timed_again(result.interleaved, "float32", seconds)
+
+    def compare(seconds: timing.Seconds) -> list[Check]:
+        shortest = timing.shortest(result.interleaved, seconds)
+        return [*shortest, *timing.ratios(result.interleaved, "float32", seconds)]
+
+    yield from timing.timed_again(run, calls, compare, ROUNDS)
 
 
 def _sum_rounded(sum_in: str, term_in: str, terms: int, term: float) -> float:

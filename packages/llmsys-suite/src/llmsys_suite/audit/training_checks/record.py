@@ -63,3 +63,12 @@ class Record:
                     seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
                     slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
         return slowest
+
+    def recorded_seconds(self) -> dict[str, dict[int, float]]:
+        """Return {variant: {step: seconds of the slowest rank}} by the recorder, after warm-up."""
+        slowest: dict[str, dict[int, float]] = defaultdict(dict)
+        for (name, _), rank_samples in self.steps.items():
+            for s in rank_samples:
+                if not s["warmup"]:
+                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), s["seconds"])
+        return slowest
