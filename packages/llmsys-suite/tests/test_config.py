@@ -89,6 +89,22 @@ def test_a_gpu_that_is_not_there(options):
         resolve([], **options)
 
 
+@pytest.mark.parametrize(
+    ("stages", "options", "stage"),
+    [
+        (["train"], {"learn": 24}, "learn"),
+        (["train"], {"clip": 1.0}, "learn"),
+        (["attention"], {"steps": 50}, "train"),
+        (["attention"], {"warmup": 1}, "train"),
+        (["plan"], {"epochs": 2}, "train"),
+    ],
+)
+def test_an_option_whose_stage_is_left_out_is_refused(stages, options, stage):
+    (name,) = options
+    with pytest.raises(UsageError, match=f"--{name} needs the stage {stage}"):
+        resolve(stages, **options)
+
+
 def test_missing_data_and_a_folder_that_holds_another_run(tmp_path):
     with pytest.raises(UsageError, match=r"no data at .*nowhere"):
         resolve([], data=tmp_path / "nowhere")

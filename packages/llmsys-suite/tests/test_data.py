@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
+from llmsys_suite.environment import (
+    control_group_room,
+    forget_peak_memory,
+    peak_memory_bytes,
+)
 from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import (
@@ -163,3 +167,27 @@ def test_the_digest_of_a_mapped_file_is_that_of_its_bytes(tmp_path):
     text = read_text(tmp_path / "text")
     expected = hashlib.sha256(content[:23040] + b"|" + content[23040:]).hexdigest()
     assert text.digest(text.train, text.heldout, separator=b"|") == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "names"),
+    [
+        ("0::/app/worker\n", "", ("max", "current", "inactive_file")),
+        (
+            "4:cpu,memory:/app/worker\n",
+            "memory/",
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, membership, folder, names):
+    limit, used, cached = names
+    group = tmp_path / folder / "app" / "worker"
+    group.mkdir(parents=True)
+    (group / f"memory.{limit}").write_text("1000\n")
+    (group / f"memory.{used}").write_text("700\n")
+    (group / "memory.stat").write_text(f"anon 600\n{cached} 100\n")
+    (group.parent / f"memory.{limit}").write_text("max\n")
+    (group.parent / f"memory.{used}").write_text("900\n")
+    (tmp_path / "cgroup").write_text(membership)
+    assert control_group_room(str(tmp_path / "cgroup"), str(tmp_path)) == [400]

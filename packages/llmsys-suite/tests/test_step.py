@@ -49,6 +49,22 @@ def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
         assert row["mfu"] < row["hfu"]
 
 
+def test_no_timed_step_in_float16_is_skipped():
+    step = Step(Case(size="mini", context=16, rows=2, dtype="fp16"))
+    before = step.model.head.weight.detach().clone()
+    step.timed()
+    assert not torch.equal(step.model.head.weight, before)
+
+
+def test_a_step_that_overflows_float16_is_not_timed():
+    step = Step(Case(size="mini", context=16, rows=2, dtype="fp16"))
+    step.forward()
+    step.backward()
+    step.model.head.weight.grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="overflowed float16 at a loss scale of 1024"):
+        step.optimize()
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_flops_that_utilization_counts_are_those_that_torch_executes(checkpoint):
     case = Case(size="mini", context=16, rows=2, checkpoint=checkpoint)

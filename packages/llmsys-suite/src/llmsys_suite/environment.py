@@ -53,7 +53,37 @@ def available_memory_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    return _meminfo("MemAvailable")
+    return min(_meminfo("MemAvailable"), *control_group_room())
+
+
+def control_group_room(
+    membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
+) -> list[int]:
+    """Return the bytes that each limited control group of this process can still allocate.
+
+    A container's limit is that of a control group. Cached files count as room, because the kernel
+    discards them.
+    """
+    room = []
+    for line in _lines(membership):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, used, cached = Path(mount), "max", "current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, used = Path(mount, "memory"), "limit_in_bytes", "usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            bounds = [_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
+            if all(bound.isdigit() for bound in bounds):
+                total, in_use = map(int, bounds)
+                files = dict(line.split(" ", 1) for line in _lines(str(folder / "memory.stat")))
+                room.append(max(0, total - in_use + int(files.get(cached, 0))))
+    return room
 
 
 def peak_memory_bytes() -> int:
@@ -80,7 +110,7 @@ def diagnosis() -> list[tuple[str, str, str]]:
 
     facts = environment()
     rows = [(key, str(facts[key]), "") for key in ("python", "torch", "processor", "cores")]
-    memory = _meminfo("MemAvailable") / GIB
+    memory = available_memory_bytes("cpu") / GIB
     rows.append(
         ("memory free", f"{memory:.1f} GiB", "" if memory > 4 else "close other programs: 4 GiB")
     )

@@ -31,6 +31,22 @@ from llmsys_suite.config import (
     with_dependencies,
 )
 
+#: Options that only one stage reads.
+OPTIONS_OF_STAGE = {
+    "train": ("steps", "warmup", "epochs"),
+    "learn": (
+        "learn",
+        "tensor",
+        "pipeline",
+        "recompute",
+        "compile",
+        "trace",
+        "log",
+        "clip",
+        "resume",
+    ),
+}
+
 
 def resolve(
     stages: list[str],
@@ -107,13 +123,12 @@ def check(config: RunConfig) -> None:
     _check_names(config)
     _check_numbers(config)
     _check_learn(config)
+    _check_stages_of_options(config)
     _check_tokens(config)
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
         raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
-    if config.resume is not None and "learn" not in config.stages:
-        raise UsageError(f"--resume {config.resume} needs the stage learn; add it to the stages")
     _check_out(config.out)
     _check_text_folder(config)
 
@@ -181,6 +196,15 @@ def _check_tokens(config: RunConfig) -> None:
         )
 
 
+def _check_stages_of_options(config: RunConfig) -> None:
+    """Raise UsageError for an option that would be ignored, because its stage is left out."""
+    default = RunConfig()
+    for stage, names in OPTIONS_OF_STAGE.items():
+        for name in names:
+            if stage not in config.stages and getattr(config, name) != getattr(default, name):
+                raise UsageError(f"--{name} needs the stage {stage}; add it to the stages")
+
+
 def _check_learn(config: RunConfig) -> None:
     """Raise UsageError unless the options of the stage learn fit the model and this machine."""
     size, grid = size_of(config.size), config.pipeline * config.tensor
@@ -204,13 +228,6 @@ def _check_learn(config: RunConfig) -> None:
         raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
     if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
         raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
-    requested = {"tensor": config.tensor > 1, "pipeline": config.pipeline > 1} | {
-        name: getattr(config, name) for name in ("recompute", "compile", "trace", "log", "clip")
-    }
-    if "learn" not in config.stages and (
-        options := [name for name in requested if requested[name]]
-    ):
-        raise UsageError(f"--{options[0]} needs the stage learn; add it to the stages")
 
 
 def _check_out(out: Path | None) -> None:

@@ -16,6 +16,9 @@ AUTOCAST = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+#: First scale of the loss in float16. torch's default of 65536 overflows in the first steps of an
+#: untrained model, so that the first timed steps would be skipped.
+LOSS_SCALE = 1024.0
 
 
 class Step:
@@ -29,7 +32,9 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
         self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
-        self.scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            case.device, init_scale=LOSS_SCALE, enabled=case.dtype == "fp16"
+        )
         dtype = AUTOCAST[case.dtype]
         self.autocast = torch.autocast(case.device, dtype=dtype, enabled=dtype != torch.float32)
         self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
@@ -44,9 +49,17 @@ class Step:
         self.scaler.scale(self.loss).backward()
 
     def optimize(self) -> None:
-        """Take a step of AdamW."""
+        """Take a step of AdamW.
+
+        Raises:
+            RuntimeError: float16 overflowed and the scaler skipped the step, so that the time
+                would be that of another step.
+        """
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.scaler.get_scale() < scale:
+            raise RuntimeError(f"a gradient overflowed float16 at a loss scale of {scale:g}")
         self.optimizer.zero_grad()
 
     def timed(self) -> list[float]:
