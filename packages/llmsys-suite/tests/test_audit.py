@@ -3,14 +3,13 @@
 import copy
 import hashlib
 import json
-import time
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from llmsys_suite.audit import events, training_checks
+from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.stage_checks import timing
@@ -697,36 +696,64 @@ def test_schedules_are_told_apart_by_their_events():
     ],
 )
 def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
-    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, 9.0)
-    audits = {"SDPA": [0.5] * 5, "ours": [1.0] * 5}
+    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, {}, 9.0, 0.0)
+    audits = peers.Rounds({"SDPA": [0.5] * 5, "ours": [1.0] * 5}, {})
     (check,) = timing.ratios(stage, "SDPA", audits)
     assert check.passed is passed
 
 
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))
+
+
+def matmul_of(rows):
+    """Return a call whose n-th call has as many rows as the n-th of `rows`, and 4 at the end."""
+    rows, matrix = iter(rows), torch.ones(400, 400)
+    return lambda: matrix[: next(rows, 4)] @ matrix
+
+
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
-    delays = iter([0.02] * 6)
-    calls = {"ours": lambda: time.sleep(next(delays, 0.001))}
-    stage = Interleaved({"ours": [0.001]}, 1.0)
-    on_cpu = SimpleNamespace(device=torch.device("cpu"))
+    core_seconds = peers.timed_in_turns(ON_CPU, {"ours": matmul_of([])}).core_seconds
+    stage = Interleaved(core_seconds, core_seconds, 1.0, 0.0)
 
-    def compare(seconds):
-        return [*timing.shortest(stage, seconds)]
+    def compare(timed):
+        return [*timing.shortest(stage, timed)]
 
-    (check,) = timing.timed_again(on_cpu, calls, compare, rounds=5)
+    calls = {"ours": matmul_of([400] * 6)}
+    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=5)
     assert check.passed
 
 
 def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
     monkeypatch.setattr(timing, "PATIENCE_S", 0.1)
-    calls = {"ours": lambda: time.sleep(0.02)}
-    stage = Interleaved({"ours": [0.001]}, 1.0)
-    on_cpu = SimpleNamespace(device=torch.device("cpu"))
+    stage = Interleaved({"ours": [1e-6]}, {"ours": [1e-6]}, 1.0, 0.0)
 
-    def compare(seconds):
-        return [*timing.shortest(stage, seconds)]
+    def compare(timed):
+        return [*timing.shortest(stage, timed)]
 
-    (check,) = timing.timed_again(on_cpu, calls, compare, rounds=1)
+    calls = {"ours": matmul_of([400] * 1000)}
+    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=1)
     assert not check.passed
+
+
+@pytest.mark.parametrize(
+    ("rounds", "failed"),
+    [
+        (Interleaved({"a": [1.0, 1.0]}, {"a": [0.9, 0.9]}, 2.0, 0.0), []),
+        # Another program had the core for most of the time.
+        (Interleaved({"a": [9.0, 1.0]}, {"a": [0.9, 0.9]}, 10.0, 8.0), []),
+        # The thread neither ran nor waited for a core, as during a sleep.
+        (
+            Interleaved({"a": [9.0, 1.0]}, {"a": [0.9, 0.9]}, 10.0, 0.0),
+            ["time of all rounds by the thread's clock"],
+        ),
+        (
+            Interleaved({"a": [0.3, 1.7]}, {"a": [0.9, 0.9]}, 2.0, 0.0),
+            ["a thread's time is within the round's"],
+        ),
+    ],
+)
+def test_rounds_take_the_time_of_their_thread_and_its_waits(rounds, failed):
+    assert [check.name for check in timing.totals(rounds, {}) if not check.passed] == failed
 
 
 def test_every_tensor_that_a_variant_refers_to_is_counted_once():

@@ -25,9 +25,10 @@ def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
 
 
 def test_finished_stages_stay(folder):
+    interleaved = Interleaved({"a": [0.5]}, {"a": [0.4]}, 0.6, 0.1)
     results = {
         "parallel": Skipped("one rank"),
-        "compress": Compress([{"method": "a", "size_bytes": 3}], Interleaved({"a": [0.5]}, 0.6)),
+        "compress": Compress([{"method": "a", "size_bytes": 3}], interleaved),
     }
     for stage, result in results.items():
         folder.add_stage(stage, result, 2.0, 3.0)

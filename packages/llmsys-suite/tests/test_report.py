@@ -80,7 +80,8 @@ def a_run(path, **config):
            "communication_share": 0.05, "optimizer_share": 0.05, "hidden_ms": 8.0,
            "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
     contenders = ("float32", "bfloat16", "SDPA", "plain")
-    interleaved = Interleaved({k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}, 9.0)
+    rounds = {k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}
+    interleaved = Interleaved(rounds, rounds, 9.0, 0.0)
     sample = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
     sizes = ("tiny", "2.7B")
     peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,

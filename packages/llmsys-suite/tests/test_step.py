@@ -28,7 +28,9 @@ def process_output(seconds, rate=1e9):
     """Return the output of a process for the seconds of each part of each step."""
     clock = np.concatenate([[0.0], np.cumsum(np.sum(seconds, axis=1))])
     return {
-        "seconds": np.asarray(seconds).tolist(), "clock": clock.tolist(), "loss": 5.0,
+        "seconds": np.asarray(seconds).tolist(),
+        "core_seconds": np.asarray(seconds).tolist(), "queued_s": 0.0,
+        "clock": clock.tolist(), "loss": 5.0,
         "peak_bytes": 2**30, "threads": 1, "product_rate": rate, "operators": [],
     }  # fmt: skip
 
@@ -286,15 +288,16 @@ def test_a_program_that_holds_the_core_between_two_steps_is_no_alarm_and_a_wrong
     assert all(check.passed for check in ten_steps(sweep.row(MINI, interrupted, 1)))
     slow = process_output(seconds)
     slow["clock"] = (1.2 * np.asarray(slow["clock"])).tolist()
-    assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    name = "mini, ten steps after 1"
+    failed = [check.name for check in ten_steps(sweep.row(MINI, slow, 1)) if not check.passed]
+    assert failed == [f"{name}: a step"]
+    asleep = process_output(10 * seconds)
+    asleep["core_seconds"] = seconds.tolist()
+    failed = [check.name for check in ten_steps(sweep.row(MINI, asleep, 1)) if not check.passed]
+    assert failed == [f"{name}: all steps"]
     json.dumps(
         [check.to_json() for check in ten_steps(sweep.row(MINI, process_output(seconds), 1))]
     )
     wrong = sweep.row(MINI, process_output(seconds), 1)
     wrong["backward_mean_ms"] *= 1.01
-    assert [check.passed for check in ten_steps(wrong)] == [False, True, True, True]
+    assert [check.passed for check in ten_steps(wrong)] == [False, True, True, True, True]

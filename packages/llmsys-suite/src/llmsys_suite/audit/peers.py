@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -90,8 +91,9 @@ def _median_ratios(
     ratios = {"audit": math.inf}
     seconds: dict[str, list[float]] = {timed: [] for timed in calls}
     while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
-        for timed, more in timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0).items():
-            seconds[timed] += more
+        more = timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0)
+        for timed in calls:
+            seconds[timed] += more.seconds[timed]
         for other in calls:
             if other != name:
                 ratio = median_ratio(seconds[name], seconds[other])
@@ -113,18 +115,34 @@ def _sharded(decoder: Decoder) -> nn.Module:
     return decoder
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds by call and round, by the wall clock and by the thread's."""
+
+    seconds: dict[str, list[float]]
+    core_seconds: dict[str, list[float]]
+
+    def extend(self, more: Rounds) -> None:
+        """Append the rounds of `more`, of the same calls."""
+        for name in self.seconds:
+            self.seconds[name] += more.seconds[name]
+            self.core_seconds[name] += more.core_seconds[name]
+
+
 def timed_in_turns(
     run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, *, warmup: int = 1
-) -> dict[str, list[float]]:
-    """Return the seconds of each call, round by round, after `warmup` rounds without timing."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+) -> Rounds:
+    """Time each call in each round, after `warmup` rounds without timing."""
+    timed = Rounds({name: [] for name in calls}, {name: [] for name in calls})
     for number in range(warmup + rounds):
         for name, call in calls.items():
-            start_time = monotonic(run)
+            start_time, core_start_time = monotonic(run), thread_seconds(run)
             call()
+            core_seconds = thread_seconds(run) - core_start_time
             if number >= warmup:
-                seconds[name].append(monotonic(run) - start_time)
-    return seconds
+                timed.seconds[name].append(monotonic(run) - start_time)
+                timed.core_seconds[name].append(core_seconds)
+    return timed
 
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
@@ -137,3 +155,10 @@ def monotonic(run: Run) -> float:
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.monotonic()
+
+
+def thread_seconds(run: Run) -> float:
+    """Return the time for which a core has executed this thread; on a GPU, `monotonic`."""
+    if run.device.type == "cuda":
+        return monotonic(run)
+    return time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)

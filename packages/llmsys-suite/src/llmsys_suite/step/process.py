@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from llmsys_suite.environment import peak_memory_bytes
-from llmsys_suite.measure.reference_matmul import product_rate
+from llmsys_suite.measure.reference_matmul import product_rate, queued_seconds
 from llmsys_suite.ranks.failure import end_with_parent
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
 from llmsys_suite.step.kernels import by_phase
@@ -25,16 +25,22 @@ from llmsys_suite.step.training import AUTOCAST, Step
 
 
 def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
-    """Return the seconds of each part of each step, and another clock between the steps."""
+    """Return the seconds of each part of each step, and other clocks of the same steps."""
     step = Step(case)
-    seconds, clock = [], [time.time()]
+    seconds, core_seconds, clock = [], [], [time.time()]
+    queued_s = -queued_seconds()
     for _ in range(max(WARMUPS) + STEPS):
-        seconds.append(step.timed())
+        of_step, core_of_step = step.timed()
+        seconds.append(of_step)
+        core_seconds.append(core_of_step)
         clock.append(time.time())
+    queued_s += queued_seconds()
     on_gpu = step.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_bytes()
     return {
         "seconds": seconds,
+        "core_seconds": core_seconds,
+        "queued_s": queued_s,
         "clock": clock,
         "loss": float(step.loss.detach()),
         "peak_bytes": peak,

@@ -139,6 +139,8 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "loss": measured["loss"],
         "threads": measured["threads"],
         "seconds": counted,
+        "core_seconds": measured["core_seconds"][warmup : warmup + STEPS],
+        "queued_s": measured["queued_s"],
         "clocked_s": [end - begin for begin, end in pairwise(clock)],
         "operators": measured["operators"],
         "note": "",

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
@@ -82,9 +83,9 @@ def _times(
     }
     timings = result.interleaved
 
-    def compare(seconds: timing.Seconds) -> list[Check]:
-        shortest = timing.shortest(timings, seconds)
-        return [*shortest, *timing.ratios(timings, attention.PEER, seconds)]
+    def compare(timed: Rounds) -> list[Check]:
+        shortest = timing.shortest(timings, timed)
+        return [*shortest, *timing.ratios(timings, attention.PEER, timed)]
 
     yield from timing.timed_again(run, calls, compare)
     ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}

@@ -18,6 +18,7 @@ from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device
+from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
@@ -105,8 +106,8 @@ def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check
     yield timing.speedups(timings, compress.BASELINE, speedups)
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
 
-    def compare(seconds: timing.Seconds) -> list[Check]:
-        return [*timing.ratios(timings, compress.BASELINE, seconds)]
+    def compare(timed: Rounds) -> list[Check]:
+        return [*timing.ratios(timings, compress.BASELINE, timed)]
 
     with torch.no_grad():
         checks = timing.timed_again(run, calls, compare, ROUNDS)

@@ -12,6 +12,7 @@ from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
@@ -87,9 +88,9 @@ def _losses_and_times(run: Run, result: results.Precision) -> Iterator[Check]:
 
     calls = {"float32": lambda: step(autocast=False), "bfloat16": lambda: step(autocast=True)}
 
-    def compare(seconds: timing.Seconds) -> list[Check]:
-        shortest = timing.shortest(result.interleaved, seconds)
-        return [*shortest, *timing.ratios(result.interleaved, "float32", seconds)]
+    def compare(timed: Rounds) -> list[Check]:
+        shortest = timing.shortest(result.interleaved, timed)
+        return [*shortest, *timing.ratios(result.interleaved, "float32", timed)]
 
     yield from timing.timed_again(run, calls, compare, ROUNDS)
 

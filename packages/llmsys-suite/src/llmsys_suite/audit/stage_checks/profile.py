@@ -17,7 +17,7 @@ from llmsys_suite import results
 from llmsys_suite.audit import peers
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.flops import Flops, count_flops
-from llmsys_suite.audit.tolerances import PATIENCE_S, RATE_BAND, SHORTEST_BAND
+from llmsys_suite.audit.tolerances import CLOCK, PATIENCE_S, RATE_BAND, SHORTEST_BAND
 from llmsys_suite.config import size_of
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
@@ -71,13 +71,14 @@ def _step_flops(run: Run) -> int:
 def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:
     """Time each phase of a step of the run's model, and compare the shortest times.
 
-    Further steps are taken while a phase is too long, because another program may have slowed it.
+    The thread's clock is compared, because other programs may disturb all steps of the stage.
+    Further steps are taken while a phase is too long, because they also slow the thread.
     """
     size = run.config.size
     rows = [row for row in protocol if row["size"] == size and not row["note"]]
     if not rows:
         return
-    reported = np.array([step for row in rows for step in row["seconds"]]).min(axis=0)
+    reported = np.array([step for row in rows for step in row["core_seconds"]]).min(axis=0)
     steps = _timed_steps(run)
     next(steps)  # creates the state of the optimizer
     shortest = next(steps)
@@ -90,21 +91,21 @@ def _step_again(run: Run, protocol: results.Rows) -> Iterator[Check]:
 
 
 def _timed_steps(run: Run) -> Iterator[np.ndarray]:
-    """Take steps one after another and yield the seconds of the phases of each step."""
+    """Take steps one after another and yield the thread's seconds of the phases of each step."""
     model = Decoder(run.model, plain_attention).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = run.config.rows // run.world
     tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
     while True:
-        clocks = [peers.monotonic(run)]
+        clocks = [peers.thread_seconds(run)]
         with run.autocast():
             loss = model.loss(tokens, tokens)
-        clocks.append(peers.monotonic(run))
+        clocks.append(peers.thread_seconds(run))
         loss.backward()
-        clocks.append(peers.monotonic(run))
+        clocks.append(peers.thread_seconds(run))
         optimizer.step()
         optimizer.zero_grad()
-        clocks.append(peers.monotonic(run))
+        clocks.append(peers.thread_seconds(run))
         yield np.diff(clocks)
 
 
@@ -158,6 +159,11 @@ def ten_steps(row: results.Row) -> Iterator[Check]:
     fraction = float(np.median(steps.sum(axis=1) / row["clocked_s"]))
     clock = Sources("its parts", "another clock around them")
     yield clock.between(f"{name}: a step", 1, fraction, 0.9, 1.01)
+    core_steps = np.array(row["core_seconds"])
+    core = core_steps.sum() + row["queued_s"]
+    thread = Sources("its parts", "the thread's time and its waits for a core")
+    low, high = core_steps.sum() / (1 + CLOCK), SHORTEST_BAND * core
+    yield thread.between(f"{name}: all steps", core, steps.sum(), low, high)
 
 
 def _utilization(run: Run, row: results.Row, flops: Flops) -> Iterator[Check]:

@@ -8,26 +8,35 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.peers import ROUNDS, median_ratio, timed_in_turns
-from llmsys_suite.audit.tolerances import BAND, PATIENCE_S, SHORTEST_BAND
+from llmsys_suite.audit.peers import ROUNDS, Rounds, median_ratio, timed_in_turns
+from llmsys_suite.audit.tolerances import BAND, CLOCK, PATIENCE_S, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.ranks.rank import Run
 
-Seconds = dict[str, list[float]]
-
 
 def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """Compare the sum of all timings with another clock, and reported medians with the timings."""
+    """Compare the sum of all timings with other clocks, and reported medians with the timings."""
     rounds = interleaved.seconds
     clocked = interleaved.clocked_s
     total = sum(map(sum, rounds.values()))
     yield Sources("their sum", "another clock").between(
         "time of all rounds", clocked, total, 0.8 * clocked, 1.001 * clocked
     )
-    pairs = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
-    if pairs:
+    # While other programs have the cores, the thread waits; it waits for nothing else.
+    waited = sum(map(sum, interleaved.core_seconds.values())) + interleaved.queued_s
+    yield Sources("their sum", "the thread's time and its waits for a core").between(
+        "time of all rounds by the thread's clock", waited, total, 0.0, SHORTEST_BAND * waited
+    )
+    within = []
+    for name, core_seconds in interleaved.core_seconds.items():
+        pairs = zip(core_seconds, rounds[name], strict=True)
+        within.append((max(core / wall for core, wall in pairs), name))
+    thread = Sources("the thread's clock over the recorder's", "one")
+    yield thread.all_near("a thread's time is within the round's", within, 1 + CLOCK)
+    reported = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
+    if reported:
         medians = Sources("medians in ms", "numpy's, of the rounds")
-        yield medians.all_equal("reported times", pairs, 1e-9)
+        yield medians.all_equal("reported times", reported, 1e-9)
 
 
 def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
@@ -44,7 +53,7 @@ def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) ->
 def timed_again(
     run: Run,
     calls: Mapping[str, Callable[[], object]],
-    compare: Callable[[Seconds], list[Check]],
+    compare: Callable[[Rounds], list[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
     """Time the calls in turns, and return the checks that compare their seconds with the stage's.
@@ -53,23 +62,26 @@ def timed_again(
     until all checks pass, for at most `PATIENCE_S` seconds.
     """
     stop_time = time.monotonic() + PATIENCE_S
-    seconds = timed_in_turns(run, calls, rounds)
-    checks = compare(seconds)
+    timed = timed_in_turns(run, calls, rounds)
+    checks = compare(timed)
     while not all(check.passed for check in checks) and time.monotonic() < stop_time:
-        for name, more in timed_in_turns(run, calls, rounds, warmup=0).items():
-            seconds[name] += more
-        checks = compare(seconds)
+        timed.extend(timed_in_turns(run, calls, rounds, warmup=0))
+        checks = compare(timed)
     return checks
 
 
-def shortest(interleaved: Interleaved, seconds: Seconds) -> Iterator[Check]:
-    """Compare the shortest round of each contender with the shortest of the audit's own rounds."""
-    timed = Sources("rounds of the stage", "the audit's own timing")
-    for name, rounds in interleaved.seconds.items():
-        yield timed.within(f"{name}: shortest time", min(seconds[name]), min(rounds), SHORTEST_BAND)
+def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
+    """Compare the shortest round of each contender with the shortest of the audit's own rounds.
+
+    The thread's clock is compared, because other programs may disturb all rounds of a stage.
+    """
+    both = Sources("rounds of the stage", "the audit's own timing")
+    for name, rounds in interleaved.core_seconds.items():
+        expected = min(timed.core_seconds[name])
+        yield both.within(f"{name}: shortest time", expected, min(rounds), SHORTEST_BAND)
 
 
-def ratios(interleaved: Interleaved, peer: str, seconds: Seconds) -> Iterator[Check]:
+def ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check]:
     """Compare the ratios to `peer` with those of the audit's own rounds.
 
     On a busy machine the ratio of one round differs from that of the next. The audit's median must
@@ -77,14 +89,14 @@ def ratios(interleaved: Interleaved, peer: str, seconds: Seconds) -> Iterator[Ch
     them.
     """
     peers = np.array(interleaved.seconds[peer])
-    timed = Sources("the audit's own timing", "rounds of the stage")
+    audits = Sources("the audit's own timing", "rounds of the stage")
     for name, rounds in interleaved.seconds.items():
         if name != peer:
             by_round = np.array(rounds) / peers
-            yield timed.between(
+            yield audits.between(
                 f"{name}: time over that of {peer}",
                 float(np.median(by_round)),
-                median_ratio(seconds[name], seconds[peer]),
+                median_ratio(timed.seconds[name], timed.seconds[peer]),
                 float(by_round.min()) / BAND,
                 float(by_round.max()) * BAND,
             )
