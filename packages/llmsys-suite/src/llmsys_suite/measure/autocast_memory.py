@@ -1,18 +1,18 @@
-"""Bytes that a training step saves for its backward pass, with and without autocast."""
+"""Bytes that a forward pass saves for the backward pass, with and without autocast."""
 
 from __future__ import annotations
 
 from unittest import mock
 
 import torch
-from accounting.memory.live import LiveMemory, make_state
+from accounting.memory.live import LiveMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 
 
 def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
-    """Return the live bytes at the start of the backward pass, in float32 or bf16 autocast.
+    """Return the bytes that the forward pass saves, in float32 or bf16 autocast.
 
     Fake tensors follow the rules of a GPU on any machine. Under autocast, activations are smaller,
     but a half-precision copy of each weight that a product has read is saved as well.
@@ -25,12 +25,9 @@ def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
     ):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(rows, config.context, dtype=torch.long)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
-        make_state(optimizer)
         memory = LiveMemory()
-        memory.add([*model.parameters(), *model.buffers()], "parameter or buffer")
-        for state in optimizer.state.values():
-            memory.add(state.values(), "optimizer state")
+        memory.add([*model.parameters(), *model.buffers(), tokens], "model or batch")
+        stored_bytes = memory.live_bytes
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         torch.set_autocast_enabled("cuda", autocast)
         try:
@@ -41,4 +38,4 @@ def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
             torch.set_autocast_enabled("cuda", False)
             torch.clear_autocast_cache()
         del loss  # frees the graph and its saved tensors
-    return live_bytes
+    return live_bytes - stored_bytes
