@@ -178,9 +178,15 @@ def looked_at(folder, scratch, width, dark=False):
     return json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout)[1]))
 
 
-def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
-    folder = a_run(tmp_path / "run")
-    write_report(folder)
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """Return a folder with the results of every stage, and the Markdown of its report."""
+    folder = a_run(tmp_path_factory.mktemp("reported") / "run")
+    return folder, write_report(folder)
+
+
+def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, tmp_path):
+    folder, _ = reported
     assert (folder.path / "report.html").stat().st_size <= 1e6
     for width, dark in ((1280, False), (390, False), (390, True)):
         layout = looked_at(folder, tmp_path, width, dark)
@@ -258,9 +264,8 @@ def test_the_page_is_painted_within_a_second(tmp_path):
     assert_at_most("suite: time to paint the report", 1000, milliseconds, "ms")
 
 
-def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
-    folder = a_run(tmp_path / "run")
-    text = write_report(folder)
+def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(reported):
+    folder, text = reported
     for stage in STAGES:
         if stage != "report":
             (part,) = re.findall(rf"## {stage.capitalize()}\n\n(.*?)\n\n(?=## |\Z)", text, re.S)
@@ -274,7 +279,8 @@ def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
     RunFolder.open(folder.path)
 
 
-def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
+def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "figure", lambda *_, **__: "<svg></svg>")
     folder = a_run(tmp_path / "run")
     assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
         folder
@@ -367,9 +373,8 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
     assert "ran one after another" in fastest(apart)
 
 
-def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path):
-    folder = a_run(tmp_path)
-    markdown = write_report(folder)
+def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported):
+    folder, markdown = reported
     page = (folder.path / "report.html").read_text()
     for stage, figures in UNAUDITED.items():
         assert unaudited(stage) in markdown
@@ -378,9 +383,8 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(tmp_path)
     assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
 
 
-def test_the_report_has_one_generated_text_and_one_induction_score(tmp_path):
-    folder = a_run(tmp_path)
-    write_report(folder)
+def test_the_report_has_one_generated_text_and_one_induction_score(reported):
+    folder, _ = reported
     page = (folder.path / "report.html").read_text()
     assert page.count("<figcaption>written after training") == 1
     top = page[page.index('<section id="inspect">') :]
@@ -405,16 +409,15 @@ def test_many_budgets_have_distinct_lines():
     assert len(set(lines)) >= 9
 
 
-def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(tmp_path):
-    for name, config, unit, other in (
-        ("bytes", {}, "nats per byte", "nats per token"),
-        ("pairs", {"tokenizer": "bpe", "vocabulary": 300}, "nats per token", "nats per byte"),
+def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(reported, tmp_path):
+    bpe = a_run(tmp_path / "pairs", tokenizer="bpe", vocabulary=300)
+    for folder, markdown, unit, other in (
+        (*reported, "nats per byte", "nats per token"),
+        (bpe, write_report(bpe), "nats per token", "nats per byte"),
     ):
-        folder = a_run(tmp_path / name, **config)
-        markdown = write_report(folder)
         page = (folder.path / "report.html").read_text()
         # The stage scale, which a tokenizer excludes, draws nats per byte in its picture.
-        page = page.replace("held-out nats per byte", "", 1) if config else page
+        page = page.replace("held-out nats per byte", "", 1) if folder is bpe else page
         for text in (markdown, page):
             assert text.count(unit) >= 4
             assert other not in text
