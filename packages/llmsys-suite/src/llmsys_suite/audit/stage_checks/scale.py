@@ -33,7 +33,7 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     loss = _trained_again(run, row)
     float64 = Sources("reported", "float64, trained again")
     name = f"held-out loss of {row['steps']} steps"
-    tolerance = loss_tolerance(run.config, LOSS * row["steps"])
+    tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
     yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
     yield from _fit("the runs", result.runs, result)
     # A short run may have no valley to fit, so known valleys are fitted as well.
