@@ -54,6 +54,10 @@ def test_transformers_computes_the_same_logits_and_its_folder_is_imported(export
         ({"rms_norm_eps": 1e-6}, "expected rms_norm_eps 1e-05, got 1e-06"),
         ({"num_key_value_heads": 1}, "expected num_key_value_heads 2, got 1"),
         ({"rope_scaling": {"factor": 8.0}}, "expected rotary positions without scaling"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"expected partial_rotary_factor 1\.0, got 0\.5",
+        ),
         ({"rope_parameters": {"rope_theta": 5e5}}, r"expected rope_theta 10000\.0, got 500000\.0"),
     ],
 )

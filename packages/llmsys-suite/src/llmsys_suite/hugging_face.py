@@ -132,7 +132,9 @@ def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise UsageError(f"{folder}: expected rotary positions without scaling")
     heads = config["num_attention_heads"]
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     expected = {
+        "partial_rotary_factor": (1.0, rotated),
         "rope_theta": (ROPE_BASE, base),
         "num_key_value_heads": (heads, config.get("num_key_value_heads", heads)),
         "head_dim": (
