@@ -73,11 +73,12 @@ class Case:
         return int(
             accounting.peak_memory(
                 self._shape(),
+                accounting.Plan(recompute="full" if self.checkpoint else "none"),
                 batch=self.rows,
                 seq=self.context,
+                flash=False,
                 fused_norm=on_gpu,
                 foreach=on_gpu,
-                checkpointed=self.checkpoint,
             ).total
         )
 

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 FEW = (2, 4)
 #: Minimum fraction of a matrix product's rate that a step of a whole model is expected to reach.
 USUAL = 1 / 3
-#: Usable fraction of free memory, because plain attention needs more than accounting predicts.
+#: Usable fraction of free memory; the process itself and the workspaces of kernels need the rest.
 FILLED = 0.8
 
 
