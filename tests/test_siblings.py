@@ -10,6 +10,7 @@ from functools import cache
 from importlib import metadata
 
 import pytest
+from source_text import imports_of
 from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject, source
 
 SECTIONS = [
@@ -28,10 +29,10 @@ SECTIONS = [
 def imported_modules(path):
     """Return the names of the top-level modules that a file imports, also inside functions."""
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        elif node.level == 0:
             imported.add(node.module.split(".")[0])
     return imported
 
@@ -56,6 +57,12 @@ def test_a_leaf_depends_on_no_sibling(leaf):
     assert not names(project(leaf).get("dependencies", [])) & set(PACKAGES)
 
 
+@cache
+def distributions():
+    """Return the distributions of each top-level module; the files of all of them are read."""
+    return metadata.packages_distributions()
+
+
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaf_and_its_tests_import_declared_dependencies_only(leaf):
     tests = [*folder(leaf).glob("tests/*.py")]
@@ -64,10 +71,9 @@ def test_leaf_and_its_tests_import_declared_dependencies_only(leaf):
     ours_or_skipped = ours | {*re.findall(r'importorskip\(\s*"(\w+)"', text)}
     development = pyproject(leaf)["dependency-groups"]["dev"]
     declared = names(project(leaf).get("dependencies", []) + development)
-    distributions = metadata.packages_distributions()
     for path in [*folder(leaf).rglob("src/**/*.py"), *tests]:
         for name in imported_modules(path) - ours_or_skipped - sys.stdlib_module_names:
-            assert declared & {*distributions.get(name, [])}, f"{path} imports {name}"
+            assert declared & {*distributions().get(name, [])}, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -125,60 +131,58 @@ def test_a_readme_has_the_common_sections(package):
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
 
 
-# Each package is imported in a fork of one process, which imports torch once for all of them.
-IMPORTS = """
-import importlib, json, os, sys
-heavy, *modules = json.loads(sys.argv[1])
-for module in modules:
-    if module == "torch":
+# Each job runs in a fork of one process, which imports torch once for all jobs that need it.
+JOBS = """
+import json, os, sys, traceback
+heavy, jobs = json.loads(sys.argv[1])
+for name, needs_torch, code in jobs:
+    if needs_torch:
         import torch
-    elif os.fork() == 0:
-        importlib.import_module(module)
-        print(json.dumps([module, sorted({*heavy} & {*sys.modules})]), flush=True)
+    if os.fork() == 0:
+        error = ""
+        try:
+            exec(code, {})
+        except Exception:
+            error = traceback.format_exc()
+        report = {"name": name, "error": error, "heavy": sorted({*heavy} & {*sys.modules})}
+        print(json.dumps(report), flush=True)
         os._exit(0)
-    else:
-        os.wait()
+    os.wait()
 """
+HEAVY = ["matplotlib", "ray", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
 
 
-def test_importing_a_package_does_not_import_optional_modules():
-    heavy = ["matplotlib", "ray", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
-    # The suite refuses an impossible run before it imports torch.
-    without_torch = ["accounting", "llmsys_suite", "scaling"]
-    modules = [module(package) for package in PACKAGES]
-    with_torch = [name for name in modules if name not in without_torch]
+def run_jobs(jobs):
+    """Run code in separate processes; `jobs` has the name, the code and whether it needs torch.
+
+    Return the report of each job by its name: its error, and the heavy modules it has imported.
+    """
+    jobs = sorted(jobs, key=lambda job: job[1])
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS, json.dumps([heavy, *without_torch, "torch", *with_torch])],
+        [sys.executable, "-c", JOBS, json.dumps([HEAVY, jobs])],
         capture_output=True,
         text=True,
         check=True,
     )
-    imported = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert imported == {name: ["torch"] if name in with_torch else [] for name in modules}
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    return {report["name"]: report for report in reports}
 
 
-def test_make_test_runs_the_tests_of_every_package():
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert sorted(options["testpaths"]) == sorted(
-        ["tests", *(f"packages/{package}" for package in PACKAGES)]
-    )
-
-
-OPTIONAL = {
+# The suite refuses an impossible run before it imports torch.
+WITHOUT_TORCH = ("accounting", "llmsys_suite", "scaling")
+IMPORTS = [
+    (f"import {name}", name not in WITHOUT_TORCH, f"import {name}")
+    for name in map(module, PACKAGES)
+]
+MISSING = {
     "accounting[torch]": ("torch", "import accounting; accounting.Ledger"),
     "scaling[plot]": ("matplotlib", "import scaling; scaling.plot(None)"),
     "scaling[sweep]": ("torch", "import scaling; scaling.sweep_learning_rate('linear')"),
 }
-
-
-@pytest.mark.parametrize("extra", OPTIONAL)
-def test_missing_optional_module_is_reported_with_its_extra(extra):
-    missing, call = OPTIONAL[extra]
-    script = f"import sys; sys.modules[{missing!r}] = None; {call}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert f'{missing}, which is missing: pip install "{extra}"' in done.stderr
-
-
+CALLS_WITHOUT_A_MODULE = [
+    (extra, False, f"import sys; sys.modules[{name!r}] = None; {call}")
+    for extra, (name, call) in MISSING.items()
+]
 #: Code that uses fake tensors before the first backward pass of its process.
 FAKE_TENSOR_CODE = {
     "accounting": """
@@ -203,22 +207,51 @@ with FakeTensorMode():
     torch.ones(1)
 """,
 }
+#: Autograd threads for missing GPUs can abort the process when it ends.
+CHECK_THREADS = """
+import os
+torch.ones(1, requires_grad=True).sum().backward()
+tasks = os.listdir("/proc/self/task")
+names = [open(f"/proc/self/task/{task}/comm").read() for task in tasks]
+assert not any("autograd" in name for name in names), names
+"""
+FAKE_TENSORS = {
+    package: (f"fake tensors: {package}", True, f"import torch\n{code}\n{CHECK_THREADS}")
+    for package, code in FAKE_TENSOR_CODE.items()
+}
 
 
-@pytest.mark.parametrize(
-    "package",
-    [pytest.param(p, marks=[pytest.mark.exhaustive] * (p != "zero")) for p in FAKE_TENSOR_CODE],
-)
-def test_fake_tensors_do_not_start_autograd_threads_for_missing_gpus(package):
-    # Such threads can abort the process when it ends, because they use the interpreter too late.
-    lines = [
-        "import os, torch",
-        FAKE_TENSOR_CODE[package],
-        "torch.ones(1, requires_grad=True).sum().backward()",
-        "tasks = os.listdir('/proc/self/task')",
-        "names = [open(f'/proc/self/task/{task}/comm').read() for task in tasks]",
-        "assert not any('autograd' in name for name in names), names",
-    ]
-    script = "\n".join(lines)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def reports():
+    """Run all jobs except the exhaustive ones, and return their reports."""
+    return run_jobs([*IMPORTS, *CALLS_WITHOUT_A_MODULE, FAKE_TENSORS["zero"]])
+
+
+def test_importing_a_package_does_not_import_optional_modules(reports):
+    for name, needs_torch, _ in IMPORTS:
+        assert not reports[name]["error"]
+        assert reports[name]["heavy"] == ["torch"] * needs_torch, name
+
+
+@pytest.mark.parametrize("extra", MISSING)
+def test_missing_optional_module_is_reported_with_its_extra(extra, reports):
+    missing, _ = MISSING[extra]
+    assert f'{missing}, which is missing: pip install "{extra}"' in reports[extra]["error"]
+
+
+def test_fake_tensors_do_not_start_autograd_threads_for_missing_gpus(reports):
+    assert not reports["fake tensors: zero"]["error"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("package", ["accounting", "llmsys-suite"])
+def test_no_package_starts_autograd_threads_for_missing_gpus(package):
+    (report,) = run_jobs([FAKE_TENSORS[package]]).values()
+    assert not report["error"]
+
+
+def test_make_test_runs_the_tests_of_every_package():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert sorted(options["testpaths"]) == sorted(
+        ["tests", *(f"packages/{package}" for package in PACKAGES)]
+    )
