@@ -312,7 +312,7 @@ def _provenance(stored: Row) -> str:
     if "memory_gib" in facts:
         parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
     if facts.get("threads") and "docs/answers/" in stored["command"]:
-        parts = [*parts, f"{facts['threads']} thread{'s' * (facts['threads'] > 1)} a process"]
+        parts = [*parts, f"{facts['threads']} thread{'s' * (facts['threads'] > 1)} per process"]
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (

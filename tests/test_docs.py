@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_every_test_that_pages_cite_exists():
         assert not name or f"def {name}(" in text, (package, file, name)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_test_that_a_page_of_a_package_cites_exists(package):
+    for page in folder(package).glob("*.md"):
+        cited = re.findall(r"`(?:tests/)?(test_\w+)\.py(?:::(test_\w+))?`", page.read_text())
+        for file, name in cited:
+            text = (folder(package) / "tests" / f"{file}.py").read_text()
+            assert not name or f"def {name}(" in text, (page, file, name)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_have_a_target(page):
     for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
@@ -186,8 +196,13 @@ def test_the_readme_s_uv_commands_run_as_written():
     for line in lines:
         if line != "uv run llmsys run":  # tests/test_end_to_end.py does that one
             command, *arguments = line.split()[2:]
-            program = Path(sys.executable).parent / command
-            subprocess.run([program, *arguments], cwd=ROOT, check=True, capture_output=True)
+            (script,) = metadata.entry_points(group="console_scripts", name=command)
+            # In this process, which has imported torch already.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", [command, *arguments])
+                with pytest.raises(SystemExit) as end:
+                    script.load()()
+            assert end.value.code == 0
 
 
 def test_each_name_of_a_walk_is_defined_in_its_linked_file():
