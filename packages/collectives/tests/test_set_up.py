@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import collectives
@@ -23,33 +24,32 @@ STORES = {
 }
 
 
-def fail_to_set_up(store, num_ranks):
-    """Let some ranks join a group at the same time, and fail in the order in which they joined."""
-    contexts = [fresh_store(store, WORLD, time.monotonic() + 1) for _ in range(num_ranks)]
-    for context in contexts:
-        context.__enter__()
-    error = collectives.RankLost([2], "rank 2 did not join")
-    for context in contexts:
-        assert not context.__exit__(type(error), error, None)
+def join(store, ranks, world, seconds):
+    """Let these ranks join a group; return the part of the store or the error of each of them."""
+
+    def join_rank(rank):
+        try:
+            return fresh_store(store, rank, world, time.monotonic() + seconds)
+        except collectives.RankLost as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(join_rank, ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("earlier", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("kind", STORES)
-def test_ranks_share_a_prefix_after_a_partly_failed_set_up(kind, num_ranks, tmp_path):
+def test_ranks_share_a_prefix_whatever_earlier_groups_have_stored(kind, earlier, tmp_path):
     store = STORES[kind](tmp_path / "store")
-    for group in range(2):
-        fail_to_set_up(store, num_ranks)
-        for rank in range(WORLD):
-            with fresh_store(store, WORLD, time.monotonic() + 1) as fresh:
-                assert fresh.add("joined", 1) == rank + 1, group
-
-
-def test_store_that_does_not_answer_is_not_queried_again(monkeypatch):
-    context = fresh_store(dist.HashStore(), WORLD, time.monotonic() + 1)
-    context.__enter__()
-    monkeypatch.setattr(collectives.store, "query_store", None)
-    error = collectives.RankLost([], "the group's store does not answer")
-    assert not context.__exit__(type(error), error, None)
+    outcomes = join(store, earlier, WORLD, 0.1)
+    if len(earlier) < WORLD:
+        missing = set(range(WORLD)) - set(earlier)
+        # Without rank 0, the other ranks cannot know who has joined.
+        expected = {tuple(sorted(missing))} if 0 in earlier else {(0,)}
+        assert {error.ranks for error in outcomes} == expected
+    for world in (WORLD, WORLD - 1, WORLD + 1, WORLD):
+        fresh = join(store, range(world), world, 10)
+        assert sorted(part.add("number", 1) for part in fresh) == list(range(1, world + 1))
 
 
 def open_descriptors():

@@ -66,19 +66,19 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
-        with fresh_store(options.store, world, deadline) as store:
-            # Needed to create a backend of another device, or a group from this one.
-            self._options = copy_options(options, store=store)
-            self._gloo: Any = connect_gloo(store, rank, world, deadline)
-            self._gloo._set_default_timeout(timeout)
-            # torch's C++ code obtains the backend of a device from the base class.
-            kind = dist.ProcessGroup.BackendType.GLOO
-            self._register_backend(CPU, kind, self._gloo)
-            self._set_default_backend(kind)
-            #: The state of this group's collectives.
-            self.communicator = Communicator(
-                self._gloo, store=store, timeout=timeout, deadline=deadline
-            )
+        store = fresh_store(options.store, rank, world, deadline)
+        # Needed to create a backend of another device, or a group from this one.
+        self._options = copy_options(options, store=store)
+        self._gloo: Any = connect_gloo(store, rank, world, deadline)
+        self._gloo._set_default_timeout(timeout)
+        # torch's C++ code obtains the backend of a device from the base class.
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(CPU, kind, self._gloo)
+        self._set_default_backend(kind)
+        #: The state of this group's collectives.
+        self.communicator = Communicator(
+            self._gloo, store=store, timeout=timeout, deadline=deadline
+        )
 
     # ----- ours: collectives of one tensor per rank -----
 

@@ -10,7 +10,6 @@ is found before data moves leaves the group usable.
 
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,6 @@ from collectives.failure_detection import (
 )
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
-from collectives.store import fresh_store
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
@@ -55,11 +53,15 @@ _call_timeout: ContextVar[float | None] = ContextVar("call_timeout", default=Non
 
 
 class Communicator:
-    """The state that all collectives of one rank and one group share."""
+    """The state that all collectives of one rank and one group share.
 
-    def __init__(
-        self, group: Any, *, store: Store, timeout: timedelta, deadline: float | None = None
-    ) -> None:
+    Args:
+        store: a store that only this group uses: see `fresh_store`.
+        timeout: the timeout of the group.
+        deadline: a value of time.monotonic until which all ranks must have set up the group.
+    """
+
+    def __init__(self, group: Any, *, store: Store, timeout: timedelta, deadline: float) -> None:
         self.rank = group.rank()
         self.world = group.size()
         self._process_id = os.getpid()
@@ -67,19 +69,17 @@ class Communicator:
         self.group_timeout = timeout.total_seconds()
         #: Timeout of the current call in seconds.
         self.timeout = self.group_timeout
-        # One deadline, a value of time.monotonic, bounds all waits of this constructor.
-        deadline = deadline or time.monotonic() + self.timeout
-        with fresh_store(store, self.world, deadline) as self.store:
-            self.gloo = GlooGroups(group, self.store)
-            self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
-            self.topology = Topology(
-                self.store,
-                self.rank,
-                self.world,
-                timeout=self.timeout,
-                deadline=deadline,
-                find_ended=self.point_to_point.disconnected_peers,
-            )
+        self.store = store
+        self.gloo = GlooGroups(group, store)
+        self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
+        self.topology = Topology(
+            store,
+            self.rank,
+            self.world,
+            timeout=self.timeout,
+            deadline=deadline,
+            find_ended=self.point_to_point.disconnected_peers,
+        )
         self.failures = FailureDetector(
             self.store,
             self.rank,

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from collectives.algorithms.gloo import gloo_backend
+from collectives.algorithms.point_to_point import PointToPoint
 from collectives.communicator import Communicator, all_communicators, is_exiting
 from collectives.execution.progress import CLOSE_SECONDS
 from collectives.execution.threads import join_threads, start_thread
+from collectives.store import fresh_store
 
 # Interval at which a thread checks for destroyed groups.
 DESTROYED_POLL_SECONDS = 0.2
@@ -52,12 +55,24 @@ def communicator(group: Any = None) -> Communicator:
         if pg not in _communicators:
             _close_destroyed_groups()
             _watch_for_destroyed_groups()
-            _communicators[pg] = Communicator(
-                pg,
-                store=dist.distributed_c10d._get_process_group_store(pg),
-                timeout=pg._get_backend(pg._device_types[0]).options._timeout,
-            )
+            _communicators[pg] = _set_up(pg)
         return _communicators[pg]
+
+
+def _set_up(pg: Any) -> Communicator:
+    """Return the communicator of a group of torch's; every rank must call this function."""
+    timeout = pg._get_backend(pg._device_types[0]).options._timeout
+    # One deadline bounds all waits of the set-up.
+    deadline = time.monotonic() + timeout.total_seconds()
+    messages = PointToPoint(pg, range(pg.size()), pg.rank(), gloo_backend(pg))
+    store = fresh_store(
+        dist.distributed_c10d._get_process_group_store(pg),
+        pg.rank(),
+        pg.size(),
+        deadline,
+        messages.disconnected_peers,
+    )
+    return Communicator(pg, store=store, timeout=timeout, deadline=deadline)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ have ended together with the lost rank. Every query runs on a separate thread, w
 the store does not answer.
 """
 
-import os
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -25,7 +25,7 @@ MIN_PAUSE_SECONDS = 1e-3
 MAX_PAUSE_SECONDS = 0.1
 # Interval at which a rank that waits for another one checks whether that rank has ended.
 CHECK_SECONDS = 0.5
-GENERATION_KEY = "generation"
+NUMBER_BYTES = 8
 STORE_LOST = (
     "the group's store does not answer: the process that serves it (a launcher, or rank 0 of the "
     "default group) has ended or hangs"
@@ -44,48 +44,54 @@ def clone_store(store: Store) -> Store:
         return store
 
 
-# Note [Generations of a store]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Note [Fresh part of a store]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A store may outlive a group, and under an elastic launcher it may outlive the processes. Without a
 # separate prefix, the next group of the same ranks would read the addresses of ranks that have
-# ended. Every rank of a group increments a counter in the store once, so a counter of c belongs to
-# generation (c - 1) // world, whose number is the prefix.
+# ended. Rank 0 therefore draws a random prefix for every group, and every other rank requests it:
 #
-# If the set-up of a group fails, some of its ranks may never increment the counter. A rank that
-# fails therefore completes the generation: it raises the counter to the last value of the
-# generation. Otherwise the ranks of the next group would disagree about their generation and wait
-# for each other. If all ranks end during the set-up, no rank completes the generation. The launcher
-# then starts new processes, with a higher restart count, which is a part of the prefix too.
+#   rank r   request/r = q       a random number
+#   rank 0   answer/q = prefix   for every request that it finds, until all ranks have joined
+#   rank r   reads answer/q, then writes joined/r under the prefix
+#
+# Entries that earlier groups have left are harmless: nobody reads the answer to an old request, and
+# an old answer does not answer a new request. This also holds if all processes of an earlier group
+# ended during its set-up, and if the number of ranks has changed.
 
 
-@contextmanager
-def fresh_store(store: Store, world: int, deadline: float) -> Iterator[Store]:
-    """Provide a part of a store that no earlier group of the same ranks has written to.
+def fresh_store(
+    store: Store,
+    rank: int,
+    world: int,
+    deadline: float,
+    find_ended: Callable[[], Sequence[int]] = lambda: (),
+) -> Store:
+    """Return an empty part of a store when all ranks of the group have called this function.
 
-    Every rank of a group must enter this context and set up the group in it. `deadline` is a value
-    of time.monotonic. See Note [Generations of a store].
+    Raise RankLost with the ranks that have not called it by `deadline`, a value of time.monotonic,
+    or that are known to have ended (`find_ended`). See Note [Fresh part of a store].
     """
-    attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    seconds = max(STORE_SECONDS, deadline - time.monotonic())
-    count = query_store(seconds, lambda: attempt.add(GENERATION_KEY, 1))
-    generation = (count - 1) // world
-    try:
-        yield PrefixStore(str(generation), attempt)
-    except BaseException as error:
-        # A store that does not answer is not queried again: the error would come later.
-        if not (isinstance(error, RankLost) and not error.ranks):
-            end = (generation + 1) * world
-            with suppress(RankLost):
-                query_store(STORE_SECONDS, lambda: _raise_counter(attempt, end))
-        raise
+    store = PrefixStore("collectives", store)
+    number = secrets.token_hex(NUMBER_BYTES)
+    prefix = number
+    poll = None
+    if rank == 0:
+        poll = partial(_answer_requests, store, range(1, world), prefix)
+    else:
+        request = {f"request/{rank}": number}
+        prefix = fetch(store, {0: f"answer/{number}"}, deadline, request, find_ended)[0].decode()
+    fresh = PrefixStore(prefix, store)
+    joined = {r: f"joined/{r}" for r in range(world)}
+    fetch(fresh, joined, deadline, {joined[rank]: ""}, find_ended, poll)
+    return fresh
 
 
-def _raise_counter(store: Store, minimum: int) -> None:
-    """Raise the counter of generations to `minimum`, unless it is higher already."""
-    count = int(store.get(GENERATION_KEY))
-    while count < minimum:
-        # The result is the current value, which another rank may have changed.
-        count = int(store.compare_set(GENERATION_KEY, str(count), str(minimum)))
+def _answer_requests(store: Store, ranks: Iterable[int], prefix: str) -> None:
+    """Send the prefix to the ranks whose requests are in the store."""
+    for rank in ranks:
+        key = f"request/{rank}"
+        if store.check([key]):
+            store.set(f"answer/{store.get(key).decode()}", prefix)
 
 
 def run_within(
@@ -133,11 +139,13 @@ def fetch(
     deadline: float,
     publish: Mapping[str, str] | None = None,
     find_ended: Callable[[], Sequence[int]] = lambda: (),
+    poll: Callable[[], None] | None = None,
 ) -> dict[int, bytes]:
     """Write `publish` to the store, then return the value of `keys[rank]` for every rank.
 
     Raise RankLost with the ranks that have not written their value by `deadline`, a value of
-    time.monotonic, or that are known to have ended (`find_ended`).
+    time.monotonic, or that are known to have ended (`find_ended`). `poll` is called repeatedly
+    during the wait.
     """
     start_time = time.monotonic()
     values: dict[int, bytes] = {}
@@ -147,7 +155,7 @@ def fetch(
         for key, text in (publish or {}).items():
             store.set(key, text)
         for rank, key in keys.items():
-            ended.extend(_wait_for(store, rank, keys, deadline, find_ended))
+            ended.extend(_wait_for(store, rank, keys, deadline, find_ended, poll))
             if ended:
                 return
             if store.check([key]):
@@ -173,6 +181,7 @@ def _wait_for(
     keys: Mapping[int, str],
     deadline: float,
     find_ended: Callable[[], Sequence[int]],
+    poll: Callable[[], None] | None,
 ) -> list[int]:
     """Wait until the rank has written its key, ranks end before writing, or the deadline passes.
 
@@ -181,6 +190,8 @@ def _wait_for(
     pause = MIN_PAUSE_SECONDS
     next_check = time.monotonic() + CHECK_SECONDS
     while not store.check([keys[rank]]) and time.monotonic() <= deadline:
+        if poll is not None:
+            poll()
         if time.monotonic() > next_check:
             next_check = time.monotonic() + CHECK_SECONDS
             ended = [other for other in find_ended() if other in keys]

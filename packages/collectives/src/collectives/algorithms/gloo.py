@@ -48,16 +48,24 @@ OPTIONS = {
 OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
 
 
+def gloo_backend(group: Any) -> Any:
+    """Return the group's gloo backend.
+
+    Return None if TORCH_DISTRIBUTED_DEBUG=DETAIL is set or only NCCL is used.
+    """
+    backend = group
+    if isinstance(group, dist.ProcessGroup):
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, ProcessGroupGloo) else None
+
+
 class GlooGroups:
     """The gloo groups of one process group: see Note [One gloo group per kind of call]."""
 
     def __init__(self, group: Any, store: Store) -> None:
-        backend = group
-        if isinstance(group, dist.ProcessGroup):
-            with suppress(RuntimeError):
-                backend = group._get_backend(torch.device("cpu"))
-        #: The group's gloo backend. None if TORCH_DISTRIBUTED_DEBUG=DETAIL or only NCCL is used.
-        self.base = backend if isinstance(backend, ProcessGroupGloo) else None
+        #: The group's gloo backend, or None.
+        self.base = gloo_backend(group)
         #: For each packed call, a gloo group and the function that starts its collective.
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
         self._options: Any = None if self.base is None else self.base.options

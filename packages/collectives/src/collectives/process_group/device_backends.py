@@ -24,12 +24,7 @@ _OPTIONS = (
 
 
 def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
-    """Return a gloo group; raise RankLost with the ranks that do not join or that end meanwhile."""
-
-    def synchronize(key: str, deadline: float) -> None:
-        fetch(store, {r: f"{key}/{r}" for r in range(world)}, deadline, {f"{key}/{rank}": ""})
-
-    synchronize("joined", deadline)
+    """Return a gloo group of all ranks; raise RankLost with the ranks that end meanwhile."""
     try:
         return connect_in_time(
             store,
@@ -38,7 +33,8 @@ def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
         )
     except (RuntimeError, TimeoutError):
         # gloo's error does not name a rank, so ranks that still run write to the store again.
-        synchronize("still running", time.monotonic() + REPORT_SECONDS)
+        running = {r: f"still running/{r}" for r in range(world)}
+        fetch(store, running, time.monotonic() + REPORT_SECONDS, {running[rank]: ""})
         raise
 
 
