@@ -1,4 +1,4 @@
-"""On emulated hosts: `auto` and gloo in turns, for every collective; rank 0 writes the ratios."""
+"""Time `auto` and gloo in interleaved rounds on emulated hosts; rank 0 writes the ratios."""
 
 import json
 import sys

@@ -256,6 +256,45 @@ def test_tensors_of_another_device_use_the_backend_of_that_device():
     run_ranks(other_devices, 2, backend="")
 
 
+def compiled(with_torchs_function):
+    """Return the results of compiled functions that call collectives."""
+    begin()
+
+    def double_and_reduce(tensor, async_op):
+        tensor = 2 * tensor
+        work = collectives.all_reduce(tensor, async_op=async_op)
+        if async_op:
+            work.wait()
+        return tensor + 1
+
+    def by_torchs_function(tensor):
+        tensor = 2 * tensor
+        dist.all_reduce(tensor)
+        return tensor + 1
+
+    ones = torch.ones(2)
+    function = torch.compile(double_and_reduce, backend="eager")
+    results = [function(ones, False).tolist()]
+    if with_torchs_function:
+        results += [function(ones, async_op).tolist() for async_op in (True, False)]
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(double_and_reduce, backend="eager", fullgraph=True)(ones, False)
+        whole = torch.compile(by_torchs_function, backend="eager", fullgraph=True)
+        results.append(whole(ones).tolist())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "with_torchs_function"),
+    [(1, False), pytest.param(2, True, marks=pytest.mark.exhaustive)],
+)
+def test_compiled_functions_can_call_collectives(world, with_torchs_function):
+    for results in run_ranks(compiled, world, with_torchs_function, backend=""):
+        assert len(results) == (4 if with_torchs_function else 1)
+        assert results == [[2.0 * world + 1] * 2] * len(results)
+
+
 def no_backend_there():
     begin()
     with pytest.raises(ValueError, match="no backend for tensors on meta"):
@@ -465,6 +504,7 @@ def new_timeout():
     assert group.split_group([0, 1]).communicator.group_timeout == values[-1]
     with pytest.raises(TypeError, match=r"some of op, timeout; got also \['opp'\]"):
         group.allreduce([torch.ones(3)], opp=dist.ReduceOp.MAX)
+    store = dist.distributed_c10d._get_default_store()
     group.set_timeout(timedelta(seconds=1))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -472,8 +512,9 @@ def new_timeout():
         with pytest.raises(collectives.RankLost, match="rank 1"):
             dist.all_reduce(torch.ones(3))
         assert time.monotonic() - start < 20
+        store.set("rank 1 is lost", "")
     else:
-        time.sleep(4)
+        store.wait(["rank 1 is lost"])
     return values
 
 

@@ -63,7 +63,7 @@ def wait_each(outputs, results):
         output.copy_(functional.wait_tensor(result))
 
 
-def everyone():
+def world_group():
     return dist.group.WORLD
 
 
@@ -90,19 +90,19 @@ ALL_REDUCE = managed(reduce) | {
         dist.all_reduce_coalesced(in_place(o, i), async_op=True)
     ),
     "functional": lambda o, i: wait_each(
-        o, functional.all_reduce_coalesced(list(i), "sum", everyone())
+        o, functional.all_reduce_coalesced(list(i), "sum", world_group())
     ),
-    "method": lambda o, i: wait(everyone().allreduce_coalesced(in_place(o, i))),
+    "method": lambda o, i: wait(world_group().allreduce_coalesced(in_place(o, i))),
     "method with an operation": lambda o, i: wait(
-        everyone().allreduce_coalesced(in_place(o, i), opts=dist.AllreduceCoalescedOptions())
+        world_group().allreduce_coalesced(in_place(o, i), opts=dist.AllreduceCoalescedOptions())
     ),
-    "future": lambda o, i: wait(everyone().allreduce_coalesced(in_place(o, i)).get_future()),
+    "future": lambda o, i: wait(world_group().allreduce_coalesced(in_place(o, i)).get_future()),
 }
 ALL_GATHER = managed(dist.all_gather_into_tensor) | {
     "functional": lambda o, i: wait_each(
-        o, functional.all_gather_into_tensor_coalesced(list(i), everyone())
+        o, functional.all_gather_into_tensor_coalesced(list(i), world_group())
     ),
-    "method": lambda o, i: wait(everyone().allgather_into_tensor_coalesced(o, list(i))),
+    "method": lambda o, i: wait(world_group().allgather_into_tensor_coalesced(o, list(i))),
     "all_gather_coalesced": lambda o, i: dist.all_gather_coalesced(gather_lists(o, i), list(i)),
     "asynchronous all_gather_coalesced": lambda o, i: wait(
         dist.all_gather_coalesced(gather_lists(o, i), list(i), async_op=True)
@@ -111,9 +111,9 @@ ALL_GATHER = managed(dist.all_gather_into_tensor) | {
 REDUCE_SCATTER = managed(dist.reduce_scatter_tensor) | {
     "functional": lambda o, i: wait_each(
         o,
-        functional.reduce_scatter_tensor_coalesced(list(i), "sum", [0] * len(i), everyone()),
+        functional.reduce_scatter_tensor_coalesced(list(i), "sum", [0] * len(i), world_group()),
     ),
-    "method": lambda o, i: wait(everyone().reduce_scatter_tensor_coalesced(o, list(i))),
+    "method": lambda o, i: wait(world_group().reduce_scatter_tensor_coalesced(o, list(i))),
 }
 KINDS = {"all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
 
@@ -128,8 +128,8 @@ def tensors(kind, sizes):
     return [torch.full((size * longer,), -1.0) for size in sizes], inputs
 
 
-def right(kind, sizes):
-    """Return what the outputs must be, computed without any communication."""
+def expected_outputs(kind, sizes):
+    """Return the outputs of a collective, computed without communication."""
     world, results = dist.get_world_size(), []
     for i, size in enumerate(sizes):
         parts = [torch.arange(float(size)) + 10 * i + rank for rank in range(world)]
@@ -144,7 +144,7 @@ def values(where):
         for name, function in functions.items():
             outputs, inputs = tensors(kind, sizes)
             function(outputs, inputs)
-            for output, want in zip(outputs, right(kind, sizes), strict=True):
+            for output, want in zip(outputs, expected_outputs(kind, sizes), strict=True):
                 assert torch.equal(output, want), (kind, name, output, want)
 
 
@@ -213,10 +213,10 @@ def mixed():
     ]
     batch = [(rank + 1) * value for value in values]
     # A tensor that appears twice is reduced once, as on gloo.
-    calls = everyone().communicator.operation.number
-    work = everyone().allreduce_coalesced([*batch, batch[0]])
+    calls = world_group().communicator.operation.number
+    work = world_group().allreduce_coalesced([*batch, batch[0]])
     assert work.wait(timedelta(seconds=30))
-    assert everyone().communicator.operation.number == calls + 1
+    assert world_group().communicator.operation.number == calls + 1
     assert work.is_completed()
     assert work.is_success()
     assert work.exception() is None
@@ -228,7 +228,7 @@ def mixed():
 
     gathered = [torch.empty(world, value.numel(), dtype=value.dtype) for value in values]
     inputs = [(rank + 1) * value for value in values]
-    everyone().allgather_into_tensor_coalesced(gathered, inputs).wait()
+    world_group().allgather_into_tensor_coalesced(gathered, inputs).wait()
     for output, value in zip(gathered, values, strict=True):
         for r in range(world):
             assert torch.equal(output[r], (r + 1) * value.reshape(-1))
@@ -236,7 +236,7 @@ def mixed():
     # Each rank passes a different row to each rank.
     scattered = [torch.empty_like(value) for value in values]
     inputs = [torch.stack([(rank + 1) * (r + 1) * value for r in range(world)]) for value in values]
-    everyone().reduce_scatter_tensor_coalesced(scattered, inputs).wait()
+    world_group().reduce_scatter_tensor_coalesced(scattered, inputs).wait()
     for output, value in zip(scattered, values, strict=True):
         assert torch.equal(output, factor * (rank + 1) * value)
 
@@ -248,7 +248,7 @@ def test_coalesced_tensors_of_any_dtype_size_and_layout_are_one_call():
 def ticks():
     """Return the ticks of a call with one tensor and of a call with forty."""
     begin()
-    arena, counts = everyone().communicator.topology.arena, []
+    arena, counts = world_group().communicator.topology.arena, []
     for count in (1, 40):
         start = arena.tick
         dist.all_reduce_coalesced([torch.ones(10) for _ in range(count)])
@@ -264,7 +264,7 @@ def first_error():
     """Fail a call with two dtypes in the tensor of the second one."""
     rank, world = begin()
     batch = [torch.ones(2), torch.ones(3, dtype=[torch.int32, torch.int64][rank])]
-    work = everyone().allreduce_coalesced(batch)
+    work = world_group().allreduce_coalesced(batch)
     with pytest.raises(collectives.Mismatch, match="shapes with digest") as caught:
         work.wait()
     with pytest.raises(RuntimeError, match="shapes with digest"):
@@ -276,7 +276,7 @@ def first_error():
     # A handle of several calls has the first error, too.
     with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
         for size in (2, 3 + rank):
-            everyone().all_gather_single(torch.empty(world * size), torch.empty(size))
+            world_group().all_gather_single(torch.empty(world * size), torch.empty(size))
     with pytest.raises(collectives.Mismatch) as caught:
         manager.wait()
     (work,) = manager.works
@@ -296,7 +296,7 @@ def counts():
     rank, _ = begin()
     for count in (1, 2, 3, 40):
         batch = [torch.ones(400) for _ in range(count + rank)]
-        work = everyone().allreduce_coalesced(batch)
+        work = world_group().allreduce_coalesced(batch)
         with pytest.raises(collectives.Mismatch, match=f"{count + 1} coalesced tensors"):
             work.wait()
         # The ranks are still synchronized.
@@ -305,16 +305,16 @@ def counts():
         assert total[0] == 3
         assert all(tensor.sum() == 400 for tensor in batch)
     with pytest.raises(ValueError, match=r"one length .*got 1 outputs and 2 inputs"):
-        everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
+        world_group().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
     with pytest.raises(ValueError, match=r"outputs of 8 elements .* got 7"):
-        everyone().allgather_into_tensor_coalesced([torch.ones(7)], [torch.ones(4)])
+        world_group().allgather_into_tensor_coalesced([torch.ones(7)], [torch.ones(4)])
     with pytest.raises(ValueError, match=r"outputs of 4 elements .* got 3"):
-        everyone().allgather_coalesced([[torch.ones(3)], [torch.ones(5)]], [torch.ones(4)])
+        world_group().allgather_coalesced([[torch.ones(3)], [torch.ones(5)]], [torch.ones(4)])
     with pytest.raises(ValueError, match=r"of torch\.float64 .*got 8 elements of torch\.float32"):
-        everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4).double()])
+        world_group().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4).double()])
 
     with pytest.raises(ValueError, match=r"input 1 .* a multiple of 2 ranks, got 7"):
-        everyone().reduce_scatter_tensor_coalesced(
+        world_group().reduce_scatter_tensor_coalesced(
             [torch.ones(4), torch.ones(3)], [torch.ones(8), torch.ones(7)]
         )
 

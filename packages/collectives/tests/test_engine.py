@@ -21,13 +21,16 @@ from worker_pool import run_ranks, try_ranks
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
 
 
-def sizes(dtype):
+ALL_SIZES_OF = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def sizes(dtype, all_sizes):
     """Return numbers of elements: few, more than one shot, and more than two slots or one piece."""
-    large = [n // dtype.itemsize + 1 for n in (ONE_SHOT_BYTES, PIECE_BYTES)]
-    return (0, 1, 1000, *large)
+    more_than_one_shot, more_than_a_piece = (
+        limit // dtype.itemsize + 1 for limit in (ONE_SHOT_BYTES, PIECE_BYTES)
+    )
+    return (0, 1, 1000, more_than_one_shot, more_than_a_piece)[:: 1 if all_sizes else 3]
 
-
-CASES = [(dtype, numel) for dtype in DTYPES for numel in sizes(dtype)]
 
 pytestmark = pytest.mark.skipif(bool(engine.why_not()), reason=engine.why_not())
 
@@ -48,13 +51,16 @@ def values(rank, numel, dtype):
     return torch.randint(-100 * dtype.is_signed, 100, (numel,), generator=generator).to(dtype)
 
 
-def everything(python_ranks):
+def everything(python_ranks, dtypes_with_all_sizes):
     """Return digests of the results of all collectives, by call."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank in python_ranks:
         without_engine()
     result = {}
-    for dtype, numel in CASES:
+    cases = [
+        (dtype, numel) for dtype in DTYPES for numel in sizes(dtype, dtype in dtypes_with_all_sizes)
+    ]
+    for dtype, numel in cases:
         tensor = values(rank, numel, dtype)
         shared = collectives.shared_empty(numel, dtype=dtype)
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
@@ -89,41 +95,45 @@ def digest(tensor):
 
 # Ranks without a compiler run the same steps as ranks with one.
 @pytest.mark.parametrize(
-    ("world", "python_ranks"),
+    ("world", "python_ranks", "dtypes_with_all_sizes"),
     [
-        (2, (0,)),
-        pytest.param(2, (), marks=pytest.mark.exhaustive),
-        pytest.param(3, (0,), marks=pytest.mark.exhaustive),
-        pytest.param(3, (), marks=pytest.mark.exhaustive),
+        (2, (0,), ALL_SIZES_OF),
+        pytest.param(2, (), DTYPES, marks=pytest.mark.exhaustive),
+        pytest.param(3, (0,), DTYPES, marks=pytest.mark.exhaustive),
+        pytest.param(3, (), DTYPES, marks=pytest.mark.exhaustive),
     ],
+    ids=str,
 )
-def test_engine_and_python_give_identical_bits(world, python_ranks):
-    python = run_ranks(everything, world, tuple(range(world)))
-    compiled = run_ranks(everything, world, python_ranks)
+def test_engine_and_python_give_identical_bits(world, python_ranks, dtypes_with_all_sizes):
+    python = run_ranks(everything, world, tuple(range(world)), dtypes_with_all_sizes)
+    compiled = run_ranks(everything, world, python_ranks, dtypes_with_all_sizes)
     for rank in range(world):
         wrong = [what for what in python[rank] if compiled[rank][what] != python[rank][what]]
         assert not wrong, rank
 
 
-def many_ticks():
+def many_ticks(num_calls):
     """Make short calls without a pause, which show a rank that reads another tick's data."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tensor = torch.empty(64)
-    for i in range(3000):
+    for i in range(num_calls):
         tensor.fill_(i + rank)
         collectives.all_reduce(tensor)
         want = i * world + world * (world - 1) / 2
         assert (tensor == want).all(), (i, tensor[0], want)
     # Python runs steps between ticks of the engine, which provide the only fences on ARM.
     sent, received = torch.empty(world, dtype=torch.int8), torch.empty(world, dtype=torch.int8)
-    for i in range(300):
+    for i in range(num_calls // 10):
         collectives.all_to_all_single(received, sent.fill_((i + rank) % 100))
         assert received.tolist() == [(i + source) % 100 for source in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_short_calls_never_read_data_of_another_tick(world):
-    run_ranks(many_ticks, world)
+@pytest.mark.parametrize(
+    ("world", "num_calls"),
+    [(2, 3000), (4, 1000), pytest.param(4, 20_000, marks=pytest.mark.exhaustive)],
+)
+def test_short_calls_never_read_data_of_another_tick(world, num_calls):
+    run_ranks(many_ticks, world, num_calls)
 
 
 def busy():
@@ -218,7 +228,7 @@ def queued(compiled):
 
 
 @PATHS
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_asynchronous_calls_of_all_kinds_keep_their_order(compiled, world):
     run_ranks(queued, world, compiled)
 

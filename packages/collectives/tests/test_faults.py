@@ -37,7 +37,7 @@ def emulate_hosts(where):
 
 
 def end_together(store, survivors):
-    """Return when all survivors call this: one that ended early would be taken for lost."""
+    """Wait for all survivors, because a rank that ended early would be blamed."""
     store.set(f"over {os.environ['RANK']}", "")
     wait_for_survivors(store, survivors)
 
@@ -66,33 +66,31 @@ def fail(store, where, algorithm, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "where", "algorithm"),
+    ("where", "algorithm"),
     [
-        ("dies", "together", "auto"),
-        pytest.param("dies", "together", "ring", marks=pytest.mark.exhaustive),
-        ("dies", "apart", "ring"),
-        pytest.param("dies", "apart", "tree", marks=pytest.mark.exhaustive),
-        ("dies", "apart", "gloo"),
+        ("together", "auto"),
+        pytest.param("together", "ring", marks=pytest.mark.exhaustive),
+        ("apart", "ring"),
+        pytest.param("apart", "tree", marks=pytest.mark.exhaustive),
+        ("apart", "gloo"),
         # Rank 1 is not the leader of its host.
-        ("dies", "pairs", "hierarchical"),
-        pytest.param("dies", "pairs", "ring", marks=pytest.mark.exhaustive),
-        ("hangs", "together", "auto"),
-        pytest.param("hangs", "apart", "ring", marks=pytest.mark.exhaustive),
-        pytest.param("hangs", "apart", "gloo", marks=pytest.mark.exhaustive),
-        pytest.param("hangs", "apart", "tree", marks=pytest.mark.exhaustive),
-        pytest.param("hangs", "pairs", "hierarchical", marks=pytest.mark.exhaustive),
+        ("pairs", "hierarchical"),
+        pytest.param("pairs", "ring", marks=pytest.mark.exhaustive),
     ],
 )
-def test_lost_rank_is_named_by_all_other_ranks(how, where, algorithm):
+def test_dead_rank_is_named_by_all_other_ranks(where, algorithm):
     world = 4 if where == "pairs" else 3
-    outcomes = try_ranks(fail_within, world, where, algorithm, how, backend="")
-    for rank in {0, 2, world - 1}:
-        assert not outcomes[rank].failed, outcomes[rank].trace
-        ranks, seconds = outcomes[rank].value
+    outcomes = try_ranks(fail_within, world, where, algorithm, "dies", backend="")
+    # A death is noticed long before the timeout.
+    assert_rank_1_is_named(outcomes, LONG_TIMEOUT / 2)
+
+
+def assert_rank_1_is_named(outcomes, max_seconds):
+    for outcome in [outcomes[0], *outcomes[2:]]:
+        assert not outcome.failed, outcome.trace
+        ranks, seconds = outcome.value
         assert ranks == (1,)
-        # A death is noticed long before the timeout. A rank waits from its call on; a busy machine
-        # may start the ranks seconds apart.
-        assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else 2 * TIMEOUT)
+        assert seconds < max_seconds
 
 
 def fail_within(where, algorithm, how):
@@ -117,7 +115,7 @@ def notice_slowly():
     PointToPoint.disconnected_peers = notice_late
 
 
-def one_is_slow(what):
+def let_a_rank_be_late(what):
     """Return the blamed ranks if rank 2 is lost and rank 1 is late."""
     store = start(TIMEOUT)
     emulate_hosts("apart")
@@ -139,17 +137,7 @@ def one_is_slow(what):
     return caught.value.ranks
 
 
-@pytest.mark.parametrize("what", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
-def test_late_rank_is_not_blamed_for_a_lost_one(what):
-    outcomes = try_ranks(one_is_slow, 3, what, backend="")
-    assert [outcome.value for outcome in outcomes[:2]] == [(2,), (2,)], outcomes
-
-
-def test_late_rank_is_not_a_fault_before_the_timeout():
-    assert run_ranks(one_is_slow, 3, "only", backend="") == [9000.0] * 3
-
-
-def a_leader_hangs():
+def let_a_leader_hang():
     """Rank 2, the leader of ranks 2 and 3, hangs: ranks wait for it or for a rank that does."""
     store = start(TIMEOUT)
     emulate_hosts("pairs")
@@ -164,12 +152,7 @@ def a_leader_hangs():
     return caught.value.ranks
 
 
-def test_rank_that_waits_for_its_leader_is_not_blamed():
-    outcomes = try_ranks(a_leader_hangs, 4, backend="")
-    assert [outcomes[rank].value for rank in (0, 1, 3)] == [(2,)] * 3, outcomes
-
-
-def one_reports_late():
+def report_late():
     """Rank 2 hangs; rank 1, whose wait times out first, publishes its report late."""
     store = start(TIMEOUT)
     emulate_hosts("apart")
@@ -193,12 +176,7 @@ def one_reports_late():
     return caught.value.ranks
 
 
-def test_connections_closed_by_a_timeout_are_not_blamed():
-    outcomes = try_ranks(one_reports_late, 3, backend="")
-    assert [outcomes[rank].value for rank in (0, 1)] == [(2,)] * 2, outcomes
-
-
-def one_connects_late(seconds_late):
+def connect_late(seconds_late):
     """Rank 1 connects gloo's group after the other ranks have timed out."""
     store = start(TIMEOUT)
     emulate_hosts("apart")
@@ -224,18 +202,6 @@ def one_connects_late(seconds_late):
 
 
 LATE_TIMEOUT = 3.0
-
-
-# As a fraction of the group's timeout: shortly before it, connections start and may not finish.
-@pytest.mark.parametrize("part", [pytest.param(0.975, marks=pytest.mark.exhaustive), 2])
-def test_late_gloo_connection_does_not_abort_the_process(part):
-    outcomes = try_ranks(one_connects_late, 3, part * LATE_TIMEOUT, backend="")
-    assert not any(outcome.failed for outcome in outcomes), outcomes
-    for rank in (0, 2):
-        ranks, seconds = outcomes[rank].value
-        assert ranks in (((1,),) if part > 1 else ((1,), ()))
-        # The group's timeout and two seconds, with a margin for a busy machine.
-        assert seconds < TIMEOUT
 
 
 def start(seconds, backend="gloo"):
@@ -303,7 +269,7 @@ def test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one(where, alg
     assert "from rank 2" in first["root"]
 
 
-def torchs_own(where):
+def deviate_by_torchs_names(where):
     """Check the registered backend, called by torch's names."""
     import collectives.backend
 
@@ -329,7 +295,7 @@ def torchs_own(where):
 
 @pytest.mark.parametrize("where", PLACES)
 def test_registered_backend_compares_calls(where):
-    run_ranks(torchs_own, 3, where, backend="", timeout=120)
+    run_ranks(deviate_by_torchs_names, 3, where, backend="", timeout=120)
 
 
 def pass_different_shapes(where):
@@ -372,23 +338,23 @@ def disagree_unchecked(where, cases):
     odd = dist.get_rank() == 1
     tensor = torch.ones(1000)
 
-    def either(usual, other):
+    def by_rank(usual, other):
         return lambda **go: (other if odd else usual)(**go)
 
     def reduce(tensor, op=dist.ReduceOp.SUM):
         return lambda **go: collectives.all_reduce(tensor.clone(), op, **go)
 
-    def tell(source):
+    def broadcast_from(source):
         return lambda **go: collectives.broadcast(tensor.clone(), source, **go)
 
     calls = {
-        "longer": either(reduce(tensor), reduce(torch.ones(1001))),
-        "shorter": either(reduce(tensor), reduce(torch.ones(999))),
-        "layout": either(reduce(tensor), reduce(torch.ones(10, 100))),
-        "dtype": either(reduce(tensor), reduce(tensor.int())),
-        "op": either(reduce(tensor), reduce(tensor, dist.ReduceOp.MAX)),
-        "order": either(reduce(tensor), tell(0)),
-        "root": either(tell(0), tell(2)),
+        "longer": by_rank(reduce(tensor), reduce(torch.ones(1001))),
+        "shorter": by_rank(reduce(tensor), reduce(torch.ones(999))),
+        "layout": by_rank(reduce(tensor), reduce(torch.ones(10, 100))),
+        "dtype": by_rank(reduce(tensor), reduce(tensor.int())),
+        "op": by_rank(reduce(tensor), reduce(tensor, dist.ReduceOp.MAX)),
+        "order": by_rank(reduce(tensor), broadcast_from(0)),
+        "root": by_rank(broadcast_from(0), broadcast_from(2)),
     }
     # All groups fail at the same time, and must publish their reports within a fraction of this.
     seconds = timedelta(seconds=3 + 2 * len(cases))
@@ -421,37 +387,19 @@ DEVIATIONS = {
     "order": "rank 1 called broadcast(",
     "root": "from rank 2",
 }
-
-
-@pytest.mark.parametrize(
-    ("where", "cases"),
-    [
-        ("apart", [("ring", "longer"), ("gloo", "order")]),
-        *(
-            pytest.param(
-                where,
-                # MAX of floats is refused on "gloo" before any message.
-                [(algorithm, w) for w in DEVIATIONS if (algorithm, w) != ("gloo", "op")],
-                marks=pytest.mark.exhaustive,
-            )
-            for where, algorithm in (
-                ("apart", "ring"),
-                ("apart", "tree"),
-                ("apart", "gloo"),
-                ("pairs", "hierarchical"),
-            )
-        ),
-    ],
-)
-def test_mismatch_without_comparison_is_raised_at_the_timeout(where, cases):
-    world = 4 if where == "pairs" else 3
-    all_messages = run_ranks(disagree_unchecked, world, where, cases, timeout=120)
-    for messages in all_messages:
-        for (algorithm, what), (ranks, message) in messages.items():
-            # In a tree one of three ranks may have completed its call; the others then disagree.
-            blamed = {(0,), (1,)} if (algorithm, what) == ("tree", "root") else {(1,)}
-            assert ranks in blamed, (algorithm, what, message)
-            assert DEVIATIONS[what] in message
+ALL_DEVIATIONS = {
+    f"{where}-{algorithm}": (
+        where,
+        # MAX of floats is refused on "gloo" before any message.
+        [(algorithm, w) for w in DEVIATIONS if (algorithm, w) != ("gloo", "op")],
+    )
+    for where, algorithm in (
+        ("apart", "ring"),
+        ("apart", "tree"),
+        ("apart", "gloo"),
+        ("pairs", "hierarchical"),
+    )
+}
 
 
 class SlowStore:
@@ -478,11 +426,7 @@ def disagree_over_a_slow_store():
     return caught.value.ranks
 
 
-def test_slow_store_is_not_mistaken_for_a_lost_one():
-    assert run_ranks(disagree_over_a_slow_store, 3) == [(1,)] * 3
-
-
-def bring_nan(where):
+def pass_nan(where):
     emulate_hosts(where)
     tensor = torch.ones(1000)
     if dist.get_rank() == 2:
@@ -507,10 +451,10 @@ def bring_nan(where):
 
 @pytest.mark.parametrize("where", PLACES)
 def test_nan_is_traced_to_its_rank(where):
-    run_ranks(bring_nan, 3, where)
+    run_ranks(pass_nan, 3, where)
 
 
-def late_error():
+def fail_asynchronously():
     """Wait for a call that fails; the error is raised on the thread that waits."""
     collectives.all_reduce(torch.ones(10))
     if dist.get_rank() == 1:
@@ -524,10 +468,10 @@ def late_error():
 
 
 def test_asynchronous_failure_is_raised_by_wait():
-    assert try_ranks(late_error, 2)[0].value == (True, False)
+    assert try_ranks(fail_asynchronously, 2)[0].value == (True, False)
 
 
-def dead_from_the_start(how):
+def never_join(how):
     store = start(LONG_TIMEOUT if how == "dies" else TIMEOUT / 2)
     if dist.get_rank() == 1:
         if how == "hangs":
@@ -541,17 +485,8 @@ def dead_from_the_start(how):
     return caught.value.ranks, seconds, str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_rank_that_never_joins_is_named(how):
-    for outcome in try_ranks(dead_from_the_start, 3, how, backend="")[::2]:
-        ranks, seconds, message = outcome.value
-        assert ranks == (1,)
-        assert ("ended before joining" if how == "dies" else "did not join") in message
-        assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else TIMEOUT)
-
-
-def slow_to_join(backend):
-    """Rank 1 is late at every step of the set-up; the delays sum to twice the timeout."""
+def join_slowly(backend):
+    """Rank 1 is late at every step of the set-up; the delays sum to three times the timeout."""
     import collectives.backend
     from collectives import store as group_store
 
@@ -563,7 +498,7 @@ def slow_to_join(backend):
         time.sleep(0.6 * TIMEOUT / 2 if rank == 1 else 0)
         return fetch(*args)
 
-    for module in (collectives.process_group.device_backends, collectives.choice.topology):
+    for module in (group_store, collectives.choice.topology):
         module.fetch = late_fetch
     begin = time.monotonic()
     try:
@@ -578,23 +513,13 @@ def slow_to_join(backend):
     return (), 0.0
 
 
-@pytest.mark.parametrize(
-    "backend", ["collectives", pytest.param("gloo", marks=pytest.mark.exhaustive)]
-)
-def test_all_steps_of_a_group_creation_share_one_timeout(backend):
-    ranks, seconds = run_ranks(slow_to_join, 2, backend, backend="")[0]
-    assert ranks == (1,)
-    # The delays sum to 2.4 timeouts. The bound leaves a margin for a busy machine.
-    assert seconds < TIMEOUT
-
-
 def test_pickled_error_keeps_its_ranks():
-    for error in (collectives.RankLost([2, 3], "told"), collectives.Mismatch("told", [2, 3])):
+    for error in (collectives.RankLost([2, 3], "reason"), collectives.Mismatch("reason", [2, 3])):
         copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), copy.ranks, str(copy)) == (type(error), (2, 3), "told")
+        assert (type(copy), copy.ranks, str(copy)) == (type(error), (2, 3), "reason")
 
 
-def bad_arguments():
+def pass_bad_arguments():
     t = torch.ones(4)
     raises = pytest.raises
     with raises(ValueError, match="cannot run by 'rinf'.*use one of.*\"auto\""):
@@ -622,6 +547,10 @@ def bad_arguments():
         match=r"input_split_sizes \[1, 2\] must be 2 numbers, none negative, that sum to 4",
     ):
         collectives.all_to_all_single(t, t, None, [1, 2])
+    destroyed = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    with raises(ValueError, match="has been destroyed"):
+        collectives.all_reduce(t, group=destroyed)
     with raises(RuntimeError, match="negative dimension -1"):
         collectives.shared_empty(-1)
     assert collectives.shared_empty(np.int64(3)).shape == (3,)
@@ -635,7 +564,7 @@ def bad_arguments():
 
 
 def test_bad_arguments_are_refused_before_data_move():
-    assert run_ranks(bad_arguments, 2) == [([[0, 1]], [2.0] * 4)] * 2
+    assert run_ranks(pass_bad_arguments, 2) == [([[0, 1]], [2.0] * 4)] * 2
 
 
 def test_call_without_process_group_is_refused():
@@ -643,7 +572,7 @@ def test_call_without_process_group_is_refused():
         collectives.all_reduce(torch.ones(1))
 
 
-def inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
+def pass_inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
     """Rank 0 sends rows that rank 1 does not expect, in several cases; no data arrive."""
     emulate_hosts(where)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -677,7 +606,7 @@ def inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
     ],
 )
 def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked):
-    for results in run_ranks(inconsistent_splits, 3, where, algorithm, checked):
+    for results in run_ranks(pass_inconsistent_splits, 3, where, algorithm, checked):
         assert len(results) == 3
         for case, surplus in enumerate((1, -1, 700_000)):
             message, ranks, untouched = results[case]
@@ -687,6 +616,148 @@ def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked)
             assert untouched
 
 
-def test_inconsistent_splits_between_hosts_are_raised_at_the_timeout():
-    for results in run_ranks(inconsistent_splits, 2, "apart", "ring", False, (1,), timeout=120):
-        assert [ranks for _, ranks, _ in results.values()] == [(0, 1)], results
+# ----- tests whose scenarios wait for a timeout, in the background -----
+
+
+def scenario(function, world, *args, backend=""):
+    """Return the arguments of `try_ranks`."""
+    return (function, world, *args), {"backend": backend, "timeout": 120}
+
+
+HANGS = {
+    "together-auto": ("together", "auto"),
+    "apart-ring": ("apart", "ring"),
+    "apart-gloo": ("apart", "gloo"),
+    "apart-tree": ("apart", "tree"),
+    "pairs-hierarchical": ("pairs", "hierarchical"),
+}
+WAITING = {
+    "test_connections_closed_by_a_timeout_are_not_blamed": scenario(report_late, 3),
+    "test_rank_that_waits_for_its_leader_is_not_blamed": scenario(let_a_leader_hang, 4),
+    "test_inconsistent_splits_between_hosts_are_raised_at_the_timeout": scenario(
+        pass_inconsistent_splits, 2, "apart", "ring", False, (1,), backend="gloo"
+    ),
+    **{
+        f"test_hanging_rank_is_named_by_all_other_ranks[{case}]": scenario(
+            fail_within, 4 if where == "pairs" else 3, where, algorithm, "hangs"
+        )
+        for case, (where, algorithm) in HANGS.items()
+    },
+    **{
+        f"test_mismatch_without_comparison_is_raised_at_the_timeout[{case}]": scenario(
+            disagree_unchecked, 4 if where == "pairs" else 3, where, cases, backend="gloo"
+        )
+        for case, (where, cases) in {
+            "apart": ("apart", [("ring", "longer"), ("gloo", "order")]),
+            **ALL_DEVIATIONS,
+        }.items()
+    },
+    **{
+        f"test_all_steps_of_a_group_creation_share_one_timeout[{backend}]": scenario(
+            join_slowly, 2, backend
+        )
+        for backend in ("collectives", "gloo")
+    },
+    "test_slow_store_is_not_mistaken_for_a_lost_one": scenario(
+        disagree_over_a_slow_store, 3, backend="gloo"
+    ),
+    **{
+        f"test_late_gloo_connection_does_not_abort_the_process[{part}]": scenario(
+            connect_late, 3, part * LATE_TIMEOUT
+        )
+        for part in (0.975, 2)
+    },
+    **{
+        f"test_rank_that_never_joins_is_named[{how}]": scenario(never_join, 3, how)
+        for how in ("hangs", "dies")
+    },
+    "test_late_rank_is_not_a_fault_before_the_timeout": scenario(let_a_rank_be_late, 3, "only"),
+    **{
+        f"test_late_rank_is_not_blamed_for_a_lost_one[{what}]": scenario(
+            let_a_rank_be_late, 3, what
+        )
+        for what in ("dies", "hangs")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "together-auto",
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in list(HANGS)[1:]),
+    ],
+)
+def test_hanging_rank_is_named_by_all_other_ranks(case, outcomes):
+    # A rank waits from its call on; a busy machine may start the ranks seconds apart.
+    assert_rank_1_is_named(outcomes, 2 * TIMEOUT)
+
+
+@pytest.mark.parametrize("what", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
+def test_late_rank_is_not_blamed_for_a_lost_one(what, outcomes):
+    assert [outcome.value for outcome in outcomes[:2]] == [(2,), (2,)], outcomes
+
+
+def test_late_rank_is_not_a_fault_before_the_timeout(outcomes):
+    assert [outcome.value for outcome in outcomes] == [9000.0] * 3, outcomes
+
+
+def test_rank_that_waits_for_its_leader_is_not_blamed(outcomes):
+    assert [outcomes[rank].value for rank in (0, 1, 3)] == [(2,)] * 3, outcomes
+
+
+def test_connections_closed_by_a_timeout_are_not_blamed(outcomes):
+    assert [outcomes[rank].value for rank in (0, 1)] == [(2,)] * 2, outcomes
+
+
+# As a fraction of the group's timeout: shortly before it, connections start and may not finish.
+@pytest.mark.parametrize("part", [pytest.param(0.975, marks=pytest.mark.exhaustive), 2])
+def test_late_gloo_connection_does_not_abort_the_process(part, outcomes):
+    assert not any(outcome.failed for outcome in outcomes), outcomes
+    for rank in (0, 2):
+        ranks, seconds = outcomes[rank].value
+        assert ranks in (((1,),) if part > 1 else ((1,), ()))
+        # The group's timeout and two seconds, with a margin for a busy machine.
+        assert seconds < TIMEOUT
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["apart", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ALL_DEVIATIONS)],
+)
+def test_mismatch_without_comparison_is_raised_at_the_timeout(case, outcomes):
+    for outcome in outcomes:
+        assert not outcome.failed, outcome.trace
+        for (algorithm, what), (ranks, message) in outcome.value.items():
+            # In a tree one of three ranks may have completed its call; the others then disagree.
+            blamed = {(0,), (1,)} if (algorithm, what) == ("tree", "root") else {(1,)}
+            assert ranks in blamed, (algorithm, what, message)
+            assert DEVIATIONS[what] in message
+
+
+def test_slow_store_is_not_mistaken_for_a_lost_one(outcomes):
+    assert [outcome.value for outcome in outcomes] == [(1,)] * 3, outcomes
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_rank_that_never_joins_is_named(how, outcomes):
+    for outcome in outcomes[::2]:
+        ranks, seconds, message = outcome.value
+        assert ranks == (1,)
+        assert ("ended before joining" if how == "dies" else "did not join") in message
+        assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "backend", ["collectives", pytest.param("gloo", marks=pytest.mark.exhaustive)]
+)
+def test_all_steps_of_a_group_creation_share_one_timeout(backend, outcomes):
+    ranks, seconds = outcomes[0].value
+    assert ranks == (1,)
+    # The delays sum to three timeouts. The bound leaves a margin for a busy machine.
+    assert seconds < TIMEOUT
+
+
+def test_inconsistent_splits_between_hosts_are_raised_at_the_timeout(outcomes):
+    for outcome in outcomes:
+        assert [ranks for _, ranks, _ in outcome.value.values()] == [(0, 1)], outcome

@@ -4,6 +4,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.choice import tuning
 from collectives.choice.cost import candidates
 from collectives.groups import communicator
 from collectives.shared_memory import segment
@@ -18,6 +19,7 @@ def two_hosts():
 def on_two_hosts():
     """Emulate two hosts, with ranks 0 and 1 on the first one, and count the bytes sent."""
     segment.host_identity = two_hosts
+    tuning.SECONDS_PER_SIZE = 0.05
     comm = communicator()
     rank, world = dist.get_rank(), dist.get_world_size()
     assert comm.topology.hosts == [[0, 1], list(range(2, world))]

@@ -323,6 +323,41 @@ def test_gloo_options_are_refused():
     run_ranks(options_of_gloo, 1, backend="")
 
 
+def one_attempt(port, how):
+    """Run one attempt of an elastic job on the launcher's store; its ranks may end early."""
+    import collectives.backend
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+    if how == "all ranks end in the set-up":
+        collectives.backend.connect_gloo = lambda *_: os._exit(1)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
+    total = torch.ones(5)
+    for step in range(3):
+        if how == "rank 1 is killed" and step == 1 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total, dist.ReduceOp.AVG)
+    group = dist.new_group(list(reversed(range(world))))
+    dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
+    return total.tolist()
+
+
+def test_restart_on_the_same_store_succeeds():
+    # An elastic launcher keeps its store. If nodes join or leave, the number of ranks changes and
+    # the restart count does not.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = try_ranks(one_attempt, 2, server.port, "rank 1 is killed", backend="")
+    assert isinstance(outcomes[0].error, collectives.RankLost), outcomes
+    for world in (3, 2):
+        outcomes = try_ranks(
+            one_attempt, world, server.port, "all ranks end in the set-up", backend=""
+        )
+        assert all(outcome.exit_code == 1 for outcome in outcomes), outcomes
+    for world in (3, 2):
+        assert run_ranks(one_attempt, world, server.port, "", backend="") == [[1.0] * 5] * world
+
+
 def train_elastically():
     """Run under torchrun; rank 1 of the first attempt is killed between two calls."""
     import collectives.backend  # noqa: F401
@@ -341,9 +376,8 @@ def train_elastically():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_restart_under_torchrun_succeeds(rendezvous, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -422,6 +456,31 @@ def test_survivors_of_lost_ranks_rebuild_their_group(backend, where, how):
         assert outcomes[rank].value == [[8.0 * 3], [5.0 * 2]], outcomes
 
 
+def lose_a_rank_while_rebuilding():
+    """Lose rank 1, and then rank 2 before it rebuilds the group."""
+    rank, store = begin("collectives", seconds=6)
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost):
+        dist.all_reduce(torch.ones(10))
+    store.set(f"{rank} knows", "")
+    store.wait([f"{other} knows" for other in (0, 2, 3)])
+    if rank == 2:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.rebuild(timeout=timedelta(seconds=2))
+    group = collectives.rebuild(timeout=timedelta(seconds=TIMEOUT))
+    total = torch.ones(10)
+    dist.all_reduce(total, group=group)
+    return caught.value.ranks, dist.get_process_group_ranks(group), total.unique().tolist()
+
+
+def test_group_can_be_rebuilt_after_a_failed_attempt(outcomes):
+    for rank in (0, 3):
+        assert outcomes[rank].value == ((1, 2), [0, 3], [2.0]), outcomes
+
+
 def lose_the_store(port):
     """Lose rank 0, which serves the store: a new group is impossible."""
     import collectives.backend
@@ -488,9 +547,21 @@ def hang_the_store():
     return True
 
 
-def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it():
-    outcomes = try_ranks(hang_the_store, 4, backend="")
+def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it(outcomes):
     assert [outcome.value for outcome in outcomes[:2]] == [True, True], outcomes
+
+
+# Scenarios that wait for a timeout, which run beside the other tests: see `conftest.py`.
+WAITING = {
+    "test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it": (
+        (hang_the_store, 4),
+        {"backend": ""},
+    ),
+    "test_group_can_be_rebuilt_after_a_failed_attempt": (
+        (lose_a_rank_while_rebuilding, 4),
+        {"backend": ""},
+    ),
+}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,10 @@ def everything(where, by=collectives):
     assert [tensor.tolist() for tensor in room] == [[1.0 * r] * (r + 1) for r in range(world)]
 
 
-@pytest.mark.parametrize(("where", "world"), [("together", 3), ("apart", 3), ("together", 2)])
+@pytest.mark.parametrize(
+    ("where", "world"),
+    [("together", 3), ("apart", 3), pytest.param("together", 2, marks=pytest.mark.exhaustive)],
+)
 def test_collectives_with_lists_and_roots_match_their_definition(where, world):
     run_ranks(everything, world, where)
 
@@ -130,7 +133,7 @@ def by_torchs_names(where):
     assert tensor.tolist() == [1.0 * world] * 3
 
 
-@pytest.mark.parametrize("where", ["together", "apart"])
+@pytest.mark.parametrize("where", ["together", pytest.param("apart", marks=pytest.mark.exhaustive)])
 def test_list_collectives_run_on_the_registered_backend(where):
     run_ranks(by_torchs_names, 3, where, backend="")
 
@@ -325,6 +328,48 @@ def test_autograd_notices_every_tensor_that_is_overwritten():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
+def in_inference_mode(where):
+    """Write to tensors that were created in inference mode, inside and outside of that mode."""
+    if where == "apart":
+        apart()
+    world = dist.get_world_size()
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+    for dtype in (torch.int8, torch.float32):
+        with torch.inference_mode():
+            # The first call sets up the group.
+            tensor = torch.ones(4, dtype=dtype)
+            collectives.all_reduce(tensor)
+            strided = torch.zeros(2 * world, 2, dtype=dtype)[:, 0]
+            room = [torch.zeros(4, dtype=dtype) for _ in range(world)]
+        for op in ops:
+            for mode in (False, True):
+                with torch.inference_mode(mode):
+                    collectives.all_reduce(tensor.fill_(1) if mode else tensor, op)
+                    collectives.all_reduce(tensor, op, async_op=True).wait()
+        collectives.all_gather_into_tensor(strided, torch.ones(2, dtype=dtype))
+        collectives.all_gather(room, torch.ones(4, dtype=dtype))
+        collectives.broadcast(room[0], 0, async_op=True).wait()
+        collectives.reduce(room[1], 0)
+        assert strided.tolist() == [1] * 2 * world
+        assert tensor.tolist() == [1] * 4
+        assert room[0].tolist() == [1] * 4
+    if where == "apart":
+        with torch.inference_mode():
+            averages = [torch.ones(4) for _ in range(2)]
+        for average in averages:
+            collectives.all_reduce(average, dist.ReduceOp.AVG, algorithm="gloo")
+            assert average.tolist() == [1.0] * 4
+    # Other tensors can be written to afterwards.
+    tensor = torch.ones(4, dtype=torch.int8)
+    collectives.all_reduce(tensor)
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where):
+    assert run_ranks(in_inference_mode, 2, where) == [[2] * 4] * 2
+
+
 def reduce_or_refuse(dtype, op):
     """Reduce a tensor; return True if it is refused because torch does not support the dtype."""
     try:
@@ -374,6 +419,8 @@ def refused():
         ):
             with raises(TypeError, match=message):
                 call()
+    with FakeTensorMode(), raises(RuntimeError, match="inside FakeTensorMode"):
+        collectives.all_reduce(ones)
     with raises(TypeError, match=r"torch\.func"):
         torch.func.vmap(collectives.all_reduce)(torch.ones(3, 2))
     # torch cannot create a quantized tensor without its scale.

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,10 @@ PORTABLE = {
 }  # fmt: skip
 
 
+# The calls by which a rank notices that another one has ended.
+CALLS_OF_DETECTION = ("os.pidfd_open", "select.poll", "select.POLLIN")
+
+
 def calls():
     """Return the calls of these modules that the package makes and that may be missing."""
     names_found = set()
@@ -43,29 +48,32 @@ def calls():
     return sorted(names_found - PORTABLE)
 
 
-def remove(call, how):
-    """Make a call fail as on a system that lacks it."""
-    module_name, name = call.split(".")
-    module = importlib.import_module(module_name)
+@contextmanager
+def removed(names, how):
+    """Make calls fail as on a system that lacks them."""
 
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    if how == "missing":
-        delattr(module, name)
-    elif callable(getattr(module, name)):
-        setattr(module, name, refuse)
+    originals = {}
+    for call in names:
+        module_name, name = call.split(".")
+        module = importlib.import_module(module_name)
+        originals[module, name] = getattr(module, name)
+        if how == "missing":
+            delattr(module, name)
+        elif callable(getattr(module, name)):
+            setattr(module, name, refuse)
+    try:
+        yield
+    finally:
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
 
 
-def without(removed, how, compiled):
-    """Set up a group, use every feature that needs these calls, and lose a rank."""
-    if not compiled:
-        engine._compiled.cache_clear()
-        engine.shutil.which = lambda name: None
-    for call in removed:
-        remove(call, how)
+def use_every_feature():
+    """Set up a group and use the features that need these calls; return the group."""
     rank = dist.get_rank()
-    # The group is created after the calls have been removed.
     group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     total = torch.full((100_000,), rank + 1.0)
     collectives.all_reduce(total, group=group)
@@ -77,26 +85,57 @@ def without(removed, how, compiled):
         pass
     work.wait()
     assert shared.unique().tolist() == [3.0]
-    has_memory = collectives.describe(group).shared_memory
-    if rank == 1:
-        os._exit(0)
-    begun = time.monotonic()
-    with pytest.raises(collectives.RankLost, match="rank 1"):
-        collectives.all_reduce(total, group=group)
-    return has_memory, time.monotonic() - begun < 15
+    assert collectives.describe(group).shared_memory
+    return group
+
+
+def without_one_call_at_a_time(how):
+    for call in calls():
+        with removed([call], how):
+            group = use_every_feature()
+        dist.destroy_process_group(group)
+
+
+def lose_a_rank(names, how, compiled):
+    """Lose rank 1 while the calls are missing; return whether it is noticed before the timeout."""
+    if not compiled:
+        engine._compiled.cache_clear()
+        engine.shutil.which = lambda name: None
+    with removed(names, how):
+        group = use_every_feature()
+        if dist.get_rank() == 1:
+            os._exit(0)
+        start_time = time.monotonic()
+        with pytest.raises(collectives.RankLost, match="rank 1"):
+            collectives.all_reduce(torch.ones(3), group=group)
+    return time.monotonic() - start_time < 15
 
 
 @pytest.mark.parametrize("how", ["missing", "not implemented"])
-@pytest.mark.parametrize("call", calls())
-def test_missing_system_call_is_replaced(call, how):
-    first, _ = try_ranks(without, 2, [call], how, True)
-    assert first.value == (True, True), first
+def test_missing_system_call_is_replaced(how):
+    run_ranks(without_one_call_at_a_time, 2, how)
+
+
+@pytest.mark.parametrize("how", ["missing", "not implemented"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *CALLS_OF_DETECTION,
+        *(
+            pytest.param(call, marks=pytest.mark.exhaustive)
+            for call in calls()
+            if call not in CALLS_OF_DETECTION
+        ),
+    ],
+)
+def test_dead_rank_is_noticed_without_a_system_call(call, how):
+    assert try_ranks(lose_a_rank, 2, [call], how, True)[0].value is True
 
 
 @pytest.mark.parametrize("how", ["missing", "not implemented"])
 def test_all_system_calls_and_the_compiler_can_be_missing(how):
-    first, _ = try_ranks(without, 2, calls(), how, False)
-    assert first.value == (True, True), first
+    first, _ = try_ranks(lose_a_rank, 2, calls(), how, False)
+    assert first.value is True, first
 
 
 def test_scan_finds_system_calls():
@@ -107,16 +146,16 @@ def test_scan_finds_system_calls():
 
 def without_dev_shm():
     """Use a group without memfd_create and /dev/shm, so that memory cannot be shared."""
-    remove("os.memfd_create", "missing")
 
     def refuse(*args, **kwargs):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/dev/shm")
 
     segment.tempfile.TemporaryFile = refuse
-    group = dist.new_group([0, 1])
-    total = torch.full((1000,), dist.get_rank() + 1.0)
-    collectives.all_reduce(total, group=group, algorithm="ring")
-    return total.unique().tolist(), collectives.describe(group).shared_memory
+    with removed(["os.memfd_create"], "missing"):
+        group = dist.new_group([0, 1])
+        total = torch.full((1000,), dist.get_rank() + 1.0)
+        collectives.all_reduce(total, group=group, algorithm="ring")
+        return total.unique().tolist(), collectives.describe(group).shared_memory
 
 
 def test_messages_are_used_without_shared_memory():

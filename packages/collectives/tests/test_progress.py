@@ -9,7 +9,7 @@ from collectives.shared_memory.engine import Job
 
 
 def submit(queue, engine, gate=None):
-    """Submit a call; `engine` tells if the engine supports it, and `gate` holds it back."""
+    """Submit a call that waits for `gate`; `engine` is True if the engine supports the call."""
     with queue.submitting:
         job = queue.assign(lambda: Job() if engine else None, is_usable=True)
 

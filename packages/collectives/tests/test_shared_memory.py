@@ -201,24 +201,24 @@ def test_dev_shm_is_empty_after_a_crash():
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "collectives" in name}
 
 
-def elsewhere():
+def open_wrong_addresses():
     """Check that an address is accepted only if it refers to the same memory."""
     created = segment.Segment(4096)
     address = created.address
     assert segment.open_segment(address) is not None
-    for lie in (
+    for change in (
         {"host": "another kernel"},
         {"inode": address.inode + 1},
         {"token": "00" * segment.TOKEN_BYTES},
         {"pid": 1 << 22},
     ):
-        assert segment.open_segment(dataclasses.replace(address, **lie)) is None
+        assert segment.open_segment(dataclasses.replace(address, **change)) is None
     created.seal()
     assert segment.open_segment(address) is None
 
 
 def test_sharing_memory_is_proved_by_opening_it():
-    run_ranks(elsewhere, 1)
+    run_ranks(open_wrong_addresses, 1)
 
 
 def test_hosts_are_the_ranks_that_reach_each_other():

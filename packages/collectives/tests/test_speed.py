@@ -168,7 +168,7 @@ def test_call_on_gloo_costs_a_few_microseconds_more_than_torchs():
 
 
 def test_mpi_library_is_at_most_as_fast(tmp_path):
-    pytest.importorskip("mpi4py", reason="the wheels mpich and mpi4py are no dependency")
+    pytest.importorskip("mpi4py", reason="mpich and mpi4py are not dependencies")
     mpiexec = shutil.which("mpiexec") or str(Path(sys.executable).with_name("mpiexec"))
     script = Path(__file__).with_name("beside_mpi.py")
     done = subprocess.run(

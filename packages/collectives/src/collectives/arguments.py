@@ -2,10 +2,11 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec
+from operator import index
+from typing import Any, ParamSpec, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,16 @@ Collective = Callable[P, dist.Work | None]
 
 
 def for_members(function: Collective[P]) -> Collective[P]:
-    """Let a collective return None, with a warning, on ranks outside its group, as torch does."""
+    """Let a collective return None, with a warning, on ranks outside its group, as torch does.
+
+    torch.compile breaks the graph at the collective, which it cannot trace.
+    """
     position = list(inspect.signature(function).parameters).index("group")
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> dist.Work | None:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
         group = args[position] if len(args) > position else kwargs.get("group")
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             warnings.warn(
@@ -105,6 +111,8 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
             f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "
             "torch.distributed"
         )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise RuntimeError(f"{kind} cannot run inside FakeTensorMode; make the call outside of it")
     check_memory(kind, tensor, tensor)
     for output in outputs:
         check_memory(kind, output, tensor)
@@ -219,10 +227,15 @@ def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | 
     return group_src
 
 
-def split_lengths(name: str, tensor: Tensor, sizes: list[int] | None, world: int) -> list[int]:
+def split_sizes(sizes: Iterable[SupportsIndex] | None) -> list[int]:
+    """Return split sizes, which may be an array, as a list; None is the same as an empty list."""
+    return [] if sizes is None else [index(size) for size in sizes]
+
+
+def split_lengths(name: str, tensor: Tensor, sizes: list[int], world: int) -> list[int]:
     """Return the number of elements per rank, from the number of rows per rank.
 
-    Without `sizes` every rank gets the same number of rows.
+    If `sizes` is empty, every rank gets the same number of rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:

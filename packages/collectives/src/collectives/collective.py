@@ -25,6 +25,7 @@ from collectives.arguments import (
     root_rank,
     separate,
     split_lengths,
+    split_sizes,
 )
 from collectives.communicator import Communicator, limit_calls
 from collectives.groups import communicator
@@ -139,14 +140,16 @@ def all_to_all_single(
     comm = communicator(group)
     if output.dtype != input.dtype:
         raise TypeError(f"output is {output.dtype} but input is {input.dtype}; make them the same")
-    is_even = not (output_split_sizes or input_split_sizes)
+    output_sizes = split_sizes(output_split_sizes)
+    input_sizes = split_sizes(input_split_sizes)
+    is_even = not (output_sizes or input_sizes)
     if algorithm == "auto" and is_even and _should_use_gloo(comm, output, input):
         shape = (input.numel(),)
         call = describe_call(comm, "all_to_all", input, "auto", outputs=[output], shape=shape)
         if comm.gloo.has_room_for(call.packed):
             return run(comm, call, async_op, output, input)
-    lengths_out = split_lengths("output", output, output_split_sizes, comm.world)
-    lengths_in = split_lengths("input", input, input_split_sizes, comm.world)
+    lengths_out = split_lengths("output", output, output_sizes, comm.world)
+    lengths_in = split_lengths("input", input, input_sizes, comm.world)
     # Shapes may differ between ranks. The lengths are compared when the call runs.
     call = describe_call(comm, "all_to_all", input, algorithm, outputs=[output], shape=())
 

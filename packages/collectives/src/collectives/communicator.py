@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.autograd import _profiler_enabled
@@ -131,6 +132,7 @@ class Communicator:
             result: the tensors of the handle's result; by default the inputs.
             make_job: returns the call as a job for the engine, or None if the engine cannot run it.
         """
+        outputs = as_list(inputs if result is None else result)
         execution = _Execution(
             communicator=self,
             call=call,
@@ -140,6 +142,7 @@ class Communicator:
             compare_calls=self.compare_calls,
             find_nan=self.find_nan,
             timeout=_call_timeout.get(),
+            in_inference_mode=any(output.is_inference() for output in outputs),
         )
         # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
         # asynchronous call covers its start only: an event must not outlive the profiler.
@@ -151,7 +154,6 @@ class Communicator:
             with event:
                 execution.run(None)
             return None
-        outputs = as_list(inputs if result is None else result)
         with event:
             return self._submit(execution, outputs, make_job)
 
@@ -189,7 +191,7 @@ class Communicator:
         """
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
-        if _call_timeout.get() is not None:
+        if _call_timeout.get() is not None or tensors[0].is_inference():
             return False
         with self.progress.running:
             self._count(False, call.packed)
@@ -299,6 +301,9 @@ class _Execution:
     find_nan: bool
     #: The timeout of this call in seconds, or None for the group's.
     timeout: float | None
+    #: True if the call writes to a tensor that was created in inference mode. torch allows this in
+    #: that mode only, which the calling thread may have left.
+    in_inference_mode: bool
 
     def run(self, job: Job | None) -> None:
         """Run the call; `job` is its job if the engine has already started it."""
@@ -311,7 +316,8 @@ class _Execution:
             comm.start_call(self.compare_calls, call.packed, self.timeout)
             try:
                 if job is None:
-                    self.body(call.packed)
+                    with torch.inference_mode() if self.in_inference_mode else nullcontext():
+                        self.body(call.packed)
                 elif not is_done(job):
                     comm.topology.require().do(job)
             except BaseException as error:

@@ -61,6 +61,8 @@ def communicator(group: Any = None) -> Communicator:
 
 def _set_up(pg: Any) -> Communicator:
     """Return the communicator of a group of torch's; every rank must call this function."""
+    if pg not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(f"expected a group that exists, got {pg!r}, which has been destroyed")
     timeout = pg._get_backend(pg._device_types[0]).options._timeout
     # One deadline bounds all waits of the set-up.
     deadline = time.monotonic() + timeout.total_seconds()

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from collectives.errors import RankLost
 from collectives.groups import communicator
+from collectives.shared_memory.fingerprint import format_ranks
 
 
 def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -15,6 +17,10 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     `torch.distributed.new_group`. Ranks keep their global numbers, and the failed group remains
     unusable, even if it is the default group. The new group needs the store of the default group:
     it must not be served by a lost rank.
+
+    If further ranks of the registered backend are lost meanwhile, every survivor gets `RankLost`
+    after the timeout. `ranks` then contains all lost ranks of `group`, and the next call excludes
+    them too.
 
     Args:
         group: the failed group; the default group if None.
@@ -33,13 +39,21 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
             f"this process: {group_error}"
         ) from group_error
     members = dist.get_process_group_ranks(group)
-    survivors = [members[rank] for rank in range(comm.world) if rank not in group_error.ranks]
-    rebuilt = dist.new_group(
-        survivors,
-        timeout=timeout or timedelta(seconds=comm.timeout),
-        backend=dist.get_backend(group),
-        # The lost ranks do not call this function.
-        use_local_synchronization=True,
-    )
+    survivors = [rank for rank in range(comm.world) if rank not in group_error.ranks]
+    try:
+        rebuilt = dist.new_group(
+            [members[rank] for rank in survivors],
+            timeout=timeout or timedelta(seconds=comm.timeout),
+            backend=dist.get_backend(group),
+            # The lost ranks do not call this function.
+            use_local_synchronization=True,
+        )
+    except RankLost as error:
+        if not error.ranks:
+            raise
+        lost = sorted({*group_error.ranks, *(survivors[rank] for rank in error.ranks)})
+        message = f"{format_ranks(lost)} lost; this attempt to rebuild the group failed: {error}"
+        comm.failures.group_error = RankLost(lost, message)
+        raise comm.failures.group_error from error
     assert isinstance(rebuilt, dist.ProcessGroup)
     return rebuilt

@@ -103,10 +103,12 @@ class Arena:
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
-        self._bytes = [
-            torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
-            for mapping in mappings
-        ]
+        # Calls outside of inference mode write to these tensors, even if the first call is inside.
+        with torch.inference_mode(False):
+            self._bytes = [
+                torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
+                for mapping in mappings
+            ]
         self._slots = [
             [data[:SLOT_BYTES] for data in self._bytes],
             [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
@@ -332,5 +334,6 @@ class Arena:
         """Return all ranks' slots of the last tick, or `ahead` ticks later, as `dtype`."""
         cell = (self.tick + ahead) & 1
         if (dtype, cell) not in self._views:
-            self._views[dtype, cell] = [slot.view(dtype) for slot in self._slots[cell]]
+            with torch.inference_mode(False):
+                self._views[dtype, cell] = [slot.view(dtype) for slot in self._slots[cell]]
         return self._views[dtype, cell]
