@@ -1,17 +1,18 @@
 """Ranks whose processes end while threads of the package are inside torch.
 
-This file is not collected: `test_leaving` runs it in a separate process, because a process of the
-worker pool ends without finalizing its interpreter. It imports torch once and forks every rank.
-The result is a JSON object on standard output: the exit codes of all ranks by scenario.
+`test_leaving` calls `end_processes` in a process of the worker pool, which has imported torch. That
+process forks every rank, because a process of the pool ends without finalizing its interpreter.
 """
 
-import json
+import ctypes
 import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import NoReturn
 
 import collectives
 import collectives.backend
@@ -71,24 +72,30 @@ def end_rank(folder: str, name: str, rank: int, where: str) -> object:
     return run_scenario(name, rank)
 
 
-def main() -> None:
-    """Run the scenarios, by name, on one host or on two: `together` or `apart`."""
-    folder, where, *scenarios = sys.argv[1:]
-    codes = {}
+def end_processes(folder: str, where: str, scenarios: Sequence[str]) -> dict[str, int]:
+    """Run the scenarios, on one host or on two (`together` or `apart`); return all exit codes."""
     children = {}
     for name in scenarios:
         for rank in range(WORLD):
             pid = os.fork()
             if pid == 0:
-                # Modules refer to global objects until the interpreter has ended.
-                global pending_work
-                pending_work = end_rank(folder, name, rank, where)
-                sys.exit(0)
+                end_process(folder, where, name, rank)
             children[pid] = f"{where}, {name}, rank {rank}"
-    for pid, name in children.items():
-        codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(json.dumps(codes))
+    return {
+        name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, name in children.items()
+    }
 
 
-if __name__ == "__main__":
-    main()
+def end_process(folder: str, where: str, name: str, rank: int) -> NoReturn:
+    """Run a scenario and finalize the interpreter, as at the end of a program."""
+    # Modules refer to global objects until the interpreter has ended.
+    global pending_work
+    exit_code = 0
+    try:
+        pending_work = end_rank(folder, name, rank, where)
+    except RuntimeError as error:
+        sys.last_value = error
+        exit_code = 1
+    # `sys.exit` would be caught by the functions that have started this process.
+    ctypes.pythonapi.Py_Exit(exit_code)
+    raise AssertionError("the process has not ended")

@@ -1,6 +1,7 @@
 """The benchmark returns checked rows with nccl-tests' columns."""
 
 from collectives import bench
+from collectives.bench import interleaved
 from collectives.bench.plot import plot
 from worker_pool import run_ranks
 
@@ -11,6 +12,7 @@ IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "i
 
 
 def small_bench():
+    interleaved._num_rounds = lambda size, quick: 2
     return bench.bench(quick=True, sizes=(64 << 10,))
 
 
@@ -42,6 +44,7 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
 
 
 def only_all_gather():
+    interleaved._num_rounds = lambda size, quick: 1
     return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
 
 

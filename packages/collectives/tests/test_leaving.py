@@ -564,6 +564,14 @@ WAITING = {
 }
 
 
+def end_processes(*arguments):
+    """Return the exit codes of `ends_of_processes.py`."""
+    sys.path.append(str(THIS_FILE.parent))
+    import ends_of_processes
+
+    return ends_of_processes.end_processes(*arguments)
+
+
 @pytest.mark.parametrize(
     ("where", "scenarios"),
     [
@@ -574,10 +582,7 @@ WAITING = {
 )
 def test_process_can_end_while_threads_are_inside_torch(tmp_path, where, scenarios):
     # Such a thread aborted the process ("terminate called without an active exception").
-    script = Path(__file__).with_name("ends_of_processes.py")
-    command = [sys.executable, str(script), str(tmp_path), where, *scenarios]
-    result = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
-    codes = json.loads(result.stdout)
+    (codes,) = run_ranks(end_processes, 1, str(tmp_path), where, scenarios, backend="")
     assert len(codes) == 2 * len(scenarios)
     for name, code in codes.items():
         assert code == ("exception is raised" in name), name
