@@ -551,7 +551,38 @@ def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it(outcomes):
     assert [outcome.value for outcome in outcomes[:2]] == [True, True], outcomes
 
 
-# Scenarios that wait for a timeout, which run beside the other tests: see `conftest.py`.
+def end_processes(where, scenarios):
+    """Return the exit codes of `ends_of_processes.py`."""
+    sys.path.append(str(THIS_FILE.parent))
+    import ends_of_processes
+
+    folder = os.path.dirname(os.environ["STORE_FILE"])
+    return ends_of_processes.end_processes(folder, where, scenarios)
+
+
+ENDS = {
+    "usual": ("apart", USUAL_SCENARIOS),
+    "apart": ("apart", SCENARIOS),
+    "together": ("together", SCENARIOS),
+}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "usual",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("apart", "together")),
+    ],
+)
+def test_process_can_end_while_threads_are_inside_torch(ends, outcomes):
+    # Such a thread aborted the process ("terminate called without an active exception").
+    codes = outcomes[0].value
+    assert len(codes) == 2 * len(ENDS[ends][1])
+    for name, code in codes.items():
+        assert code == ("exception is raised" in name), name
+
+
+# Scenarios that wait, which run beside the other tests: see `conftest.py`.
 WAITING = {
     "test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it": (
         (hang_the_store, 4),
@@ -561,28 +592,11 @@ WAITING = {
         (lose_a_rank_while_rebuilding, 4),
         {"backend": ""},
     ),
+    **{
+        f"test_process_can_end_while_threads_are_inside_torch[{name}]": (
+            (end_processes, 1, *arguments),
+            {"backend": "", "timeout": 300},
+        )
+        for name, arguments in ENDS.items()
+    },
 }
-
-
-def end_processes(*arguments):
-    """Return the exit codes of `ends_of_processes.py`."""
-    sys.path.append(str(THIS_FILE.parent))
-    import ends_of_processes
-
-    return ends_of_processes.end_processes(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("where", "scenarios"),
-    [
-        ("apart", USUAL_SCENARIOS),
-        pytest.param("apart", SCENARIOS, marks=pytest.mark.exhaustive),
-        pytest.param("together", SCENARIOS, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_process_can_end_while_threads_are_inside_torch(tmp_path, where, scenarios):
-    # Such a thread aborted the process ("terminate called without an active exception").
-    (codes,) = run_ranks(end_processes, 1, str(tmp_path), where, scenarios, backend="")
-    assert len(codes) == 2 * len(scenarios)
-    for name, code in codes.items():
-        assert code == ("exception is raised" in name), name
