@@ -1,4 +1,4 @@
-"""Rows of the benchmark: nccl-tests' columns, the 99th percentile and wire bytes.
+"""Measure collectives against the backend's own: nccl-tests' columns and wire bytes.
 
     python -m collectives.bench --quick
     python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png
@@ -262,14 +262,28 @@ def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m collectives.bench", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="take seconds instead of minutes")
+    parser = argparse.ArgumentParser(
+        prog="python -m collectives.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="the device of the tensors, cpu (the default) or cuda"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="measure fewer sizes and rounds, which takes seconds"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--world", type=int, nargs="+", default=[], help="processes to start")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
+    parser.add_argument(
+        "--world", type=int, nargs="+", default=[], help="the numbers of ranks to measure"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[], help="the sizes to measure, in bytes"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, choices=CASES, help="the collectives to measure"
+    )
+    parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)
     rows = bench(
         device=args.device,
