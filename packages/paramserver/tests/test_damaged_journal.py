@@ -12,6 +12,7 @@ import torch
 from paramserver import Asynchronous, Server, Worker, partition
 from paramserver.__main__ import main
 from paramserver.journal import DiskJournal, JournalError, recover
+from paramserver.protocol.core import Core
 from torch import nn
 
 
@@ -88,7 +89,8 @@ def written(tmp_path, request, monkeypatch):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != "lock"]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def assert_refused(folder, name, offset=None):
@@ -344,10 +346,7 @@ def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypa
     push(Worker(nn.Linear(3, 2), restarted), 1)
     journal.close()
     assert opened(tmp_path / "a")[0].version == 3
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-        "journal-00000000",
-        "journal-00000001",
-    ]
+    assert list(contents(tmp_path / "a")) == ["journal-00000000", "journal-00000001"]
 
 
 def test_files_of_other_names_are_left_alone(tmp_path):
@@ -428,24 +427,34 @@ def test_a_record_of_one_server_is_given_up_at_all_of_them(tmp_path):
     assert pulled(worker)[0] == before + 2
 
 
-def test_a_journal_that_another_process_writes_is_refused(tmp_path):
+@pytest.mark.parametrize("holder_state", ["starts", "continues", "serves"])
+def test_a_journal_that_another_process_uses_is_refused(tmp_path, monkeypatch, holder_state):
+    """Also while that process still reads the journal, as if both had started together."""
+    if holder_state == "continues":
+        opened(tmp_path / "job")[1].close()
     is_open, opens = os.pipe()
     ends, may_end = os.pipe()
+
+    def hold():
+        os.write(opens, b"1")
+        os.read(ends, 1)
+
     holder = os.fork()
     if not holder:  # another process, because a process does not exclude itself
         try:
-            server = opened(tmp_path / "job")
-            os.write(opens, b"1")
-            os.read(ends, 1)
+            if holder_state != "serves":
+                monkeypatch.setattr(Core, "restore", lambda *_: hold())
+            opened(tmp_path / "job")
+            hold()
         finally:
-            os._exit(int(not server))
+            os._exit(0)
     try:
         assert os.read(is_open, 1) == b"1"
         for use in (opened, recover):
             with pytest.raises(RuntimeError, match="in use by another process"):
                 use(tmp_path / "job")
     finally:
-        os.write(may_end, b"1")
+        os.write(may_end, b"12")
         os.waitpid(holder, 0)
         for descriptor in (is_open, opens, ends, may_end):
             os.close(descriptor)

@@ -15,14 +15,12 @@ Note [Detection of damage] in `files`.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import threading
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +38,7 @@ from paramserver.journal.files import (
     encode_record,
     file_numbers,
     journal_path,
+    lock_journal,
     newest_snapshot,
     publish_file,
     read_identity,
@@ -47,7 +46,6 @@ from paramserver.journal.files import (
     read_snapshot,
     record_head,
     recovery_command,
-    refuse_if_in_use,
     snapshot_tail,
     sync_folder,
 )
@@ -83,6 +81,7 @@ class DiskJournal:
         self._identity = secrets.token_bytes(IDENTITY_BYTES)
         self._number = 0
         self._file: BinaryIO | None = None
+        self._lock: BinaryIO | None = None
         self._written = 0
         self._writer: threading.Thread | None = None
         #: Error of the last snapshot; the journal continues without that snapshot.
@@ -111,9 +110,16 @@ class DiskJournal:
             False if the journal is empty, otherwise True.
 
         Raises:
-            JournalError: the journal is damaged. Neither `core` nor the folder has changed.
+            JournalError: the journal is damaged. Neither `core` nor the journal has changed.
+            RuntimeError: another process uses the journal.
         """
-        spans, has_state = _restore(self.folder, core)
+        # Locked before anything is read, so that of two servers that start together one is refused.
+        self._lock = lock_journal(self.folder)
+        try:
+            spans, has_state = _restore(self.folder, core)
+        except BaseException:
+            self._lock.close()
+            raise
         if spans:
             self._identity = read_identity(self.folder, spans)
             self._number = spans[-1].number
@@ -180,8 +186,9 @@ class DiskJournal:
     def close(self) -> None:
         """Close the file after everything is written."""
         self.wait()
-        if self._file:
-            self._file.close()
+        for file in (self._file, self._lock):
+            if file:
+                file.close()
 
     def _append(self, kind: bytes, parts: list[Any]) -> None:
         assert self._file is not None
@@ -269,19 +276,17 @@ class DiskJournal:
         if self._file:
             self._file.close()
         self._file = file
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
 
 
 def restore(folder: Path, core: Core) -> None:
     """Restore the state of a journal in `core` without continuing it; see `DiskJournal.load`."""
-    if not _restore(folder, core)[1]:
-        raise JournalError(f"expected a journal in {folder}, which is empty")
+    with lock_journal(folder):
+        if not _restore(folder, core)[1]:
+            raise JournalError(f"expected a journal in {folder}, which is empty")
 
 
 def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
     """Return the spans of a journal, and whether it contains a state, after restoring it."""
-    refuse_if_in_use(folder)
     first = newest_snapshot(folder)
     has_files = first is not None or file_numbers(folder, "journal")
     spans = list(checked_spans(folder, first)) if has_files else []

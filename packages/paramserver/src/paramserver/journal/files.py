@@ -44,6 +44,8 @@ SEAL = b"n"
 # Kinds of spans that are not records: the head of a file, and an incomplete record.
 START = b""
 TORN = b"t"
+#: Name of the file in a journal's folder that its server locks.
+LOCK = "lock"
 #: Number of bytes that are read at once for a checksum.
 CHUNK_BYTES = 2**20
 
@@ -299,15 +301,24 @@ def recovery_command(folder: Path) -> str:
     return f"python -m paramserver recover {whole}"
 
 
-def refuse_if_in_use(folder: Path) -> None:
-    """Raise `RuntimeError` if a running server has locked the journal."""
-    for number in file_numbers(folder, "journal")[-1:]:
-        path = journal_path(folder, "journal", number)
-        with path.open("r+b") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise RuntimeError(
-                        f"{path} is in use by another process; stop that server first"
-                    ) from error
+def lock_journal(folder: Path) -> BinaryIO:
+    """Lock a journal until the returned file is closed or the process ends.
+
+    The lock excludes other processes only. Closing any other open copy of the file in this process
+    releases it, as with every POSIX record lock.
+
+    Raises:
+        RuntimeError: another process has locked the journal.
+    """
+    path = folder / LOCK
+    file = path.open("ab", buffering=0)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise RuntimeError(
+                f"{folder} is in use by another process; stop that server first"
+            ) from error
+        # This file system has no locks.
+    return file

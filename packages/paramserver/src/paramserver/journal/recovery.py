@@ -3,12 +3,14 @@
 import re
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.journal.files import (
     FILE_HEAD,
     FOLLOWED,
+    LOCK,
     SEAL,
     STAGED,
     START,
@@ -19,12 +21,12 @@ from paramserver.journal.files import (
     create_file,
     file_numbers,
     journal_path,
+    lock_journal,
     newest_snapshot,
     publish_file,
     read_body,
     read_identity,
     read_snapshot,
-    refuse_if_in_use,
 )
 from paramserver.protocol.log import Log
 
@@ -35,7 +37,8 @@ _READS = 5
 def journal_folders(folder: Path) -> list[Path]:
     """Return the journal folders of a job's servers, in the order of the servers."""
     paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
-    present = [path for path in paths if any(path.iterdir())]
+    # A server that was killed right after its start leaves nothing but the lock file.
+    present = [path for path in paths if any(file.name != LOCK for file in path.iterdir())]
     return sorted(present, key=lambda path: int(path.name[7:]))
 
 
@@ -92,13 +95,19 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
 
     Raises:
         JournalError: no good record exists. Nothing has changed.
+        RuntimeError: another process uses one of the journals.
     """
     folder = Path(folder)
     folders = journal_folders(folder) or [folder]
-    for path in folders:
-        refuse_if_in_use(path)
     if before and not any(_is_in(before[0], path) for path in folders):
         raise ValueError(f"{before[0]} is not a file of {folder}; pass the path of the error")
+    with ExitStack() as locks:
+        for path in folders:
+            locks.enter_context(lock_journal(path))
+        return _recover_locked(folders, before)
+
+
+def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list[str]:
     good_parts = [
         _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
     ]
