@@ -418,6 +418,8 @@ def test_bad_arguments_say_what_to_give():
     for transport in ("shared_memory", "distributed", "ray"):
         with pytest.raises(ValueError, match=f"expected transport 'zeromq' .* got '{transport}'"):
             run(train, model(), SGD, transport=transport, restarts=1)
+        with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
+            run(train, model(), SGD, transport=transport, workers=0)
     with pytest.raises(ValueError, match="'shared_memory', 'distributed', 'zeromq' or 'ray'"):
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):

@@ -1,5 +1,6 @@
 """Training is the same over every transport and in an existing process group."""
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, tra
 
 @pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
 def test_run_equals_one_process(transport):
-    result = run(train, model(), SGD, args=(5,), workers=3, servers=2, transport=transport)
+    options = {"workers": 3, "servers": 2, "transport": transport, "timeout": math.inf}
+    result = run(train, model(), SGD, args=(5,), **options)
     assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
     assert result.values == [[0, 1, 2, 3, 4]] * 3
     assert result.versions == [5, 5]
@@ -55,7 +57,7 @@ def join_and_train(steps, servers, optimizer):
     if dist.get_rank() not in servers:
         for parameter in module.parameters():  # the first pull must replace these
             parameter.data.zero_()
-    with join(module, optimizer, servers=servers) as worker:
+    with join(module, optimizer, servers=servers, timeout=math.inf) as worker:
         train(worker, steps)
         dist.barrier()  # other traffic in the same group
     return {name: p.detach() for name, p in module.named_parameters()}

@@ -94,10 +94,7 @@ def run(
         drop_after,
         fsync,
     )
-    if transport != "zeromq" and (restarts or journal is not None):
-        raise ValueError(f"expected transport 'zeromq' with restarts or journal, got {transport!r}")
-    if fsync and journal is None:
-        raise ValueError("expected a journal with fsync=True, got journal=None")
+    _check_options(job, transport, restarts, journal)
     shards = job.shards()
     if transport == "ray":
         from paramserver.transport.ray import run_on_ray
@@ -124,6 +121,15 @@ def run(
                     channel.close()
             outcomes = collect(processes, survives=on_worker_loss == "continue")
     return assemble(job, shards, outcomes)
+
+
+def _check_options(job: Job, transport: str, restarts: int, journal: str | Path | None) -> None:
+    if job.workers < 1:
+        raise ValueError(f"expected workers >= 1, got {job.workers}")
+    if transport != "zeromq" and (restarts or journal is not None):
+        raise ValueError(f"expected transport 'zeromq' with restarts or journal, got {transport!r}")
+    if job.fsync and journal is None:
+        raise ValueError("expected a journal with fsync=True, got journal=None")
 
 
 def _connect(

@@ -18,6 +18,8 @@ from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
 #: Seconds beyond the timeout during which a server may be silent.
 GRACE = 10.0
+#: Longest wait in seconds. The waits of the operating system cannot be much longer, or infinite.
+LONGEST_WAIT = 7 * 24 * 3600.0
 #: Requests that are followed by gradients. An answer is followed by data if it has a size.
 KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
@@ -111,7 +113,7 @@ class RemoteConnection(Connection):
         self._awaits_answer = False
         #: Held while a request is sent, because `abort` may be called from another thread.
         self._sending = threading.Lock()
-        self._timeout = timeout
+        self._timeout = min(timeout, LONGEST_WAIT)
         self.parameters = channel.parameters
         self.gradients = channel.gradients
         self.home = channel.home

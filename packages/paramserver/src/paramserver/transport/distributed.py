@@ -22,14 +22,21 @@ from paramserver.optimizers import OptimizerFactory
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job, Site
 from paramserver.running.serving import serve
-from paramserver.transport.connection import GRACE, Channel, Channels, Connection, RemoteConnection
+from paramserver.transport.connection import (
+    GRACE,
+    LONGEST_WAIT,
+    Channel,
+    Channels,
+    Connection,
+    RemoteConnection,
+)
 from paramserver.worker import Worker
 
 Tags = tuple[int, int]
 #: Largest size of a message's text in bytes.
 _MAX_TEXT_BYTES = 2**26
 #: Timeout of receiving from a worker that computes; its death ends the wait earlier.
-_IDLE = timedelta(days=7)
+_IDLE = timedelta(seconds=LONGEST_WAIT)
 
 
 class DistributedChannel(Channel):
@@ -182,7 +189,7 @@ def join(
             yield worker
     finally:
         for thread in threads:
-            thread.join(timeout + GRACE)
+            thread.join(min(timeout + GRACE, LONGEST_WAIT))
 
 
 def _connect_gloo(group: dist.ProcessGroup | None) -> Any:

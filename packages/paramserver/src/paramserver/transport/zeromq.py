@@ -155,7 +155,8 @@ class ZeroMQServer:
         """Process the first piece of a request; return as `_receive` does."""
         worker = received.worker
         now = time.monotonic()
-        request = _Request(received.name, received.key, message, Arrival(torch.empty(0)), now)
+        no_data = Arrival(torch.empty(0, dtype=torch.uint8))
+        request = _Request(received.name, received.key, message, no_data, now)
         try:
             request.session = self._session(received, message)
             size = self._size(worker, message)
