@@ -114,3 +114,23 @@ def test_every_policy_trains_as_on_the_cpu(policy):
     close = {"rtol": 1e-3, "atol": 3e-3} if getattr(policy, "compression", None) else {}
     for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], **close)
+
+
+@no_gpu
+@pytest.mark.gpu
+def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
+    policy = LocalSteps(2, SGD)
+    module = model(torch.float32).cuda()
+    server = Server(trainable_parameters(module), SGD, policy, workers=1, elastic=True)
+
+    def resumed():
+        return Worker(module, server, optimizer=SGD, checkpoint=tmp_path / "worker")
+
+    worker = resumed()
+    for _ in range(2):
+        worker.pull()
+        module(torch.rand(4, 5, device="cuda")).sum().backward()
+        worker.push()
+    expected = torch.rand(3, device="cuda")
+    resumed()
+    assert torch.equal(torch.rand(3, device="cuda"), expected)

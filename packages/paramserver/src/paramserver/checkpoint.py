@@ -1,11 +1,12 @@
 """Checkpoint files of a worker with local steps, which are saved before every exchange."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paramserver.consistency import LocalSteps
 from paramserver.protocol.session import Session
@@ -19,6 +20,24 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)
+
+
+def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
+    """Return the states of torch's random number generators of the CPU and of `devices`."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in set(devices):
+        if device.type == "cuda":
+            states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Set the states that `random_states` returned."""
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
 
 
 def check_checkpoint(

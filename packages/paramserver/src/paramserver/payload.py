@@ -36,8 +36,7 @@ class Gradients:
         self._parameters = parameters
         self._shards = shards
         self._connections = connections
-        self._cuda_devices = {p.device for p in parameters.values() if p.is_cuda}
-        if self._cuda_devices:
+        if any(parameter.is_cuda for parameter in parameters.values()):
             buffers = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
             pin(buffer for buffer in buffers if buffer is not None)
 
@@ -75,8 +74,9 @@ class Gradients:
                 if not source.is_cuda:
                     yield piece.offset + (start + len(part)) * target.itemsize
         # Copies from a GPU are asynchronous: nothing may be sent before they have finished.
-        for device in self._cuda_devices:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {gradient.device for gradient in gradients.values() if gradient is not None}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         yield len(buffer)
 
     def on_accepted(self) -> None:

@@ -20,7 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.checkpoint import check_checkpoint, write_checkpoint
+from paramserver.checkpoint import (
+    check_checkpoint,
+    random_states,
+    set_random_states,
+    write_checkpoint,
+)
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.partition import local_part, partition, require_separate_memory
@@ -59,8 +64,8 @@ class Worker:
             own worker and trains its shard with the ranks that have the same shard in the other
             sites.
         checkpoint: file that receives the state of local steps before every exchange: the module,
-            the local optimizer and the random number generator of torch. If the file exists, the
-            worker continues exactly from it. With `LocalSteps` only.
+            the local optimizer and torch's random number generators of the CPU and of the module's
+            GPUs. If the file exists, the worker continues exactly from it. With `LocalSteps` only.
     """
 
     def __init__(
@@ -405,7 +410,7 @@ class Worker:
             "module": self.module.state_dict(),
             "updater": self._updater.state_dict(),
             "payload": self._payload.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": random_states(p.device for p in self._parameters.values()),
         }
         write_checkpoint(path, state)
 
@@ -427,7 +432,7 @@ class Worker:
         accepted = session.pushes - pushes
         self.module.load_state_dict(state["module"])
         self._updater.load_state_dict(state["updater"])
-        torch.set_rng_state(state["random"])
+        set_random_states(state["random"])
         if session.clock != clock + accepted:
             return
         self._payload.load_state_dict(state["payload"])
