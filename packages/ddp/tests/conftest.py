@@ -1,7 +1,8 @@
 """The backends that ddp's tests run on.
 
 By default ranks use gloo, and the files in `ON_BOTH` run a second time on the `collectives`
-backend. `DDP_TEST_BACKEND=collectives` selects that backend for every test that does not name one.
+backend: the tests in `USUAL_ON_BOTH` always, and all other tests if exhaustive tests are selected.
+`DDP_TEST_BACKEND=collectives` selects that backend for every test that does not name one.
 """
 
 import os
@@ -16,7 +17,13 @@ import pytest
 import torch.distributed as dist
 
 ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
-
+#: Tests whose result depends on how a backend adds, and on what it reports of a lost rank.
+USUAL_ON_BOTH = {
+    "test_all_designs_give_the_same_bits_and_match_one_process",
+    "test_dead_rank_that_hosted_the_store_is_named",
+    "test_join_averages_over_ranks_with_uneven_inputs",
+    "test_lost_rank_is_named_by_every_survivor",
+}
 
 START = ("run_ranks", "try_ranks")
 
@@ -25,18 +32,12 @@ def pytest_generate_tests(metafunc):
     if not any(hasattr(metafunc.module, name) for name in START):
         return
     names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
+    values = list(names)
     if names == ["gloo"] and Path(metafunc.module.__file__).stem in ON_BOTH:
+        is_usual = metafunc.function.__name__ in USUAL_ON_BOTH
         names.append("collectives")
-    values = [
-        pytest.param(name, marks=pytest.mark.exhaustive) if is_exhaustive(metafunc, name) else name
-        for name in names
-    ]
+        values.append(pytest.param("collectives", marks=() if is_usual else pytest.mark.exhaustive))
     metafunc.parametrize("backend", values, indirect=True, ids=[f"on-{name}" for name in names])
-
-
-def is_exhaustive(metafunc, name):
-    """Return True for tests of torch's interface on a backend other than gloo."""
-    return name != "gloo" and metafunc.module.__name__ == "test_compat"
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,17 @@
 """Training loops for torch's DDP, and models that change after they were wrapped.
 
 Every program runs with `DDP` on two ranks, and in one process with the batches of both ranks. The
-gradients and weights of every rank must equal those of the one process.
+gradients and weights of every rank must equal those of the one process. The programs that succeed
+run one after the other in the same two processes.
 """
 
 import copy
 import io
+import traceback
 from collections import OrderedDict
 from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -165,9 +169,8 @@ def changes_buffers_in_join() -> list[float]:
     return module[1].running_mean.tolist()
 
 
-@pytest.mark.filterwarnings("default")
 def test_warning_names_the_rank_whose_buffers_are_copied_in_join() -> None:
-    assert run_ranks(changes_buffers_in_join, 2) == [[0.0, 0.0]] * 2
+    assert results("changes_buffers_in_join") == [[0.0, 0.0]] * 2
 
 
 def changes_dtype() -> bool:
@@ -197,20 +200,19 @@ def replaces_data() -> bool:
     return True
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    "program",
-    [
-        "unfreezes",
-        "assigns",
-        "adds_a_head",
-        "adds_a_frozen_layer",
-        "changes_dtype",
-        "replaces_data",
-    ],
-)
+CHANGES = [
+    "unfreezes",
+    "assigns",
+    "adds_a_head",
+    "adds_a_frozen_layer",
+    "changes_dtype",
+    "replaces_data",
+]
+
+
+@pytest.mark.parametrize("program", CHANGES)
 def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
-    assert run_ranks(globals()[program], 2) == [True, True]
+    assert results(program) == [True, True]
 
 
 def unfreezes_part_of_a_large_model() -> int:
@@ -230,11 +232,12 @@ def unfreezes_part_of_a_large_model() -> int:
     module[5].requires_grad_(True)
     dist.broadcast = count
     model(torch.ones(1, 5))
+    dist.broadcast = broadcast
     return sum(sent)
 
 
 def test_unfreezing_a_layer_sends_that_layer_only() -> None:
-    assert run_ranks(unfreezes_part_of_a_large_model, 2) == [4 * (2 * 2 + 2)] * 2
+    assert results("unfreezes_part_of_a_large_model") == [4 * (2 * 2 + 2)] * 2
 
 
 def unfreezes_on_one_rank(rank: int) -> None:
@@ -374,9 +377,8 @@ def keeps_graphs() -> bool:
     return True
 
 
-@pytest.mark.filterwarnings("default")
 def test_create_graph_averages_gradients_and_warns() -> None:
-    assert run_ranks(keeps_graphs, 2) == [True, True]
+    assert results("keeps_graphs") == [True, True]
 
 
 class Checkpointed(nn.Module):
@@ -476,14 +478,16 @@ LOOPS = [
 
 @pytest.mark.parametrize("program", LOOPS)
 def test_torch_ddp_loop_trains_like_one_process(program: str) -> None:
-    assert run_ranks(globals()[program], 2) == [True, True]
+    assert results(program) == [True, True]
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("reentrant", "shared"), [(False, True), (True, False), (True, True)])
+CHECKPOINTS = [(False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("reentrant", "shared"), CHECKPOINTS)
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
     # A reentrant checkpoint runs an inner pass, but each step is synchronized once.
-    assert run_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
+    assert results("checkpoints", reentrant, shared) == [4, 4]
 
 
 def repeats_a_checkpoint_later() -> str:
@@ -547,7 +551,7 @@ def trains_complex() -> bool:
 
 
 def test_complex_parameters_are_averaged() -> None:
-    assert run_ranks(trains_complex, 2) == [True, True]
+    assert results("trains_complex") == [True, True]
 
 
 def trains_sparse() -> bool:
@@ -570,7 +574,7 @@ def trains_sparse() -> bool:
 
 
 def test_sparse_gradients_are_averaged() -> None:
-    assert run_ranks(trains_sparse, 2) == [True, True]
+    assert results("trains_sparse") == [True, True]
 
 
 def trains_batch_norm(broadcast: bool) -> list:
@@ -589,8 +593,8 @@ def trains_batch_norm(broadcast: bool) -> list:
 
 
 def test_buffers_equal_those_of_rank_0_after_every_step() -> None:
-    first, second = run_ranks(trains_batch_norm, 2, True)
-    alone, other = run_ranks(trains_batch_norm, 2, False)
+    first, second = results("trains_batch_norm", True)
+    alone, other = results("trains_batch_norm", False)
     assert first == second == alone != other
     assert first[-1] == 4
 
@@ -652,11 +656,11 @@ def runs_out_of_inputs() -> bool:
 
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_referenced_gradients_keep_their_values(kind: str) -> None:
-    assert run_ranks(keeps, 2, kind) == [True, True]
+    assert results("keeps", kind) == [True, True]
 
 
 def test_referenced_gradients_keep_their_values_in_join() -> None:
-    assert run_ranks(runs_out_of_inputs, 2) == [True, True]
+    assert results("runs_out_of_inputs") == [True, True]
 
 
 def exchanges_gradients() -> bool:
@@ -672,7 +676,7 @@ def exchanges_gradients() -> bool:
 
 
 def test_parameters_may_swap_gradients() -> None:
-    assert run_ranks(exchanges_gradients, 2) == [True, True]
+    assert results("exchanges_gradients") == [True, True]
 
 
 # ----- copies -----
@@ -707,9 +711,12 @@ def copies(kind: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["deepcopy", "compiled", "average", "pickle"])
+COPIES = ["deepcopy", "compiled", "average", "pickle"]
+
+
+@pytest.mark.parametrize("kind", COPIES)
 def test_copy_trains_independently(kind: str) -> None:
-    assert run_ranks(copies, 2, kind) == [True, True]
+    assert results("copies", kind) == [True, True]
 
 
 def copies_then_replaces(how: str) -> bool:
@@ -731,7 +738,7 @@ def copies_then_replaces(how: str) -> bool:
 
 @pytest.mark.parametrize("how", ["assign", "layer"])
 def test_copy_with_replaced_parameters_is_averaged(how: str) -> None:
-    assert run_ranks(copies_then_replaces, 2, how) == [True, True]
+    assert results("copies_then_replaces", how) == [True, True]
 
 
 def first_step_of_a_copy(method: str) -> float:
@@ -754,10 +761,8 @@ def first_step_of_a_copy(method: str) -> float:
 @pytest.mark.parametrize("method", ["backward", "finish", "join"])
 def test_copy_connects_once_in_its_first_step(method: str) -> None:
     # Five weights of 1, each with a gradient of 1, or half of it if one rank has no input.
-    assert (
-        run_ranks(first_step_of_a_copy, 2, method, timeout=60)
-        == [-2.5 if method == "join" else 0] * 2
-    )
+    expected = -2.5 if method == "join" else 0.0
+    assert results("first_step_of_a_copy", method) == [expected] * 2
 
 
 def copies_that_differ() -> None:
@@ -795,7 +800,7 @@ def trains_a_sparse_copy(with_dense: bool) -> bool:
 @pytest.mark.parametrize("with_dense", [False, True])
 def test_first_step_of_a_copy_averages_sparse_gradients(with_dense: bool) -> None:
     # Without a dense parameter, the gradient that connects the copy is sparse.
-    assert run_ranks(trains_a_sparse_copy, 2, with_dense) == [True, True]
+    assert results("trains_a_sparse_copy", with_dense) == [True, True]
 
 
 # ----- an extra pass or a skipped step on one rank -----
@@ -832,7 +837,7 @@ def change_weights_temporarily() -> bool:
 
 
 def test_temporary_weight_change_on_one_rank_is_allowed() -> None:
-    assert run_ranks(change_weights_temporarily, 2) == [True] * 2
+    assert results("change_weights_temporarily") == [True] * 2
 
 
 def fails_in_backward() -> list[str]:
@@ -854,3 +859,54 @@ def fails_in_backward() -> list[str]:
 def test_error_in_backward_pass_is_reported_on_every_rank() -> None:
     outcomes = try_ranks(fails_in_backward, 2, timeout=60)
     assert all(outcome.failed or outcome.value for outcome in outcomes)
+
+
+# ----- runs of the programs -----
+
+
+def programs() -> list[tuple]:
+    """Return the name and arguments of each program."""
+    names = [
+        *CHANGES,
+        *LOOPS,
+        "changes_buffers_in_join",
+        "unfreezes_part_of_a_large_model",
+        "keeps_graphs",
+        "trains_complex",
+        "trains_sparse",
+        "runs_out_of_inputs",
+        "exchanges_gradients",
+        "change_weights_temporarily",
+    ]
+    return [
+        *((name,) for name in names),
+        *(("checkpoints", *arguments) for arguments in CHECKPOINTS),
+        *(("trains_batch_norm", broadcast) for broadcast in (True, False)),
+        *(("keeps", kind) for kind in REFERENCES),
+        *(("copies", kind) for kind in COPIES),
+        *(("copies_then_replaces", how) for how in ("assign", "layer")),
+        *(("first_step_of_a_copy", method) for method in ("backward", "finish", "join")),
+        *(("trains_a_sparse_copy", with_dense) for with_dense in (False, True)),
+    ]
+
+
+def run_programs() -> dict[tuple, Any]:
+    """Return the result of each program, or the traceback of its error."""
+    outcomes: dict[tuple, Any] = {}
+    for program in programs():
+        try:
+            outcomes[program] = globals()[program[0]](*program[1:])
+        except Exception:
+            # If one rank fails, the other one may fail in this program and in later ones.
+            outcomes[program] = traceback.format_exc()
+    return outcomes
+
+
+@cache
+def outcomes_of_programs() -> list[dict[tuple, Any]]:
+    return run_ranks(run_programs, 2, timeout=300)
+
+
+def results(*program: Any) -> list[Any]:
+    """Return the result of a program on each rank."""
+    return [outcomes[program] for outcomes in outcomes_of_programs()]

@@ -323,7 +323,7 @@ def run_programs(seeds: range, max_actions: int) -> int:
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert run_ranks(run_programs, 2, range(60), 1, timeout=300) == [60, 60]
+    assert run_ranks(run_programs, 2, range(30), 1, timeout=300) == [30, 30]
 
 
 @pytest.mark.exhaustive

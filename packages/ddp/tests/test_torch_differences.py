@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ SITUATIONS = {
 }
 
 
-def compare_ranks(situation: str, use_torch: bool) -> str:
+def compare_ranks(situation: str, *, use_torch: bool) -> str:
     wrap = nn.parallel.DistributedDataParallel if use_torch else DDP
     try:
         module = SITUATIONS[situation](wrap)
@@ -101,7 +102,20 @@ def compare_ranks(situation: str, use_torch: bool) -> str:
     return "equal" if states[0] == states[1] else "different"
 
 
-@pytest.mark.filterwarnings("default")
+def compare_ranks_in_all_situations() -> dict[str, tuple[str, str]]:
+    """Return the outcome with torch's DDP and with ours, by situation."""
+    outcomes = {}
+    for situation in SITUATIONS:
+        theirs = compare_ranks(situation, use_torch=True)
+        outcomes[situation] = theirs, compare_ranks(situation, use_torch=False)
+    return outcomes
+
+
+@cache
+def outcomes_of_all_situations() -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(compare_ranks_in_all_situations, 2, timeout=300)
+
+
 @pytest.mark.parametrize(
     ("situation", "expected"),
     [
@@ -114,9 +128,10 @@ def compare_ranks(situation: str, use_torch: bool) -> str:
     ],
 )
 def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: str) -> None:
-    assert run_ranks(compare_ranks, 2, situation, True, timeout=120) == ["different"] * 2
-    for outcome in run_ranks(compare_ranks, 2, situation, False, timeout=120):
-        assert outcome.startswith(expected)
+    for outcomes in outcomes_of_all_situations():
+        theirs, ours = outcomes[situation]
+        assert theirs == "different"
+        assert ours.startswith(expected)
 
 
 # ----- buffers that change between two steps -----
@@ -224,11 +239,10 @@ def change_one_buffer(options: dict) -> tuple[list[str], list[list]]:
     return change_buffers("float", 1, **options)
 
 
-def change_before_first_step(is_training: bool, remedy: str, use_torch: bool) -> tuple[int, float]:
+def change_before_first_step(is_training: bool, remedy: str, wrapper: Callable) -> tuple:
     """Change a buffer on rank 0 after wrapping; return the number of warnings and the gradient."""
     torch.manual_seed(0)
     module = Scaled()
-    wrapper = nn.parallel.DistributedDataParallel if use_torch else DDP
     model = wrapper(module).train(is_training)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -240,16 +254,28 @@ def change_before_first_step(is_training: bool, remedy: str, use_torch: bool) ->
     return len(caught), float(module.linear.weight.grad)
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("remedy", ["", "change on every rank", "broadcast"])
-def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp(
-    is_training: bool, remedy: str
-) -> None:
-    ours = run_ranks(change_before_first_step, 2, is_training, remedy, False)
-    theirs = run_ranks(change_before_first_step, 2, is_training, remedy, True)
-    if remedy:
-        assert ours == theirs
-        assert [count for count, _ in ours] == [0, 0]
-    else:
-        assert [count for count, _ in ours] == [0, 1]
-        assert ours[0][1] != theirs[0][1]
+def compare_first_steps() -> dict[tuple[bool, str], tuple]:
+    """Return the outcomes with `DDP` and with torch's DDP, by mode and remedy."""
+    outcomes = {}
+    for is_training in (True, False):
+        for remedy in ("", "change on every rank", "broadcast"):
+            ours = change_before_first_step(is_training, remedy, DDP)
+            wrapper = nn.parallel.DistributedDataParallel
+            theirs = change_before_first_step(is_training, remedy, wrapper)
+            outcomes[is_training, remedy] = ours, theirs
+    return outcomes
+
+
+def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp() -> None:
+    first, second = run_ranks(compare_first_steps, 2)
+    for (_, remedy), (ours, theirs) in first.items():
+        if remedy:
+            assert ours == theirs
+            assert ours[0] == 0
+        else:
+            assert ours[0] == 0
+            assert ours[1] != theirs[1]
+    for (_, remedy), (ours, theirs) in second.items():
+        if remedy:
+            assert ours == theirs
+        assert ours[0] == (0 if remedy else 1)

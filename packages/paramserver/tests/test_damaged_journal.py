@@ -111,7 +111,7 @@ def assert_refused(folder, name, offset=None):
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
 #: Distance of the tested bytes between the boundaries of records, next to which all are tested.
-STRIDES = pytest.mark.parametrize("stride", [197, pytest.param(1, marks=pytest.mark.exhaustive)])
+STRIDES = pytest.mark.parametrize("stride", [499, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def offsets(name, raw, stride):
@@ -159,7 +159,7 @@ def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(writte
     folder, states = written
     path = folder / "journal-00000002"
     raw = path.read_bytes()
-    for stop in [*offsets(path.name, raw, stride), len(raw)]:
+    for number, stop in enumerate([*offsets(path.name, raw, stride), len(raw)]):
         path.write_bytes(raw[:stop])
         if stop < 28:  # a file gets its name after its header is written
             assert_refused(folder, path.name)
@@ -172,6 +172,8 @@ def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(writte
         assert raw.startswith(path.read_bytes())
         assert (cut < stop) == ("an incomplete record" in caplog.text)
         caplog.clear()
+        if stride > 1 and number % 4:
+            continue
         restarted, journal = opened(folder)
         push(Worker(nn.Linear(3, 2), restarted), 1)  # the restored server accepts pushes
         journal.close()
@@ -246,7 +248,7 @@ def test_records_in_another_place_are_refused(written):
 
 
 @BOTH
-@pytest.mark.parametrize("stride", [127, pytest.param(7, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [401, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(
     written, stride, capsys
 ):

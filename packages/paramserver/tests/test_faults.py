@@ -57,9 +57,9 @@ def test_a_dead_worker_is_named(transport):
     ("transport", "how", "code"),
     [
         ("shared_memory", "exit 4", 4),
-        ("shared_memory", "die", 3),
         ("distributed", "die", 3),
         ("zeromq", "exit 'bad'", 1),
+        pytest.param("shared_memory", "die", 3, marks=pytest.mark.exhaustive),
         pytest.param("shared_memory", "exit 'bad'", 1, marks=pytest.mark.exhaustive),
         pytest.param("distributed", "exit 4", 4, marks=pytest.mark.exhaustive),
         pytest.param("distributed", "exit 'bad'", 1, marks=pytest.mark.exhaustive),
@@ -87,7 +87,7 @@ def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
     assert result.versions == [2 * 5 + 2] * 2
 
 
-@pytest.mark.parametrize("how", ["exit 0", "exit 4"])
+@pytest.mark.parametrize("how", ["exit 0", pytest.param("exit 4", marks=pytest.mark.exhaustive)])
 def test_a_worker_that_exits_ends_the_run_and_not_its_caller(how):
     with pytest.raises(PeerLost, match=f"worker 0 died with exit code {how[5:]}"):
         run(fail, model(), SGD, args=(0, how), workers=2)

@@ -2,21 +2,22 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, run
 from paramserver.running import launch, supervise
+from paramserver.running.launch import PRELOADED
 from paramserver_training import SGD, model, train
 
 
@@ -38,6 +39,21 @@ def compute_for_long(worker, folder):
     train(worker, 2)
     note(folder)
     time.sleep(600)
+
+
+def run_for_long(transport, method, folder, temporary):
+    """Call `run` in this process, which is then killed."""
+    tempfile.tempdir = temporary
+    run(
+        compute_for_long,
+        model(),
+        partial(Noted, folder=folder),
+        args=(folder,),
+        workers=1,
+        transport=transport,
+        start_method=method,
+        restarts=int(transport == "zeromq"),
+    )
 
 
 def is_alive(number):
@@ -70,20 +86,22 @@ def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
     noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
     noted.mkdir()
     temporary.mkdir()  # a socket's address has at most a hundred characters
-    arguments = repr((transport, method, str(noted)))
-    caller = subprocess.Popen(
-        [sys.executable, __file__, arguments], env=os.environ | {"TMPDIR": str(temporary)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    caller = context.Process(
+        target=run_for_long, args=(transport, method, str(noted), str(temporary))
     )
+    caller.start()
     try:
         assert until(lambda: len(list(noted.iterdir())) == 2, 300)
     finally:
         caller.kill()
-        caller.wait()
+        caller.join()
     numbers = [int(path.name) for path in noted.iterdir()]
     assert until(lambda: not any(map(is_alive, numbers)), 20)
     left = [path.name for path in temporary.iterdir() if path.name.startswith("tmp")]
     assert left == []  # the folder of sockets, journal and store is removed
-    subprocess.run(["rm", "-r", temporary], check=True)
+    shutil.rmtree(temporary)
 
 
 def stop(worker, how):
@@ -171,26 +189,12 @@ def test_an_error_of_the_caller_leaves_nobody(transport):
     assert multiprocessing.active_children() == []
 
 
-def load_and_train(worker):
-    batches = DataLoader(torch.arange(6.0), batch_size=2, num_workers=1)
-    return len(train(worker, len(list(batches))))
+def start_a_process_and_train(worker):
+    child = multiprocessing.get_context("fork").Process(target=int)  # as data loaders do
+    child.start()
+    child.join()
+    return child.exitcode, len(train(worker, 3))
 
 
 def test_a_worker_may_start_processes_of_its_own():
-    assert run(load_and_train, model(), SGD, workers=2).values == [3, 3]
-
-
-if __name__ == "__main__":
-    TRANSPORT, METHOD, FOLDER = __import__("ast").literal_eval(sys.argv[1])
-    run(
-        compute_for_long,
-        model(),
-        partial(Noted, folder=FOLDER),
-        args=(FOLDER,),
-        workers=1,
-        servers=1,
-        transport=TRANSPORT,
-        start_method=METHOD,
-        progress=print,
-        restarts=int(TRANSPORT == "zeromq"),
-    )
+    assert run(start_a_process_and_train, model(), SGD, workers=2).values == [(0, 3), (0, 3)]

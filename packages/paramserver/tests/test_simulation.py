@@ -41,7 +41,7 @@ TWO = {
 # answers of two servers to a finished worker.
 @example(seed=2, consistency=BulkSynchronous(), **TWO)
 @example(seed=290, consistency=StaleSynchronous(0), **TWO)
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
 def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_whole(**world):
     simulate(**world)

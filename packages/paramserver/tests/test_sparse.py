@@ -114,7 +114,7 @@ def added_up(gradients, shape):
     return total
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), servers=st.integers(1, 6), workers=st.integers(1, 3))
 def test_rows_are_added_where_they_belong_wherever_tables_are_cut(data, servers, workers):
     shape = st.lists(st.integers(1, 6), max_size=2)

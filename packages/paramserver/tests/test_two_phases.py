@@ -117,7 +117,7 @@ class Turns:
             self.may_push.add(rank)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_death_at_any_message_leaves_no_half_push(data):
     servers, workers = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))

@@ -80,7 +80,7 @@ def count(worker, steps, seconds):
     return worker.pushes
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_run_equals_one_process(servers):
     result = run(train, model(), SGD, args=(5,), workers=2, servers=servers, transport="zeromq")
     assert_equal_parameters(result.parameters, train_alone(5, 2, SGD))

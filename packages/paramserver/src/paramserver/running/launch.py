@@ -22,6 +22,9 @@ from paramserver.running.supervise import run_on_zeromq
 from paramserver.transport import distributed, shared_memory
 from paramserver.transport.connection import GRACE, Channels, RemoteConnection
 
+#: Modules that the fork server imports. A process that is forked after torch was imported starts in
+#: milliseconds; the first optimizer of a process imports `torch._dynamo`.
+PRELOADED = ["paramserver.running.launch", "torch._dynamo"]
 #: The channels of a process, or the arguments from which it creates them.
 Ends = Channels | distributed.Endpoint
 
@@ -102,8 +105,7 @@ def run(
         return run_on_ray(job, shards, progress)
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        # A process that is forked after torch was imported starts in milliseconds.
-        context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOADED)
     if transport == "zeromq":
         return run_on_zeromq(job, restarts, journal, context, progress)
     with tempfile.TemporaryDirectory() as folder:
