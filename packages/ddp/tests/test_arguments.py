@@ -42,6 +42,13 @@ def pass_invalid_arguments() -> list[str]:
             DDP(nn.Linear(2, 2), **arguments)
         except ValueError as error:
             errors.append(str(error))
+    expanded = nn.Linear(2, 2)
+    expanded.register_buffer("table", torch.zeros(1).expand(3))
+    DDP(expanded, forward_sync_buffers=False, init_sync=False)  # no rank copies the buffer
+    try:
+        DDP(expanded)
+    except ValueError as error:
+        errors.append(str(error))
     model = DDP(nn.Embedding(5, 2))
     model.module.sparse = True
     try:
@@ -51,9 +58,10 @@ def pass_invalid_arguments() -> list[str]:
     return errors
 
 
-def test_pass_invalid_arguments_say_what_to_pass() -> None:
+def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, both, short, sparse = outcome.value
+    zero, nan, both, short, expanded, sparse = outcome.value
+    assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
     assert "different methods to send" in both

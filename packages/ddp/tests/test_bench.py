@@ -115,12 +115,12 @@ def hosts() -> tuple:
     return usual, _default_workloads(), _cores_per_rank()
 
 
-def test_over_a_network_the_bench_adds_a_batch_that_can_hide_the_wire() -> None:
+def test_bench_over_a_network_adds_a_batch_that_hides_communication() -> None:
     small, busy = "ddp.bench.designs:transformer", "ddp.bench.designs:busy_transformer"
     assert run_ranks(hosts, 2) == [([small], [small, busy], os.cpu_count())] * 2
 
 
-def test_the_workload_is_the_one_the_figures_speak_of() -> None:
+def test_workload_is_the_one_that_the_results_describe() -> None:
     for workload in (transformer, busy_transformer):
         is_the_one(*workload(torch.device("cpu")))
 
@@ -132,6 +132,6 @@ def is_the_one(model: nn.Module, loss) -> None:
     assert 6 < loss(model).item() < 9
 
 
-def test_an_unknown_design_is_refused_with_the_names_there_are() -> None:
+def test_unknown_design_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"out of .*'1 MB'.*got \['warp'\]"):
         designs(nn.Linear(2, 2), [1.0], ["warp"], {})

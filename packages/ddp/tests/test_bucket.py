@@ -36,7 +36,7 @@ def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
 
 
 @given(model=models)
-def test_views_lie_in_the_buffer_and_do_not_overlap(model):
+def test_views_are_in_the_buffer_and_do_not_overlap(model):
     parameters = [nn.Parameter(torch.empty(shape)) for shape, _ in model]
     bucket = make_bucket(range(len(parameters)), parameters, None, None)
     numel = sum(math.prod(shape) for shape, _ in model)

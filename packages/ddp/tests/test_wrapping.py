@@ -323,7 +323,7 @@ def outcomes_of_compiled_models() -> list[tuple[tuple, bool]]:
 
 
 @pytest.mark.filterwarnings("default")
-def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
+def test_compiled_blocks_have_no_graph_breaks_and_overlap_communication() -> None:
     ranks = [blocks for blocks, _ in outcomes_of_compiled_models()]
     for by_blocks, whole, wrapper, breaks, buckets, hidden in ranks:
         # Equal blocks may have a common graph.

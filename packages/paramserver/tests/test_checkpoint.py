@@ -168,7 +168,7 @@ def test_a_job_of_processes_that_is_killed_and_run_again_equals_the_undisturbed_
         assert torch.equal(resumed.parameters[name], parameter)
 
 
-def test_the_position_counts_every_local_step_also_while_an_exchange_is_in_flight(tmp_path):
+def test_position_counts_local_steps_while_an_exchange_is_in_flight(tmp_path):
     fleet = Fleet(tmp_path, POLICIES["streaming"], 1)
     worker = fleet.start()
     for step in range(7):

@@ -154,7 +154,7 @@ def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(writte
 
 @BOTH
 @STRIDES
-def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, stride, caplog):
+def test_truncated_last_file_restores_all_complete_records(written, stride, caplog):
     """A server that dies during a write leaves such a file, which contains all answered pushes."""
     folder, states = written
     path = folder / "journal-00000002"
@@ -194,7 +194,7 @@ def test_a_missing_file_is_refused(written):
 
 
 @BOTH
-def test_files_in_another_place_are_refused(written, tmp_path, monkeypatch):
+def test_misplaced_files_are_refused(written, tmp_path, monkeypatch):
     folder, _ = written
     files = contents(folder)
     journals = [name for name in files if name.startswith("journal")]
@@ -231,7 +231,7 @@ def records_of(raw):
 
 
 @BOTH
-def test_records_in_another_place_are_refused(written):
+def test_misplaced_records_are_refused(written):
     folder, _ = written
     path = folder / "journal-00000002"
     raw = path.read_bytes()
@@ -249,7 +249,7 @@ def test_records_in_another_place_are_refused(written):
 
 @BOTH
 @pytest.mark.parametrize("stride", [401, pytest.param(7, marks=pytest.mark.exhaustive)])
-def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(
+def test_recovery_truncates_to_the_last_good_record_and_keeps_discarded_bytes(
     written, stride, capsys
 ):
     folder, states = written
@@ -309,7 +309,7 @@ def test_a_damaged_snapshot_whose_journals_are_gone_cannot_be_recovered(written,
 
 
 @pytest.mark.parametrize("written", ["snapshot"], indirect=True)
-def test_a_record_that_cannot_be_applied_is_named_and_given_up_on_request(written):
+def test_record_that_cannot_be_applied_is_named_and_discarded_on_request(written):
     folder, _ = written
 
     class Fails(torch.optim.SGD):
@@ -334,7 +334,7 @@ def test_a_record_that_cannot_be_applied_is_named_and_given_up_on_request(writte
     assert opened(folder)[0].version == 4  # two pushes of the snapshot and two of the journal
 
 
-def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypatch):
+def test_server_killed_while_it_starts_a_new_file_is_restored(tmp_path, monkeypatch):
     server, journal = opened(tmp_path / "a")
     push(Worker(nn.Linear(3, 2), server), 2)
     monkeypatch.setattr(torch, "save", no_snapshot)
@@ -374,7 +374,7 @@ def pulled(worker):
 
 @pytest.mark.parametrize("damaged", [0, 1])
 @pytest.mark.parametrize("fraction", [0.3, 0.6, 0.9, 0.97])
-def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged, fraction):
+def test_recovered_servers_agree_or_are_refused(tmp_path, damaged, fraction):
     """Each update changes all elements equally, so elements of different versions differ."""
     servers, journals = two_servers(tmp_path / "job")
     push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
@@ -411,7 +411,7 @@ def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged,
     assert [server.version for server in servers] == [before + 2] * 2
 
 
-def test_a_record_of_one_server_is_given_up_at_all_of_them(tmp_path):
+def test_record_discarded_on_one_server_is_discarded_on_all(tmp_path):
     servers, journals = two_servers(tmp_path)
     push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
     for journal in journals:

@@ -93,7 +93,7 @@ def test_a_worker_that_exits_ends_the_run_and_not_its_caller(how):
         run(fail, model(), SGD, args=(0, how), workers=2)
 
 
-def test_an_exception_in_training_is_raised_as_it_was():
+def test_exception_of_training_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError, match="seven") as caught:
         run(fail, model(), SGD, args=(0, "raise"), workers=2)
     assert "raised in worker 0" in "".join(caught.value.__notes__)
@@ -114,22 +114,6 @@ def hang(worker, rank):
     return train(worker, 3)
 
 
-def test_training_can_go_on_without_a_lost_worker():
-    result = run(
-        fail,
-        model(),
-        SGD,
-        Asynchronous(),
-        args=(1, "die"),
-        workers=3,
-        on_worker_loss="continue",
-    )
-    assert result.lost == {1: "worker 1 died with exit code 3"}
-    assert result.versions == [2 * 5 + 2]
-    assert result.values[1] is None
-    assert len(result.values[0]) == 3
-
-
 def lose_one_and_go_on(worker, seconds):
     train(worker, 2)
     if worker.rank == 1:
@@ -141,7 +125,7 @@ def lose_one_and_go_on(worker, seconds):
     return "well"
 
 
-def test_the_others_may_train_for_long_after_a_loss(monkeypatch):
+def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     result = run(
         lose_one_and_go_on,
@@ -196,7 +180,7 @@ def test_an_error_of_the_optimizer_reaches_the_workers():
         run(train, model(), partial(Raises, lr=0.1), args=(3,), workers=2, timeout=20.0)
 
 
-def test_a_beat_that_comes_after_a_failure_ends_no_server():
+def test_beat_after_a_failure_does_not_end_the_server():
     server, workers = pair(on_worker_loss="stop")
     server.lose(1, "the power went out")
     assert server.core.handle(0, Message(Kind.BEAT), None, 0.0) == Message(Kind.OK)
@@ -228,7 +212,7 @@ def join_and_fail(how):
 
 
 @pytest.mark.parametrize("how", ["raise", "die"])
-def test_ranks_of_a_group_learn_which_one_failed(how):
+def test_every_rank_of_a_group_names_the_failed_rank(how):
     outcomes = try_ranks(join_and_fail, 3, how, timeout=40)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, PeerLost), outcome
@@ -266,7 +250,7 @@ def push(worker):
     worker.push()
 
 
-def test_waiting_names_who_is_waited_for():
+def test_timeout_error_names_the_awaited_worker():
     _, workers = pair(StaleSynchronous(1))
     for _ in range(2):
         workers[0].pull()
@@ -295,7 +279,7 @@ def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch)
     assert not server._errors
 
 
-def test_after_a_loss_every_call_names_it():
+def test_every_call_after_a_loss_names_the_lost_worker():
     server, workers = pair()
     server.lose(1, "the power went out")
     for call in (workers[0].pull, partial(push, workers[0]), workers[0].finish):
@@ -303,7 +287,7 @@ def test_after_a_loss_every_call_names_it():
             call()
 
 
-def test_a_loss_that_is_survived_completes_the_step_of_the_others():
+def test_step_completes_without_a_lost_worker():
     server, workers = pair(on_worker_loss="continue")
     workers[0].pull()
     push(workers[0])
@@ -311,7 +295,7 @@ def test_a_loss_that_is_survived_completes_the_step_of_the_others():
     assert workers[0].pull() == 1
 
 
-def test_a_straggler_that_is_well_is_dropped_only_if_that_is_asked():
+def test_slow_worker_is_dropped_only_with_drop_after():
     _, workers = pair(timeout=60.0, on_worker_loss="continue", drop_after=0.3)
     for _ in range(2):
         for worker in workers:
@@ -334,7 +318,7 @@ def test_a_straggler_that_is_well_is_dropped_only_if_that_is_asked():
         )
 
 
-def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
+def test_beats_keep_a_slow_worker_until_drop_after_has_passed():
     def lost(drop_after):
         server, workers = pair(timeout=5.0, on_worker_loss="continue", drop_after=drop_after)
         push(workers[0])
@@ -352,7 +336,7 @@ def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
 
 
 @pytest.mark.parametrize("drop_after", [None, 3.0])
-def test_who_waits_may_beat_and_yet_the_silent_one_is_lost(drop_after):
+def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one(drop_after):
     server, workers = pair(timeout=5.0, on_worker_loss="continue", drop_after=drop_after)
     push(workers[0])
     now = time.monotonic()
@@ -391,7 +375,7 @@ def test_a_finished_or_unknown_worker_cannot_take_part():
         Worker(model(), [server], rank=2)
 
 
-def test_two_workers_with_one_number_are_found_out():
+def test_two_workers_with_one_number_are_refused():
     server, workers = pair(Asynchronous())
     twin = Worker(model(), [server], rank=0)
     workers[0].pull()
@@ -400,7 +384,7 @@ def test_two_workers_with_one_number_are_found_out():
         twin.pull()
 
 
-def test_bad_arguments_say_what_to_give():
+def test_invalid_arguments_are_refused_with_the_remedy():
     with pytest.raises(TypeError, match=r"expected an integer staleness bound in clocks, got 1\.5"):
         StaleSynchronous(1.5)
     with pytest.raises(ValueError, match="expected a staleness bound >= 0, got -1"):

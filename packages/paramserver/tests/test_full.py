@@ -37,7 +37,7 @@ def why_not():
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(why_not()), reason=f"nothing can be mounted here: {why_not()}")
 @pytest.mark.parametrize("what", ["shm", "journal", "snapshot"])
-def test_what_is_full_is_named_or_does_no_harm(tmp_path, what):
+def test_full_file_system_is_named_or_has_no_effect(tmp_path, what):
     command = [*UNSHARE, sys.executable, __file__, what, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def runtime(monkeypatch):
     return fake
 
 
-def test_memory_is_locked_once_and_until_it_goes(runtime):
+def test_memory_is_locked_once_and_until_it_is_freed(runtime):
     for _ in range(3):  # a later allocation may reuse the address of a locked one
         ((ours, theirs),) = channel_pairs(["worker 0"], "server 0", 100)
         pin([ours.parameters, ours.gradients])  # two halves of one memory

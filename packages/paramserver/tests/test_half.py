@@ -107,7 +107,7 @@ def test_a_mean_of_many_is_rounded_once(policy, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.25)], ids=repr)
-def test_of_what_was_compressed_too(compression, dtype):
+def test_mean_of_compressed_changes_is_rounded_once(compression, dtype):
     stored = a_step_in_threads(dtype, LocalSteps(1, UNIT_SGD, compression), push_once, servers=1)
     changes = [pushed(rank, dtype).view(-1).float() for rank in range(WORKERS)]
     received = [
@@ -119,7 +119,7 @@ def test_of_what_was_compressed_too(compression, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_of_sparse_and_dense_gradients_too(dtype):
+def test_mean_of_sparse_and_dense_gradients_is_rounded_once(dtype):
     def rows_of(rank):
         return torch.tensor([rank, 7, 30 + rank, 50])
 
@@ -138,7 +138,7 @@ def test_of_sparse_and_dense_gradients_too(dtype):
     assert torch.equal(stored, rounded_once(masked).view(-1))
 
 
-def test_error_feedback_knows_what_16_bits_round_away():
+def test_residual_contains_the_rounding_error_of_16_bits():
     module = nn.Linear(32, 1, bias=False).bfloat16()
     nn.init.zeros_(module.weight)
     # A quarter of the elements with their indices takes as many bytes as all elements.

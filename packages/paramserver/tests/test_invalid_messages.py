@@ -381,7 +381,7 @@ def nasty(layout, position):
         pytest.param(2, False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
+def test_invalid_senders_do_not_disturb_a_running_job(tmp_path, servers, joined):
     """Send invalid requests in the name of others, unjoined or joined as worker 9."""
     job = job_of(Asynchronous(), servers)
     with Served(job, tmp_path) as served:

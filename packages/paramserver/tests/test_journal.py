@@ -60,7 +60,7 @@ def state_of(server):
 
 
 @pytest.mark.parametrize("snapshots", [(), (2,), (1, 3)])
-def test_a_new_server_goes_on_where_the_journal_ends(tmp_path, snapshots):
+def test_new_server_continues_at_the_end_of_the_journal(tmp_path, snapshots):
     server, journal = server_with(tmp_path)
     for turn in range(5):
         steps(server, 3, turn)
@@ -73,7 +73,7 @@ def test_a_new_server_goes_on_where_the_journal_ends(tmp_path, snapshots):
     assert len(list(tmp_path.glob("*-*"))) == (2 if snapshots else 1)
 
 
-def test_a_snapshot_that_was_not_finished_is_no_snapshot(tmp_path):
+def test_unfinished_snapshot_is_ignored(tmp_path):
     server, _ = server_with(tmp_path)
     steps(server, 3)
     (tmp_path / "unfinished-00000001").write_bytes(b"half of one")
@@ -118,9 +118,7 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
-def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(
-    tmp_path, monkeypatch, caplog
-):
+def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, caplog):
     server, journal = server_with(tmp_path, snapshot_bytes=1)
     steps(server, 2)
     assert journal.is_long()
@@ -144,7 +142,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(
     assert sorted(p.name.split("-")[0] for p in tmp_path.glob("*-*")) == ["journal", "snapshot"]
 
 
-def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
+def test_record_waits_for_a_snapshot_that_fills_the_disk(tmp_path, monkeypatch):
     server, journal = server_with(tmp_path)
     steps(server, 2)
     go_on = threading.Event()
@@ -163,7 +161,7 @@ def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
-def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(tmp_path, monkeypatch):
+def test_server_may_be_killed_while_a_snapshot_is_written(tmp_path, monkeypatch):
     server, journal = server_with(tmp_path)
     steps(server, 2)
     go_on, save = threading.Event(), torch.save
@@ -232,7 +230,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("written", "restarted"), OTHERS.values(), ids=OTHERS)
-def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, restarted):
+def test_journal_of_other_settings_is_refused_by_name(tmp_path, written, restarted):
     journal = DiskJournal(tmp_path)
     journal.snapshot(written.core)
     journal.close()
@@ -244,7 +242,7 @@ def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, restar
 
 
 @pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: slower(p)), Asynchronous()])
-def test_a_journal_of_the_same_is_taken_up(tmp_path, policy):
+def test_journal_of_equal_settings_is_continued(tmp_path, policy):
     journal = DiskJournal(tmp_path)
     journal.snapshot(of(policy, lambda p: slower(p)).core)
     journal.close()

@@ -215,14 +215,14 @@ def test_published_configurations_equal_the_reference(policy, spec):
     assert all((start[name] - p).abs().max() > 1e-4 for name, p in expected.items())
 
 
-def test_the_plain_file_is_diloco():
+def test_minimal_implementation_is_diloco():
     expected = diloco_in_twenty_lines(2, 3, 5)
     actual = plain.train_diloco(model(), INNER, OUTER, loss_of_step, workers=2, rounds=3, steps=5)
     assert_equal_parameters(dict(zip(expected, actual, strict=True)), expected)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
-def test_bulk_synchronous_is_the_plain_file(optimizer):
+def test_bulk_synchronous_equals_minimal_implementation(optimizer):
     actual = plain.train(model(), optimizer, loss_of_step, workers=3, steps=5)
     result = run(train, model(), optimizer, BulkSynchronous(), args=(5,), workers=3)
     expected = dict(zip(result.parameters, actual, strict=True))
@@ -282,7 +282,7 @@ def in_threads(workers, steps):
 
 @pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.25)], ids=repr)
 @pytest.mark.parametrize("servers", [1, 2])
-def test_with_compression_all_workers_hold_the_same_and_errors_are_made_good(compression, servers):
+def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression, servers):
     policy = LocalSteps(3, OUTER, compression)
     start = model().float()
     parameters = dict(start.named_parameters())
@@ -338,7 +338,7 @@ def test_integers_round_each_element_by_half_a_step(values, bits):
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=300), fraction=st.floats(0.01, 0.25)
 )
-def test_top_k_keeps_the_largest_as_they_are(values, fraction):
+def test_top_k_sends_the_largest_elements_without_rounding(values, fraction):
     values = torch.tensor(values)
     decoded = TopK(fraction).decode(TopK(fraction).encode(values), len(values))
     selected = decoded != 0
@@ -352,7 +352,7 @@ def test_four_bit_encoding_uses_less_than_3_2_bits_per_element():
     assert 8 * len(data) / 2**20 < 3.2
 
 
-def test_error_feedback_sends_the_sum_in_the_end():
+def test_residuals_are_sent_by_later_pushes():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(500, generator=generator)
     residual = torch.zeros(500)
@@ -366,7 +366,7 @@ def test_error_feedback_sends_the_sum_in_the_end():
     assert (sent / 200 - values).abs().max() < 0.2
 
 
-def test_compressed_garbage_is_refused():
+def test_invalid_compressed_data_is_refused():
     policy = LocalSteps(1, OUTER, Integers(4))
     server = Server(dict(nn.Linear(99, 99).named_parameters()), INNER, policy, workers=1)
     bomb = Integers(4).encode(torch.zeros(10**5))
@@ -426,7 +426,7 @@ def test_complex_parameters_are_not_compressed(compression):
         Server(dict(module.named_parameters()), SGD, LocalSteps(2, OUTER, compression), workers=1)
 
 
-def test_complex_parameters_take_local_steps_as_they_are():
+def test_complex_parameters_take_local_steps_without_compression():
     module = nn.Linear(3, 2, dtype=torch.complex128)
     start = module.weight.detach().clone()
     unit_sgd = partial(torch.optim.SGD, lr=1.0)

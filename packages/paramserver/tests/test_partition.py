@@ -21,7 +21,7 @@ def tensors(shapes):
 
 
 @given(shapes=SHAPES, servers=st.integers(1, 6), whole=st.booleans())
-def test_each_element_is_held_once(shapes, servers, whole):
+def test_each_element_is_stored_once(shapes, servers, whole):
     parameters = tensors(shapes)
     shards = partition(parameters, servers, whole=whole)
     assert len(shards) == servers
@@ -35,7 +35,7 @@ def test_each_element_is_held_once(shapes, servers, whole):
 
 
 @given(shapes=SHAPES, servers=st.integers(1, 6))
-def test_shards_are_equal_to_an_element(shapes, servers):
+def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
     parameters = tensors(shapes)
     total = sum(tensor.nbytes for tensor in parameters.values())
     for shard in partition(parameters, servers):
@@ -62,7 +62,7 @@ def test_whole_parameters_are_spread_largest_first():
     assert sorted(shard.nbytes // 4 for shard in shards) == [8, 10]  # a d; b c e: greedy
 
 
-def test_nothing_to_serve_is_an_error():
+def test_partition_of_no_parameters_is_an_error():
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         partition({}, 2)
     with pytest.raises(ValueError, match="expected at least 1 server, got 0"):

@@ -46,7 +46,7 @@ def test_buffer_is_reused_after_its_last_view_is_freed(plan):
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8))
-def test_pieces_that_are_lost_or_come_twice_change_nothing(nbytes, tries):
+def test_lost_and_repeated_pieces_have_no_effect(nbytes, tries):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", 9)
         sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
@@ -78,7 +78,7 @@ def job():
     return Job(count, Vector(rows=45_000), UNIT_SGD, Asynchronous(), workers=0, timeout=20.0)
 
 
-def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(server):
+def test_push_with_a_lost_piece_is_applied_once_when_it_is_repeated(server):
     shard = job().shards()[0]
     gradient = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
     shard.views(gradient)[0].fill_(-1.0)

@@ -80,7 +80,7 @@ def until(condition, seconds):
         ("zeromq", "fork"),
     ],
 )
-def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
+def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
@@ -119,7 +119,7 @@ def stop(worker, how):
         pytest.param("zeromq", None, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_others_go_on_and_end_without_a_worker_that_hangs(transport, policy, monkeypatch):
+def test_other_workers_continue_and_end_without_a_hanging_worker(transport, policy, monkeypatch):
     if transport == "zeromq":  # a thread of a sleeping worker sends BEATs
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     monkeypatch.setattr(launch, "GRACE", 0.0)
@@ -152,7 +152,7 @@ def stop_once(worker):
     return len(train(worker, 5 - worker.position))
 
 
-def test_a_worker_that_hangs_is_started_again(monkeypatch):
+def test_hanging_worker_is_restarted(monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     monkeypatch.setattr(supervise, "GRACE", 0.0)
     result = run(
@@ -177,7 +177,7 @@ def test_a_worker_that_hangs_is_started_again(monkeypatch):
         pytest.param("zeromq", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_error_of_the_caller_leaves_nobody(transport):
+def test_error_of_the_caller_leaves_no_process(transport):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
 
@@ -196,5 +196,5 @@ def start_a_process_and_train(worker):
     return child.exitcode, len(train(worker, 3))
 
 
-def test_a_worker_may_start_processes_of_its_own():
+def test_worker_may_start_child_processes():
     assert run(start_a_process_and_train, model(), SGD, workers=2).values == [(0, 3), (0, 3)]

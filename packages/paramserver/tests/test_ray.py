@@ -22,7 +22,7 @@ def kill_server_actor(worker):
 
 
 @pytest.mark.exhaustive
-def test_ray_equals_one_process_and_names_who_died():
+def test_ray_equals_one_process_and_names_the_dead_worker():
     ray.init(
         include_dashboard=False,
         log_to_driver=False,

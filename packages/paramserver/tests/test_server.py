@@ -108,7 +108,7 @@ def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
         train_with(partial(Overridden, lr=0.1), 3)
 
 
-def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
+def test_bulk_synchronous_runs_are_bit_equal():
     def once():
         server = Server(trainable_parameters(model()), SGD, workers=4)
         workers = [Worker(model(), [server], rank=rank) for rank in range(4)]
@@ -199,7 +199,7 @@ def test_the_bound_holds_between_threads(consistency):
         assert max(server.staleness) <= 2 * (2 * consistency.bound + 1)
 
 
-def test_a_version_is_read_whole():
+def test_pull_reads_a_single_version():
     # Every update adds one to all elements, so half an update would show two values.
     size = 300_000
     server = Server(
@@ -223,7 +223,7 @@ def test_a_version_is_read_whole():
     assert server.version == 40
 
 
-def test_a_server_goes_on_from_its_state():
+def test_server_continues_from_its_state():
     def serve(steps, state=None):
         server = Server(trainable_parameters(model()), ADAMW, workers=1)
         if state:
@@ -250,7 +250,7 @@ def test_a_server_goes_on_from_its_state():
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_stale_gradient_counts_for_less_if_that_is_asked(scaled, servers):
+def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
     module = nn.Linear(2, 1, bias=False)
     parameters = trainable_parameters(module)
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_a_stale_gradient_counts_for_less_if_that_is_asked(scaled, servers):
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
 
 
-def test_a_loss_is_shown_as_it_was_differentiated(recwarn):
+def test_loss_may_require_a_gradient(recwarn):
     server = Server(dict(model().named_parameters()), SGD, workers=1)
     with Worker(model(), server) as worker:
         worker.pull()
@@ -295,7 +295,7 @@ def test_local_optimizer_without_local_steps_is_refused():
 
 
 @pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(2)])
-def test_worker_that_leaves_its_block_waits_for_nobody(policy):
+def test_worker_that_leaves_waits_for_no_other_worker(policy):
     server = small_server(policy, workers=2)
     is_local = isinstance(policy, LocalSteps)
     optimizer = partial(torch.optim.SGD, lr=0.1) if is_local else None

@@ -54,7 +54,7 @@ def push(worker, value):
     worker.push()
 
 
-def test_late_answer_is_not_taken_for_that_of_the_next_request():
+def test_late_answer_is_not_used_for_the_next_request():
     ((worker_end, server_end),) = channel_pairs(["worker 0"], "server 0", 64)
     connection = RemoteConnection(worker_end, 0.05)
     with pytest.raises(TimeoutError, match="server 0 did not answer"):
@@ -65,7 +65,7 @@ def test_late_answer_is_not_taken_for_that_of_the_next_request():
 
 
 @pytest.mark.parametrize("updates", range(3))
-def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, updates):
+def test_read_during_updates_is_of_one_version(group, monkeypatch, updates):
     server, (reader, writer) = group
     push(writer, -1.0)
     copied = []
@@ -88,7 +88,7 @@ def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, upda
     assert torch.equal(reader.module.x, torch.full((ELEMENTS,), 1.0 + updates))
 
 
-def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobody(group):
+def test_update_copies_only_for_workers_that_still_read(group):
     server, (reader, writer) = group
     arena = reader._connections[0].parameters
     reader.pull()
@@ -120,16 +120,14 @@ def test_one_bad_element_in_any_piece_is_refused_before_anything_is_applied(grou
     assert torch.equal(second.module.x, -torch.ones(ELEMENTS))
 
 
-def test_a_sum_that_overflows_is_no_reason_to_refuse(group):
+def test_finite_gradients_with_an_overflowing_sum_are_accepted(group):
     _, (first, second) = group
     push(first, 3e38)
     second.pull()
     assert torch.equal(second.module.x, torch.full((ELEMENTS,), -3e38))
 
 
-def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_applied(
-    group, monkeypatch
-):
+def test_worker_that_fails_while_writing_is_named_and_nothing_is_applied(group, monkeypatch):
     server, (fails, second) = group
 
     def half_written(*_):

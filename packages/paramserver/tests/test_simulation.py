@@ -43,7 +43,7 @@ TWO = {
 @example(seed=290, consistency=StaleSynchronous(0), **TWO)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
-def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_whole(**world):
+def test_accepted_pushes_are_applied_once_and_reads_are_of_one_version(**world):
     simulate(**world)
 
 

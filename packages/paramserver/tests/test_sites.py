@@ -130,7 +130,7 @@ def fail_in_a_site():
             worker.push()
 
 
-def test_what_happens_to_the_first_rank_of_a_site_is_known_to_all():
+def test_failure_of_the_first_rank_of_a_site_is_raised_on_every_rank():
     outcomes = try_ranks(fail_in_a_site, 4, timeout=60)
     assert isinstance(outcomes[2].error, ZeroDivisionError)
     for rank in (0, 1):

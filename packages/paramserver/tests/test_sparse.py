@@ -148,7 +148,7 @@ def test_rows_are_added_where_they_belong_wherever_tables_are_cut(data, servers,
         torch.testing.assert_close(table.detach(), -expected)
 
 
-def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
+def test_sgd_keeps_gradients_sparse(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to_dense", None)
     train(SGD, 2, steps=2, workers=2)
     train(SGD, 1, steps=2, workers=2, policy=Asynchronous(scale_by_staleness=True))
@@ -181,7 +181,7 @@ def test_sparse_adam_matches_one_process(looked_up, servers):
 
 
 @given(rows=st.lists(st.integers(0, 19), max_size=8), servers=st.integers(1, 7))
-def test_what_is_packed_is_unpacked(rows, servers):
+def test_unpack_inverts_pack(rows, servers):
     dense = torch.zeros(20, 3)
     dense[rows] = torch.randn(len(rows), 3)
     parameters = {"a": torch.zeros(20, 3), "b": torch.zeros(7)}
@@ -196,7 +196,7 @@ def test_what_is_packed_is_unpacked(rows, servers):
 
 
 @given(data=st.binary(max_size=200))
-def test_garbage_is_refused_by_name(data):
+def test_invalid_sparse_data_is_refused(data):
     (shard,) = partition({"a": torch.zeros(20, 3), "b": torch.zeros(7)}, 1)
     raw = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)
     with pytest.raises(ValueError, match="sparse gradients"):

@@ -60,7 +60,7 @@ def train_with_torchft(number, module, lighthouse, trained):
         manager.shutdown(wait=False)
 
 
-def test_torchfts_diloco_is_ours():
+def test_torchft_diloco_gives_equal_parameters():
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=WORKERS)
     trained = {}
     # Created before the threads, which share a random number generator.

@@ -41,7 +41,7 @@ def keep_own_parameters(worker):
     return bool((worker.module[0].bias == worker.rank).all())
 
 
-def test_workers_have_modules_of_their_own():
+def test_workers_have_separate_modules():
     assert run(keep_own_parameters, model(), SGD, workers=3).values == [True] * 3
 
 

@@ -263,7 +263,7 @@ def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, val
         assert worker.module.value() == worker.version
 
 
-def test_a_push_that_one_server_refuses_is_over_at_the_others_too(monkeypatch):
+def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
     hosts = servers_of(Vector(), 2, 2, BulkSynchronous())
     bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
     write, seconds = bad._payload.write, [0.3]
@@ -286,7 +286,7 @@ def test_a_push_that_one_server_refuses_is_over_at_the_others_too(monkeypatch):
         assert worker.module.value() == 1
 
 
-def test_a_large_finite_gradient_is_taken():
+def test_large_finite_gradient_is_accepted():
     server = servers_of(Vector(), 1, 1, Asynchronous())[0]
     worker = Worker(Vector(), server)
     worker.module.x.grad = torch.full((SIZE,), -3e38)  # its sum is infinite
@@ -332,7 +332,7 @@ def at_own_speed(worker, steps, seconds):
     "transport",
     ["shared_memory", pytest.param("distributed", marks=pytest.mark.exhaustive)],
 )
-def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
+def test_run_waits_for_a_much_slower_worker(transport):
     # The fast worker waits at the end for twice the timeout; no step takes that long.
     result = run(
         at_own_speed,
@@ -462,26 +462,26 @@ PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
         )
     ),
 )
-def test_a_log_crosses_the_wire_as_it_was(start, entries):
+def test_log_is_encoded_without_loss(start, entries):
     log = Log(start, tuple(entries))
     assert Log.from_text(log.to_text()) == log
 
 
 @pytest.mark.parametrize("text", ['[0,["write",3]]', '[0,["fly",1]]', "[0,3]"])
-def test_a_log_of_garbage_is_refused(text):
+def test_invalid_log_is_refused(text):
     with pytest.raises(ValueError, match="expected an entry of a ledger"):
         Log.from_text(text)
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "[1,2,3,4,5,6,7]", '[1,2,3,4,5,"x","y"]', "{", ""])
-def test_a_message_of_garbage_is_refused(text):
+def test_invalid_message_text_is_refused(text):
     with pytest.raises(
         ValueError, match=r"expected the fields of a message|is not a valid Kind|Expecting"
     ):
         Message.from_text(text)
 
 
-def test_a_saved_ledger_stays_what_it_was_while_the_ledger_goes_on():
+def test_saved_ledger_state_does_not_change_with_the_ledger():
     ledger = Ledger(3, BulkSynchronous())
     ledger.commit((0, 0, 0))
     saved = ledger.state()

@@ -282,7 +282,7 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
 @pytest.mark.parametrize(
     "name", ["server 0", pytest.param("server 1", marks=pytest.mark.exhaustive)]
 )
-def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeypatch, name):
+def test_server_killed_after_all_workers_finished_is_restarted(monkeypatch, name):
     def kill_and_read(*arguments):
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)
@@ -326,12 +326,12 @@ def test_two_hundred_kills(policy, seed):
         assert x.unique().tolist() == [80.0]
 
 
-def test_an_exception_in_training_is_raised_as_it_was():
+def test_exception_of_training_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError, match="seven"):
         run(fail, model(), SGD, args=(0, "raise"), workers=2, transport="zeromq")
 
 
-def test_a_dead_worker_is_named_where_nobody_is_started_again():
+def test_dead_worker_is_named_without_restarts():
     with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
         run(fail, model(), SGD, args=(1, "die"), workers=2, transport="zeromq", timeout=30)
 
@@ -370,7 +370,7 @@ def job_of(**options):
     return Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=5.0, **options)
 
 
-def test_garbage_and_half_messages_disturb_nobody(served):
+def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
     server = served(job_of())
     port = int(server.address.rsplit(":", 1)[1])
     slow = socket.create_connection(("127.0.0.1", port))
@@ -442,7 +442,7 @@ server.serve()
 
 
 @pytest.mark.exhaustive
-def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
+def test_unknown_connections_on_all_descriptors_block_workers_only_briefly(tmp_path):
     command = [sys.executable, "-c", SERVE_WITH_FEW_FILES, str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
     try:
@@ -467,7 +467,7 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
         server.stdout.close()
 
 
-def test_only_those_whose_keys_are_known_may_come(served, monkeypatch):
+def test_only_workers_with_known_keys_may_join(served, monkeypatch):
     monkeypatch.setattr(zeromq_connection, "_RETRY", 0.2)
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
@@ -519,7 +519,7 @@ def abort_as(rank, address, keys):
     connection.close()
 
 
-def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
+def test_rejoined_worker_continues_at_its_position(served):
     policy = LocalSteps(6, fragments=2)
     job = Job(local_steps, nn.Linear(2, 2), UNIT_SGD, policy, workers=0, timeout=5.0)
     server = served(job)
@@ -712,7 +712,7 @@ def test_workers_join_and_leave_while_others_train(served):
     assert read_final_state(job_of(), [server.address])[0].version == 10
 
 
-def test_a_server_that_begins_at_random_goes_on_with_what_it_began_with(tmp_path):
+def test_restarted_server_keeps_its_random_initial_parameters(tmp_path):
     def opened():  # as in `serve`, the job is rebuilt each time
         job = Job(count, nn.Linear(3, 3), UNIT_SGD, Asynchronous(), workers=0)
         server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")

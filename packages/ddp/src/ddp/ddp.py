@@ -138,7 +138,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if forward_sync_buffers is None:
             forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        check_module(module, self._ignored)
+        broadcasts_buffers = (
+            forward_sync_buffers or broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
+        )
+        check_module(module, self._ignored, broadcasts_buffers=broadcasts_buffers)
         self._options = Options(
             bucket_size_mb=select_bucket_size(bucket_size_mb, bucket_cap_mb, bucket_cap_mb_list),
             all_reduce=all_reduce,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp.bucket import Allocate
 from ddp.communication import Compression, Uncompressed
@@ -191,7 +191,7 @@ def select_group(
     return mesh_group
 
 
-def check_module(module: nn.Module, ignored: set[str]) -> None:
+def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bool) -> None:
     """Raise `ValueError` or `RuntimeError` for a module that cannot be replicated."""
     parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored]
     if not any(parameter.requires_grad for _, parameter in parameters):
@@ -214,12 +214,28 @@ def check_module(module: nn.Module, ignored: set[str]) -> None:
                 f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates plain "
                 "tensors"
             )
+    _check_separate_elements(parameters)
+    if broadcasts_buffers:
+        _check_separate_elements((n, b) for n, b in module.named_buffers() if n not in ignored)
     device_types = {parameter.device.type for _, parameter in parameters}
     if len(device_types) > 1:
         raise ValueError(
             f"expected all parameters on one type of device, got {sorted(device_types)}; move the "
             "module to one of them"
         )
+
+
+def _check_separate_elements(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `ValueError` for an expanded tensor, into which no rank can copy that of rank 0."""
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            continue
+        strides = tensor.stride()
+        if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True)):
+            raise ValueError(
+                f"elements of {name!r} share memory: it has the shape {tuple(tensor.shape)} and "
+                f"the strides {strides}; replace the result of expand() by its clone()"
+            )
 
 
 def select_device(
