@@ -4,7 +4,6 @@ Each process has a thread that waits for the end of the parent process, for any 
 ends the process. Therefore no process outlives its run.
 """
 
-import gc
 import math
 import multiprocessing
 import os
@@ -121,9 +120,6 @@ class Processes:
 def _process(
     pipe: Connection, folder: str, name: str, target: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    # Imported modules live until the end. Without freezing them, each garbage collection scans them
-    # all, and copies every page that this process shares with the one it was forked from.
-    gc.freeze()
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         if name == "server 0":
