@@ -279,6 +279,35 @@ def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch)
     assert not server._errors
 
 
+def test_waiting_workers_do_not_wake_each_other():
+    server = Server(trainable_parameters(model()), UNIT_SGD, workers=3)
+    workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
+    handle, requests = server.core.handle, []
+
+    def count(*arguments, **options):
+        requests.append(arguments)
+        return handle(*arguments, **options)
+
+    server.core.handle = count
+    threads = []
+    for worker in workers[:2]:
+        worker.pull()
+        push(worker)
+        threads.append(threading.Thread(target=worker.pull))
+        threads[-1].start()
+    while len(server.core.waits.waiting) < 2:
+        time.sleep(0.001)
+    time.sleep(0.1)
+    requests.clear()
+    time.sleep(0.3)
+    assert len(requests) < 5  # one per worker every two seconds
+    workers[2].pull()
+    push(workers[2])
+    for thread in threads:
+        thread.join()
+    assert [worker.version for worker in workers[:2]] == [1, 1]
+
+
 def test_every_call_after_a_loss_names_the_lost_worker():
     server, workers = pair()
     server.lose(1, "the power went out")

@@ -145,6 +145,7 @@ class Server:
         """
         with self._changed:
             last_message = time.monotonic()
+            is_first_try = True
             try:
                 while True:
                     now = time.monotonic()
@@ -157,10 +158,15 @@ class Server:
                         if deliver and answer.size:
                             self._deliver(worker, deliver)
                         return answer
-                    self._errors.update(self.core.check(now))
+                    num_lost = len(self.core.lost)
+                    errors = dict(self.core.check(now))
+                    self._errors.update(errors)
                     if worker in self._errors:
                         raise self._errors.pop(worker)
-                    self._changed.notify_all()
+                    # Without a change, waiting requests would wake each other without end.
+                    if is_first_try or errors or len(self.core.lost) != num_lost:
+                        self._changed.notify_all()
+                    is_first_try = False
                     if keep_alive and now - last_message >= _KEEP_ALIVE:
                         last_message = now
                         self._changed.release()
