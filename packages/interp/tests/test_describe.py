@@ -422,6 +422,28 @@ def test_describe_keeps_modes_and_weights() -> None:
         assert torch.equal(parameter, before[name])
 
 
+@pytest.mark.parametrize("shared", ["layer", "mlp", "weight"])
+def test_layers_that_share_modules_or_weights_are_described_and_kept(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_weights, "COPY_BYTES", 0)  # no more than two layers per group
+    model = family("LlamaForCausalLM", num_hidden_layers=4)
+    first, last = model.model.layers[0], model.model.layers[3]
+    if shared == "layer":
+        model.model.layers[3] = first
+    elif shared == "mlp":
+        last.mlp = first.mlp
+    else:
+        last.mlp.up_proj.weight = first.mlp.up_proj.weight
+    tokens = torch.arange(26).reshape(2, 13) * 7 % 37
+    with torch.no_grad():
+        # The cache of transformers has one entry per layer index, which the layers share.
+        before = model(tokens, use_cache=False).logits
+        decoder = describe(model)
+        assert torch.equal(model(tokens, use_cache=False).logits, before)
+        torch.testing.assert_close(decoder(tokens), before)
+
+
 SMALL = {
     "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 32,

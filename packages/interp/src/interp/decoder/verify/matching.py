@@ -163,9 +163,17 @@ def compute_logits(
         else:
             buffers = {
                 name: buffer.float() if buffer.is_floating_point() else buffer
-                for name, buffer in model.named_buffers()
+                for name, buffer in model.named_buffers(remove_duplicate=False)
             }
-            out = functional_call(model, {**buffers, **weights}, (tokens,), arguments)
+            # A module with several names is swapped once: a second swap would save the first
+            # replacement as its original, and the model would keep the random weights.
+            first_names = dict(model.named_modules())
+            swapped = {
+                name: tensor
+                for name, tensor in {**buffers, **weights}.items()
+                if name.rpartition(".")[0] in first_names
+            }
+            out = functional_call(model, swapped, (tokens,), arguments, tie_weights=False)
     if isinstance(out, Tensor):
         return out
     logits: Tensor = out["logits"] if "logits" in out else out[0]

@@ -40,8 +40,16 @@ class Probe:
 
 
 def layer_groups(tensors: Mapping[str, Tensor]) -> list[range]:
-    """Return groups of layers with a bounded float32 copy; neighboring groups share a layer."""
+    """Return groups of layers with a bounded float32 copy; neighboring groups share a layer.
+
+    Layers that share a tensor are in one group, which has all layers.
+    """
     layers = max(layer_of(name) for name in tensors) + 1
+    layers_of: dict[int, set[int]] = {}
+    for name, tensor in tensors.items():
+        layers_of.setdefault(id(tensor), set()).add(layer_of(name))
+    if any(len(numbers) > 1 for numbers in layers_of.values()):
+        return [range(layers)]
     sizes = [0] * layers
     for name, tensor in tensors.items():
         if (layer := layer_of(name)) >= 0:
