@@ -688,7 +688,14 @@ def test_skipped_products_keep_their_bias() -> None:
     x = torch.randn(2, 3, 4)
     bias = torch.randn(5)
     zeros = torch.zeros(()).expand(5, 4)
-    with random_weights.SkipZeroLayers():
+    unembed = torch.randn(5, 4)
+    with random_weights.SkipProducts(unembed, rows=3) as skip:
         assert torch.equal(F.linear(x, zeros, bias), bias.expand(2, 3, 5))
         assert torch.equal(F.linear(x, zeros, bias=bias), bias.expand(2, 3, 5))
         assert not F.linear(x, zeros).any()
+        assert torch.equal(F.linear(x, unembed[1:], bias[1:]), x @ unembed[1:].T + bias[1:])
+        assert not skip.has_unembedded
+        logits = F.linear(x, unembed, bias)
+        assert skip.has_unembedded
+    torch.testing.assert_close(logits[..., :3], F.linear(x, unembed, bias)[..., :3])
+    assert not logits[..., 3:].any()

@@ -140,8 +140,8 @@ def _require_equal_logits(
     """Compare logits under the model's weights, and small 16-bit models also in float32."""
     length = min(12, decoder.settings.context or 12)
     vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (2, length), generator=generator).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(vocabulary, (2, length), generator=generator, device="cpu").to(device)
     is_half = decoder.embed.weight.dtype in (torch.bfloat16, torch.float16)
     if is_half and 4 * sum(tensor.numel() for tensor in tensors.values()) <= COPY_BYTES:
         # Tied weights stay tied.

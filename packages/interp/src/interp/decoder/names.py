@@ -9,6 +9,7 @@ weights are split as [q | k | v], or by group of heads if they are called query_
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -187,6 +188,7 @@ def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
     return None if role_inside is None else f"blocks.{layer}.{role_inside}.{kind}"
 
 
+@functools.cache
 def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None:
     """Return the role of a module inside a block."""
     if sandwiched and inner == "post_attention_layernorm":

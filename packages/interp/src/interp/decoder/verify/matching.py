@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,9 @@ from interp.decoder.constants import Constants
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.verify.random_weights import (
-    Noise,
     Probe,
     RandomWeights,
-    SkipZeroLayers,
+    SkipProducts,
     layer_groups,
 )
 
@@ -51,85 +51,111 @@ def matching_settings(
     """
     with evaluating(model):
         context = _context(model, tensors, roles, candidates[0])
-        noise = Noise(next(iter(tensors.values())).device)
         probes = _probes(model, context, candidates[0])
-        # The remaining candidates, each with its largest error in each probe.
-        remaining = [(candidate, [0.0] * len(probes)) for candidate in candidates]
-        for group in layer_groups(tensors):
-            random_weights = RandomWeights(
-                tensors, roles, remaining[0][0], group, constants.gain_offset, noise
-            )
-            for i, probe in enumerate(probes):
-                settings = [candidate for candidate, _ in remaining]
-                errors = _accepted_errors(model, random_weights, probe, settings, build)
-                passed = []
-                for (candidate, largest), error in zip(remaining, errors, strict=True):
-                    if error <= probe.tolerance:
-                        largest[i] = max(largest[i], error)
-                        passed.append((candidate, largest))
-                remaining = passed
-    selected, largest = remaining[0]
-    comparisons = tuple(
-        Comparison(
-            "padded" if probe.is_padded else probe.name, probe.length, error, probe.tolerance
-        )
-        for probe, error in zip(probes, largest, strict=True)
-    )
-    return replace(selected, context=context), comparisons
-
-
-def _accepted_errors(
-    model: nn.Module,
-    random_weights: RandomWeights,
-    probe: Probe,
-    candidates: Sequence[Settings],
-    build: Build,
-) -> list[float]:
-    """Return the error of each candidate in a probe; raise ValueError if none is accepted."""
-    # Rounding may route a token to another expert, but rarely does so for both of two draws.
-    attempts = 2 if candidates[0].experts_used else 1
-    errors: list[float] = []
-    for seed in range(attempts):
-        errors = _errors(model, random_weights, replace(probe, seed=seed), candidates, build)
-        if any(error <= probe.tolerance for error in errors):
-            return errors
-    nearest = min(errors, key=lambda error: float("inf") if error != error else error)
+        steps = list(itertools.product(layer_groups(tensors), probes))
+        weights = RandomWeights(tensors, roles, candidates[0], constants.gain_offset)
+        comparer = _Comparer(model, weights, build)
+        furthest: list[float] = []
+        for candidate in candidates:
+            errors = list(comparer.errors(candidate, steps))
+            if len(errors) == len(steps) and errors[-1] <= probes[-1].tolerance:
+                comparisons = tuple(
+                    Comparison(
+                        "padded" if probe.is_padded else probe.name,
+                        probe.length,
+                        max(errors[i :: len(probes)]),
+                        probe.tolerance,
+                    )
+                    for i, probe in enumerate(probes)
+                )
+                return replace(candidate, context=context), comparisons
+            furthest = max(furthest, errors, key=_progress)
+    probe = steps[len(furthest) - 1][1]
     raise ValueError(
         f"no description of this {type(model).__name__} has its logits: with {probe.name} weights "
-        f"and {probe.length} tokens the nearest deviates by {nearest:.2g} of their size, expected "
-        f"at most {probe.tolerance:.2g}; pass the properties of the model as settings (eps=, "
-        "activation=, rope_theta=, scale=, windows=, ...)"
+        f"and {probe.length} tokens the nearest deviates by {furthest[-1]:.2g} of their size, "
+        f"expected at most {probe.tolerance:.2g}; pass the properties of the model as settings "
+        "(eps=, activation=, rope_theta=, scale=, windows=, ...)"
     )
 
 
-def _errors(
-    model: nn.Module,
-    random_weights: RandomWeights,
-    probe: Probe,
-    candidates: Sequence[Settings],
-    build: Build,
-) -> list[float]:
-    """Return the `distance` between each candidate's logits and the model's logits."""
-    weights = random_weights.draw(probe)
-    tokens = _tokens(random_weights.vocabulary, probe, random_weights.device)
-    mask, positions = _padding(probe, random_weights.device)
-    arguments: dict[str, Any] = {}
-    if mask is not None:
-        arguments["attention_mask"] = mask
-    if positions is not None:
-        arguments["position_ids"] = positions
-    with SkipZeroLayers():
-        expected = compute_logits(model, tokens, weights=weights, **arguments)
-    errors = []
-    for candidate in candidates:
-        decoder = build(weights, candidate)
-        random_weights.skip_zero_layers(decoder)
-        with warnings.catch_warnings(), SkipZeroLayers():
+def _progress(errors: list[float]) -> tuple[int, float]:
+    """Return the number of comparisons, and minus the error of the last one."""
+    is_finite = bool(errors) and errors[-1] == errors[-1]
+    return len(errors), -errors[-1] if is_finite else float("-inf")
+
+
+class _Comparer:
+    """Comparisons of a model with candidate descriptions, under random weights."""
+
+    def __init__(self, model: nn.Module, random_weights: RandomWeights, build: Build) -> None:
+        self.model, self.build = model, build
+        self.random_weights = random_weights
+        #: The probe and the group of the latest logits of the model.
+        self.compared: tuple[Probe, range] | None = None
+        self.expected = torch.empty(0)
+        #: The settings of the latest description, which has the latest weights.
+        self.described: Settings | None = None
+        self.decoder: Decoder | None = None
+        #: True if the model has computed its logits by `F.linear`, in the first group of layers.
+        self.has_linear_unembedding = True
+
+    def errors(self, candidate: Settings, steps: Sequence[tuple[range, Probe]]) -> Iterator[float]:
+        """Yield the error of each step, up to the first one that exceeds its tolerance."""
+        # Rounding may route a token to another expert, but rarely does so for both of two draws.
+        attempts = 2 if candidate.experts_used else 1
+        for group, probe in steps:
+            self.random_weights.select_group(group)
+            for seed in range(attempts):
+                error = self._error(candidate, replace(probe, seed=seed))
+                if error <= probe.tolerance:
+                    break
+            yield error
+            if not error <= probe.tolerance:
+                return
+
+    def _error(self, candidate: Settings, probe: Probe) -> float:
+        """Return the `distance` between the candidate's logits and the model's logits."""
+        weights = self.random_weights
+        if weights.draw(probe):
+            self.described = self.decoder = None
+        tokens = _tokens(weights.vocabulary, probe, weights.device)
+        mask, positions = _padding(probe, weights.device)
+        arguments: dict[str, Any] = {}
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if positions is not None:
+            arguments["position_ids"] = positions
+        if self.compared != (probe, weights.group):
+            self.compared = probe, weights.group
+            with self._skipping(weights.weights[weights.unembed]) as skip:
+                self.expected = compute_logits(
+                    self.model, tokens, weights=weights.weights, **arguments
+                )
+            if isinstance(skip, SkipProducts):
+                self.has_linear_unembedding &= skip.has_unembedded
+        if self.decoder is None or self.described != candidate:
+            self.decoder = self.build(weights.weights, candidate)
+            self.described = candidate
+            weights.skip_zero_layers(self.decoder)
+        with warnings.catch_warnings(), self._skipping(self.decoder.unembed.weight):
             # The probe tests positions that count padding, so the decoder's warning is ignored.
             warnings.simplefilter("ignore", UserWarning)
-            logits = decoder(tokens, **arguments)
-        errors.append(distance(logits, expected, mask))
-    return errors
+            logits = self.decoder(tokens, **arguments)
+        return distance(logits, self.expected, mask)
+
+    def _skipping(self, unembed: Tensor) -> AbstractContextManager[SkipProducts | None]:
+        """Return a mode that skips products whose results are known or verified already.
+
+        The first group of layers verifies the whole unembedding. For each later group, twice as
+        many of its rows as the stream has dimensions show any difference between two streams.
+        """
+        weights = self.random_weights
+        if len(weights.group) == len(weights.settings.windows):
+            return nullcontext()
+        is_first = 0 in weights.group
+        rows = 2 * weights.d_model if self.has_linear_unembedding and not is_first else len(unembed)
+        return SkipProducts(unembed, rows)
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
@@ -258,10 +284,11 @@ def _longest_text(model: nn.Module, longest: int, device: torch.device) -> int:
 
 def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
     """Return random token ids (rows, length) that include special tokens."""
-    generator = torch.Generator().manual_seed(probe.seed)
-    tokens = torch.randint(vocabulary, (probe.rows, probe.length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(probe.seed)
+    size = (probe.rows, probe.length)
+    tokens = torch.randint(vocabulary, size, generator=generator, device="cpu")
     # Models reserve the first or the last ids for padding and for the end of a text.
-    special = torch.tensor([0, 1, 2, 3, -1, -2]) % vocabulary
+    special = torch.tensor([0, 1, 2, 3, -1, -2], device="cpu") % vocabulary
     if probe.length > 3 * len(special):
         tokens[:, 7 : 7 + len(special)] = special
     return tokens.to(device)
