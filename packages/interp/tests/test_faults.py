@@ -24,7 +24,7 @@ from interp.bench import random_decoder
 from interp.circuits.induction import repeated_tokens
 from interp.decoder.neurons import neuron_attribution
 from interp.lens import head_outputs
-from interp.patching import drop_heads, logit_difference, patch_streams
+from interp.patching import drop_heads, edge_attribution, logit_difference, patch_streams
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
@@ -82,6 +82,18 @@ def model() -> AttentionOnly:
         (
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
             r"targets have shape \(4,\); pass \(1, 4\)",
+        ),
+        (
+            lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), top=-1),
+            "expected top >= 0 tokens per layer, got -1",
+        ),
+        (
+            lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, exact=-1),
+            "expected batch >= 1 and exact >= 0, got batch=64, exact=-1",
+        ),
+        (
+            lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, batch=0),
+            "got batch=0, exact=8",
         ),
         (lambda: neuron_attribution(DECODER, TOKENS, -TOKENS), "at least 0 in targets, got -4"),
         (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from interp import (
     AttentionOnly,
+    Cache,
     at_positions,
     patch,
     record,
@@ -31,6 +32,25 @@ def test_rows_of_new_values_belong_to_the_positions_in_their_order(model: Attent
     for positions in ([5, 2], [2, 2], slice(5, 2, -1)):
         with pytest.raises(ValueError, match=r"expected ascending positions.*sort them"):
             at_positions(positions, rows.flip(0))
+
+
+def test_each_call_uses_the_new_values_of_its_positions(model: AttentionOnly) -> None:
+    tokens = torch.randint(11, (2, 9))
+    rows = torch.randn(4, 8)
+    with patch(model, {"blocks.0": at_positions([1, 2, 6, 7], rows)}):
+        whole = model(tokens)
+    for parts in ([3, 6], [2, 5, 2], [1] * 9):
+        cache = Cache()
+        with patch(model, {"blocks.0": at_positions([1, 2, 6, 7], rows)}):
+            logits = [model(part, cache=cache) for part in tokens.split(parts, 1)]
+        torch.testing.assert_close(torch.cat(logits, 1), whole)
+    # Two rows would otherwise be used for positions 1 and 2, and again for 6 and 7.
+    for chosen in ([1, 2, 6, 7], slice(1, None)):
+        with (
+            pytest.raises(ValueError, match=r"of one or \d+ positions, got \(2, 8\)"),
+            patch(model, {"blocks.0": at_positions(chosen, rows[:2])}),
+        ):
+            model(tokens[:, :3], cache=Cache())
 
 
 def hooks(model: torch.nn.Module) -> int:

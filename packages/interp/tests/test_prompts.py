@@ -160,6 +160,12 @@ def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
     with pytest.raises(ValueError, match=r"cache contains padding.*attention_mask \(2, 9\)"):
         decoder(TOKENS[:, 8:9], cache=cache)
     assert cache.get_seq_length() == 8
+    bare = Cache()
+    decoder(TOKENS[:, :8], cache=bare)
+    for earlier, mask in ((cache, MASK.flip(0)), (cache, torch.ones_like(MASK)), (bare, MASK)):
+        with pytest.raises(ValueError, match="differs from that of the earlier calls"):
+            decoder(TOKENS[:, 8:], mask, cache=earlier)
+    assert cache.get_seq_length() == bare.get_seq_length() == 8
 
 
 def test_patches_of_a_cached_text_act_at_their_positions() -> None:

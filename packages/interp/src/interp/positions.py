@@ -127,9 +127,24 @@ class AtPositions:
             return old
         self.was_used = True
         changed, values = old.clone(), old[:, chosen]
-        value = self.new(values) if callable(self.new) else self.new.to(old)
+        value = self.new(values) if callable(self.new) else self._new_values(chosen, old)
         changed[:, chosen] = value.expand_as(values)
         return changed
+
+    def _new_values(self, chosen: list[int], old: Tensor) -> Tensor:
+        """Return the rows of the new values that belong to the chosen positions of this call."""
+        assert isinstance(self.new, Tensor)
+        new = self.new.to(old)
+        dim = new.ndim - old.ndim + 1  # shapes are aligned at the last dimension
+        if dim < 0 or new.shape[dim] == 1 or len(self.positions) == len(chosen):
+            return new
+        if new.shape[dim] != len(self.positions):
+            raise ValueError(
+                f"expected new values of one or {len(self.positions)} positions, got "
+                f"{tuple(new.shape)} for activations {tuple(old.shape)}"
+            )
+        rows = [self.positions.index(self.offset + i) for i in chosen]
+        return new.index_select(dim, torch.tensor(rows, device=new.device))
 
 
 def at_positions(
@@ -140,7 +155,8 @@ def at_positions(
     Positions count from the start of the text. With a cache of Hugging Face, the first call
     contains the prompt and each later call the new tokens, whose positions follow from the length
     of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
-    broadcasts to the patched positions, or a function of the old values.
+    broadcasts to all patched positions, or a function of the old values. Each call uses the rows of
+    its positions.
 
     A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
     that are padded on the left, and if none of the positions occurred. Raises ValueError for

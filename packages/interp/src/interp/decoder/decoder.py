@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
         padding = None if attention_mask is None else attention_mask == 0
-        if padding is None and cache is not None and cache.has_padding:
+        if padding is None and cache is not None and cache.padding is not None:
             raise ValueError(
                 "the cache contains padding, to which the new tokens would attend; pass the "
                 f"attention_mask {(len(input_ids), past + input_ids.shape[1])} of all tokens"
@@ -165,6 +165,8 @@ class Decoder(nn.Module):
             )
         if attention_mask is not None:
             require_zeros_and_ones(attention_mask)
+        if padding is not None and cache is not None:
+            cache.require_same_padding(padding)
         positions = self.positions(input_ids, padding, position_ids, cache)
         x, position = self.embed_norm(self.embed(input_ids)), None
         if self.position is not None:

@@ -166,6 +166,8 @@ def edge_attribution(
     largest estimates, or all edges if it is None, are measured too: `.error` is the estimate minus
     the measurement.
     """
+    if batch < 1 or (exact is not None and exact < 0):
+        raise ValueError(f"expected batch >= 1 and exact >= 0, got batch={batch}, exact={exact}")
     pairs = split_pairs(clean, corrupted, metric) or [(clean, corrupted, cast(Metric, metric))]
     results, changes = [], []
     for pair in pairs:

@@ -17,8 +17,8 @@ class Cache:
         self.grown: dict[int, tuple[Tensor, Tensor]] = {}
         #: The positions of all tokens, (batch, tokens), or None if the cache is empty.
         self.position_ids: Tensor | None = None
-        #: True if some of the tokens are padding.
-        self.has_padding = False
+        #: True at the tokens that are padding, (batch, tokens), or None if none of them is.
+        self.padding: Tensor | None = None
 
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
@@ -31,8 +31,18 @@ class Cache:
         self.grown[layer] = k, v
         return k, v
 
+    def require_same_padding(self, padding: Tensor) -> None:
+        """Raise ValueError if `padding` (batch, tokens) differs at the tokens of the cache."""
+        earlier = padding[:, : self.get_seq_length()]
+        expected = torch.zeros_like(earlier) if self.padding is None else self.padding
+        if not torch.equal(earlier, expected):
+            raise ValueError(
+                "attention_mask differs from that of the earlier calls at the tokens in the cache; "
+                "their keys and values were computed with the earlier mask: extend that mask"
+            )
+
     def commit(self, position_ids: Tensor, padding: Tensor | None) -> None:
         """Store the keys and values of a call that reached the last layer."""
         self.layers, self.position_ids = self.grown, position_ids
-        self.has_padding = padding is not None and bool(padding.any())
+        self.padding = padding if padding is not None and bool(padding.any()) else None
         self.grown = {}
