@@ -739,6 +739,23 @@ def test_patterns_of_padded_prompts_equal_output_attentions() -> None:
         torch.testing.assert_close(ours[:, :, 4:], pattern[:, :, 4:], rtol=1e-5, atol=1e-6)
 
 
+@torch.no_grad()
+def test_patterns_of_one_query_with_a_mask_have_all_heads() -> None:
+    """Transformers passes the query heads that share a key head to SDPA as queries of one head."""
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    recorded = []
+    for attention in ("eager", "sdpa"):
+        model = peer("LlamaForCausalLM", attention).float()
+        with record_patterns(model) as patterns:
+            past = model(TOKENS[:, :8], attention_mask=mask[:, :8]).past_key_values
+            model(TOKENS[:, 8:9], attention_mask=mask[:, :9], past_key_values=past)
+        recorded.append(list(patterns.values()))
+    for theirs, ours in zip(*recorded, strict=True):
+        assert ours.shape == (2, 4, 1, 9)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_record_patterns_removes_hooks_after_an_exception() -> None:
     model = peer("LlamaForCausalLM")
     with pytest.raises(ZeroDivisionError), record_patterns(model):

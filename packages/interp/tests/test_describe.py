@@ -384,10 +384,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     "mode",
     [
         partial(default_dtype, torch.bfloat16),
+        partial(torch.device, "meta"),
         partial(torch.autocast, "cpu", dtype=torch.bfloat16),
         torch.inference_mode,
     ],
-    ids=["default dtype", "autocast", "inference"],
+    ids=["default dtype", "default device", "autocast", "inference"],
 )
 def test_descriptions_do_not_depend_on_modes_of_torch(
     mode: Callable[[], AbstractContextManager[None]],

@@ -56,6 +56,16 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
 
 
+def test_converting_a_folded_copy_keeps_the_original() -> None:
+    model = random_gpt2(torch.float32)
+    expected = model(TOKENS)
+    folded = fold_decoder(model)
+    for parameter in model.parameters():
+        assert all(parameter is not other for other in folded.parameters())
+    folded.bfloat16().float()
+    assert torch.equal(model(TOKENS), expected)
+
+
 @pytest.mark.parametrize(
     "option",
     [

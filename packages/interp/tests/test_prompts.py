@@ -381,6 +381,11 @@ def test_tokenizers_of_transformers_are_accepted() -> None:
     }  # fmt: skip
     metric = pairs_of(table, tokenizer, None, torch.eye(6))[2][0]
     assert metric(torch.arange(6.0).reshape(1, 1, 6)).tolist() == [1.0 - 4.0]
+    tokenizer.unk_token = "?"
+    for answer, message in (("Rome", "not in the vocabulary"), (2.5, "a token id .* got 2.5")):
+        with pytest.raises(ValueError, match=message):
+            pairs_of({**table, "wrong": [answer]}, tokenizer, None, torch.eye(6))
+    assert pairs_of({**table, "wrong": ["?"]}, tokenizer, None, torch.eye(6))
 
 
 @torch.no_grad()

@@ -196,3 +196,11 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         view(path, tokens=["\ud800"])
     assert path.read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_ids_are_shown_as_strings_in_every_form(tmp_path: Path) -> None:
+    path, expected = tmp_path / "page.html", '"tokens":["b","a","c"]'
+    ids = torch.tensor([[1, 0, 2]])
+    for tokens in (ids, ids[0], ids[0].tolist(), {"input_ids": ids}, ["b", "a", "c"]):
+        assert expected in view(path, tokens=tokens, vocabulary=["a", "b", "c"]).read_text()
+    assert '"tokens":["1","0","2"]' in view(path, tokens=[1, 0, 2]).read_text()

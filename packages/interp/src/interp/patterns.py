@@ -10,7 +10,7 @@ over keys is a pattern; that of `scaled_dot_product_attention` is recomputed fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,28 +44,30 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     its inference fast path meanwhile.
     """
     patterns = Patterns()
-    inside: list[str] = []
+    inside: list[tuple[str, nn.Module]] = []
     handles = []
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
-        inside.append(name)
+        inside.append((name, module))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         inside.pop()
 
     def keep(pattern: Tensor) -> None:
-        name = inside[-1]
+        name, module = inside[-1]
+        pattern = _unpack_groups(module, pattern)
         patterns.pop(name, None)
         patterns[name] = pattern.detach() if detach else pattern
 
     def trim(factor: Tensor) -> None:
         """Keep only the columns of the pattern that are multiplied by the values."""
-        recorded = patterns.get(inside[-1])
+        name = inside[-1][0]
+        recorded = patterns.get(name)
         width = factor.shape[-1]
         if recorded is not None and width < recorded.shape[-1]:
             columns = recorded[..., :width]
             if columns.shape == factor.shape and torch.equal(columns.to(factor.dtype), factor):
-                patterns[inside[-1]] = columns
+                patterns[name] = columns
 
     try:
         for name, module in model.named_modules():
@@ -91,7 +93,7 @@ class _Watch(TorchFunctionMode):
         self,
         keep: Callable[[Tensor], None],
         trim: Callable[[Tensor], None],
-        inside: list[str],
+        inside: Sequence[object],
     ) -> None:
         super().__init__()
         self.keep = keep
@@ -154,6 +156,18 @@ def sdpa_pattern(
         scores = scores + attn_mask
     is_empty = (scores == float("-inf")).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(is_empty, 0.0).to(query.dtype)
+
+
+def _unpack_groups(module: nn.Module, pattern: Tensor) -> Tensor:
+    """Return the pattern of a single query with one head per query head.
+
+    For one query and a mask, transformers calls SDPA with the query heads that share a key head as
+    the queries of this head.
+    """
+    groups = getattr(module, "num_key_value_groups", 1)
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    is_packed = groups > 1 and pattern.shape[2] == groups and pattern.shape[1] * groups == heads
+    return pattern.flatten(1, 2)[:, :, None] if is_packed else pattern
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -104,6 +104,8 @@ def _string_of(tokenizer: Tokenizer, token: int) -> str:
 
 def _token_of(tokenizer: Any, answer: str | int) -> int:
     if not isinstance(answer, str):
+        if answer != int(answer):
+            raise ValueError(f"expected a text or a token id as an answer, got {answer!r}")
         return int(answer)
     if hasattr(tokenizer, "convert_ids_to_tokens"):  # transformers, which may add special tokens
         ids = tokenizer.encode(answer, add_special_tokens=False)
@@ -111,4 +113,8 @@ def _token_of(tokenizer: Any, answer: str | int) -> int:
         ids = _ids_of(tokenizer, answer)
     if len(ids) != 1:
         raise ValueError(f"the answer {answer!r} is {len(ids)} tokens; pass the id of one token")
+    if ids[0] == getattr(tokenizer, "unk_token_id", None) and answer != tokenizer.unk_token:
+        raise ValueError(
+            f"the answer {answer!r} is not in the vocabulary; pass the id of one token"
+        )
     return int(ids[0])

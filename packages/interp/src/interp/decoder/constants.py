@@ -64,7 +64,7 @@ def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constant
     name = str(config.get("model_type"))
     if name.startswith("gemma"):
         # In half precision, the model scales its embedding by the rounded buffer.
-        scale = torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32)
+        scale = torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32, device="cpu")
         for buffer_name, buffer in [] if model is None else model.named_buffers():
             if buffer_name.endswith("embed_scale"):
                 scale = buffer
@@ -72,7 +72,7 @@ def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constant
     if name == "granite":
         multiplier = float(config.get("embedding_multiplier", 1.0))
         return Constants(
-            embed_scale=torch.tensor(multiplier, dtype=torch.float32),
+            embed_scale=torch.tensor(multiplier, dtype=torch.float32, device="cpu"),
             residual_scale=float(config.get("residual_multiplier", 1.0)),
             logit_scale=1 / float(config.get("logits_scaling", 1.0)),
         )

@@ -82,7 +82,10 @@ def fold_decoder(model: Decoder) -> Decoder:
     centered if no cap follows it. The original does not change.
     """
     source = None if model.source is None else model.source.all_copied()
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    # Separate parameters share memory until they are folded. The same parameters in both modules
+    # would make .to() of the copy convert the original.
+    parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    model = copy.deepcopy(model, parameters)
     model.source = source  # Folded weights are copies.
     for block in model.layers:
         attention, readers = block.attention, list[nn.Linear]()

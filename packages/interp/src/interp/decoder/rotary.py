@@ -33,7 +33,7 @@ class Rotary:
 def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
     """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
     # Use float32, as every implementation does: the rounding errors matter at position 1,000.
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
     angles: list[float] = (1.0 / theta**exponents).tolist()
     return tuple(angles)
 
@@ -121,8 +121,8 @@ def yarn_temperature(factor: float, weight: float) -> float:
 
 def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
     """Return LongRoPE's angles, rounded as in every implementation."""
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    divisors = torch.tensor(factors, dtype=torch.float32) * theta**exponents
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
+    divisors = torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents
     return tuple((1.0 / divisors).tolist())
 
 

@@ -33,7 +33,7 @@ Patched = PatchingResult | AblationResult | EdgeEffects
 def view(
     path: str | Path,
     *,
-    tokens: Sequence[str] | Prompt,
+    tokens: Sequence[str] | Sequence[int] | Prompt,
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     heads: HeadScores | None = None,
     lens: Lens | None = None,
@@ -57,16 +57,10 @@ def view(
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
     """
-    if isinstance(tokens, TextPrompt):
-        tokens = tokens.strings[example]
-    elif isinstance(tokens, Mapping):
-        tokens = tokens_of(tokens)
-    if isinstance(tokens, Tensor):
-        ids = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
-        tokens = [vocabulary[i] if vocabulary else str(i) for i in ids]
-    data: dict[str, object] = {"tokens": list(tokens)}
+    strings = _strings(tokens, vocabulary, example)
+    data: dict[str, object] = {"tokens": strings}
     if patterns is not None:
-        data["patterns"] = _patterns(patterns, example, len(tokens))
+        data["patterns"] = _patterns(patterns, example, len(strings))
     if heads is not None:
         data["heads"] = {
             "scores": {kind: scores.tolist() for kind, scores in heads.scores.items()},
@@ -75,17 +69,36 @@ def view(
         }
     if patching is not None:
         maps = patching if isinstance(patching, Mapping) else {"Patching": patching}
-        data["patching"] = [_heat_map(name, map_, list(tokens)) for name, map_ in maps.items()]
+        data["patching"] = [_heat_map(name, map_, strings) for name, map_ in maps.items()]
     if lens is not None:
-        data["lens"] = _lens(lens, example, len(tokens), vocabulary)
+        data["lens"] = _lens(lens, example, len(strings), vocabulary)
     if attributions is not None:
         terms = attributions.terms[:, example]
-        _require_length("attributions", terms.shape[-1], len(tokens))
+        _require_length("attributions", terms.shape[-1], len(strings))
         data["attribution"] = {"names": list(attributions.names), "terms": terms.tolist()}
     page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     return _write(Path(path), page)
+
+
+def _strings(
+    tokens: Sequence[str] | Sequence[int] | Prompt, vocabulary: Sequence[str] | None, example: int
+) -> list[str]:
+    """Return the strings of one sequence; without a vocabulary, those of ids are their digits."""
+    if isinstance(tokens, TextPrompt):
+        return tokens.strings[example]
+    if isinstance(tokens, Mapping):
+        tokens = tokens_of(tokens)
+    if isinstance(tokens, Tensor):
+        ids: list[Any] = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
+    else:
+        ids = list(tokens)
+    return [token if isinstance(token, str) else _name(token, vocabulary) for token in ids]
+
+
+def _name(token: int, vocabulary: Sequence[str] | None) -> str:
+    return vocabulary[token] if vocabulary else str(token)
 
 
 def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
@@ -165,12 +178,11 @@ def _lens(
     tokens = lens.top_tokens[:, example]
     _require_length("lens", tokens.shape[1], length)
 
-    def name(index: int) -> str:
-        return vocabulary[index] if vocabulary else str(index)
-
     return {
         "layers": list(lens.names),
-        "top": [[[name(i) for i in row] for row in layer] for layer in tokens.tolist()],
+        "top": [
+            [[_name(i, vocabulary) for i in row] for row in layer] for layer in tokens.tolist()
+        ],
         "probabilities": lens.top_probabilities[:, example].tolist(),
         "entropy": lens.entropy[:, example].tolist(),
         "kl": lens.kl_to_last[:, example].tolist(),
