@@ -53,6 +53,15 @@ REPRESENTATIVES = (
 )
 
 
+#: Those of them with parallel blocks, ALiBi, attention sinks and latent attention.
+STRUCTURES = (
+    "GPTNeoXForCausalLM",
+    "BloomForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
+
+
 def case(*values: object, usual: bool) -> Any:
     """Return the values of a test, which is part of the exhaustive run only unless `usual`."""
     return pytest.param(*values, marks=[] if usual else pytest.mark.exhaustive)
@@ -64,7 +73,7 @@ SAMPLED = [case(name, usual=name in REPRESENTATIVES) for name in FAMILIES]
 EACH_FAMILY = [case(name, usual=" " not in name) for name in FAMILIES]
 
 
-#: Sites within a block. The first one is patched in every representative, the others in one.
+#: Sites within a block. The first one is patched in several families, the others in one.
 PARTS = ("attention.k", ":input", "attention.o:input", "norm1", "norm2", "attention", "mlp")
 PARTS += ("attention.q", "attention.v")
 
@@ -177,7 +186,10 @@ def test_older_configurations_are_read_as_transformers_reads_them(
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name",
-    ["Qwen3MoeForCausalLM", case("MixtralForCausalLM", usual=False), "Olmo2ForCausalLM"],
+    [
+        "Qwen3MoeForCausalLM",
+        *(case(name, usual=False) for name in ("MixtralForCausalLM", "Olmo2ForCausalLM")),
+    ],
 )
 def test_models_in_half_precision_are_described(name: str) -> None:
     model = peer(name).bfloat16()
@@ -307,7 +319,7 @@ def test_patch_streams_of_families_equals_one_forward_pass_per_patch(name: str) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", [case("GPT2LMHeadModel", usual=False), "LlamaForCausalLM"])
 @pytest.mark.parametrize("part", ["attention.o:input", "attention.q", "attention.k", "mlp_out"])
 def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> None:
     decoder = described(name)
@@ -342,7 +354,7 @@ def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> 
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        *(case(name, PARTS[:1], usual=name in REPRESENTATIVES) for name in FAMILIES),
+        *(case(name, PARTS[:1], usual=name in STRUCTURES) for name in FAMILIES),
         *(case(name, PARTS[1:], usual=name == "LlamaForCausalLM") for name in FAMILIES),
     ],
 )
@@ -663,7 +675,11 @@ def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM", "OPTForCausalLM"]
+    "name",
+    [
+        *("LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM"),
+        case("MistralForCausalLM", usual=False),  # windows and padding: test_prompts
+    ],
 )
 def test_padded_prompts_have_the_same_logits_and_patches_as_unpadded_ones(name: str) -> None:
     mask = torch.ones_like(TOKENS)

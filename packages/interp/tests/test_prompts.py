@@ -96,7 +96,7 @@ def test_cached_calls_have_the_logits_of_one_call(name: str) -> None:
 
 @torch.no_grad()
 def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
-    decoder = describe(peer("LlamaForCausalLM"))
+    decoder = described("LlamaForCausalLM")
     cache = Cache()
     decoder(TOKENS[:, :5], cache=cache)
 
@@ -169,7 +169,7 @@ def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
 
 
 def test_patches_of_a_cached_text_act_at_their_positions() -> None:
-    decoder = describe(peer("LlamaForCausalLM"))
+    decoder = described("LlamaForCausalLM")
     with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):
         whole = decoder(TOKENS)
     cache = Cache()
@@ -192,7 +192,7 @@ def test_at_positions_refuses_prompts_that_are_padded_on_the_left() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = described(name)
     prompt = {"input_ids": TOKENS, "attention_mask": MASK, "position_ids": POSITIONS}
     with record(decoder, "norm:input") as seen:
         decoder(**prompt)
@@ -263,7 +263,7 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
 def test_padding_at_the_end_is_refused_unless_each_pair_has_a_metric(
     scan: Callable[..., object],
 ) -> None:
-    decoder = describe(peer("LlamaForCausalLM"))
+    decoder = described("LlamaForCausalLM")
     mask = torch.ones_like(TOKENS)
     mask[1, 9:] = 0
     clean, corrupted = ({"input_ids": x, "attention_mask": mask} for x in (TOKENS, TOKENS.flip(1)))
@@ -292,7 +292,7 @@ CORRUPTED = ["a b x d a", "a b c d e y a b"]
 
 @torch.no_grad()
 def test_means_over_a_padded_reference_leave_out_padding() -> None:
-    decoder = describe(peer("LlamaForCausalLM"))
+    decoder = described("LlamaForCausalLM")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     reference = {"input_ids": TOKENS, "attention_mask": MASK}
     ablate = partial(ablate_parts, decoder, "blocks.*", "mlp_out", TOKENS[:1], metric)
