@@ -125,7 +125,7 @@ FAMILIES = {
     "FalconForCausalLM sequential": FALCON | {"parallel_attn": False, "multi_query": False},
     "FalconForCausalLM grouped": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "GptOssForCausalLM": COMMON | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # Norms inside latent attention have a fixed epsilon, unlike the others.
+    # Norms inside latent attention have a fixed epsilon, unlike the other norms.
     "DeepseekV3ForCausalLM": LATENT
     | {"q_lora_rank": 14, "n_group": 3, "topk_group": 2, "rms_norm_eps": 1e-2},
     "DeepseekV3ForCausalLM yarn": LATENT

@@ -33,7 +33,7 @@ def test_scores_equal_the_dense_definition(
                     )
 
 
-def test_unrelated_circuits_score_chance_and_disjoint_ones_zero() -> None:
+def test_unrelated_circuits_score_chance_and_disjoint_circuits_score_zero() -> None:
     ov, qk = circuits(2, 8, 64, 4, 0)
     scores = composition_scores(ov, qk, kind="k")[0, :, 1]
     assert scores.mean().item() == pytest.approx(chance(64), rel=0.05)

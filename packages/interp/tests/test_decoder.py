@@ -73,7 +73,7 @@ SAMPLED = [case(name, usual=name in REPRESENTATIVES) for name in FAMILIES]
 EACH_FAMILY = [case(name, usual=" " not in name) for name in FAMILIES]
 
 
-#: Sites within a block. The first one is patched in several families, the others in one.
+#: Sites within a block. The first one is patched in several families, the other sites in Llama.
 PARTS = ("attention.k", ":input", "attention.o:input", "norm1", "norm2", "attention", "mlp")
 PARTS += ("attention.q", "attention.v")
 
@@ -176,7 +176,8 @@ def test_older_configurations_are_read_as_transformers_reads_them(
     (tmp_path / "config.json").write_text(json.dumps(config_json | OLDER[name]))
     theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = theirs(TOKENS).logits
-    # These configurations have the same meaning without the removed keys; the others change.
+    # These configurations have the same meaning without the removed keys; the other
+    # configurations change it.
     same = OLDER[name] == {} or name in ("GPTNeoXForCausalLM sequential", "Gemma3ForCausalLM local")
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
     assert torch.allclose(expected, model(TOKENS).logits, **close) == same
@@ -232,7 +233,7 @@ def test_scores_of_padded_prompts_equal_those_of_unpadded_ones(attention: str) -
         *(
             case(name, "sdpa", usual=name in ("LlamaForCausalLM", "GPT2LMHeadModel"))
             for name in FAMILIES
-            # SDPA leaves out Gemma 2's caps, and transformers does not support it for others.
+            # SDPA leaves out Gemma 2's caps, and transformers has none for the rest.
             if not name.startswith(("Gemma2", "GPTJ", "Bloom", "GptOss"))
         ),
     ],

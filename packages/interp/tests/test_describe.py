@@ -527,7 +527,7 @@ def test_unsupported_options_of_families_are_refused(
         describe(family(name, **options))
 
 
-def test_a_base_of_angles_is_refused_next_to_a_configuration() -> None:
+def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     sizes = {"vocab_size": 37, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, **sizes)

@@ -114,8 +114,8 @@ def test_best_of_many_random_heads_is_noise() -> None:
             above += result.best(kind).score > 1.5 * result.chance[kind]
             named += not result.best(kind).is_noise
             assert bool(result.significant(kind)) == (not result.best(kind).is_noise)
-    assert above > 40  # of 90: what a chance level without heads in it would have named
-    assert named <= 4  # 5 % of them, by the level
+    assert above > 40  # of 90 best scores; a level that ignores the number of heads accepts them
+    assert named <= 4  # the level is 5 %
 
 
 def test_p_values_are_at_least_permutation_p_values() -> None:

@@ -167,7 +167,7 @@ def scan(model: nn.Module, batch: int = 64) -> Tensor:
     return patch_streams(model, "blocks.*", CLEAN, CORRUPTED, metric, batch=batch).values
 
 
-def test_blocks_that_work_in_place_have_the_effects_of_other_blocks() -> None:
+def test_blocks_that_work_in_place_have_the_same_effects() -> None:
     torch.testing.assert_close(scan(MixingModel(in_place=True)), scan(MixingModel()))
 
 

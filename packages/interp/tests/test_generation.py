@@ -167,7 +167,7 @@ def test_one_patch_acts_at_several_sites(model: AttentionOnly) -> None:
         assert stream[:, [0, 1, 3, 5]].any(-1).all()
 
 
-def test_positions_in_no_call_raise(model: AttentionOnly) -> None:
+def test_positions_that_no_call_contains_are_an_error(model: AttentionOnly) -> None:
     with (
         pytest.raises(RuntimeError, match=r"patch of blocks\.0 changed nothing"),
         patch(model, {"blocks.0": at_positions([6], torch.zeros_like)}),

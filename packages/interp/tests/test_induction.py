@@ -69,7 +69,7 @@ def test_error_of_a_softer_circuit_is_bounded_by_the_softmax(
     assert error < 12 * math.exp(-sharpness / 2) * 2
 
 
-def test_other_sizes_are_exact() -> None:
+def test_circuits_of_other_sizes_are_exact() -> None:
     torch.manual_seed(0)
     for vocabulary, context in ((3, 30), (40, 9)):
         tokens = torch.randint(1, vocabulary, (50, context))
@@ -150,7 +150,7 @@ def test_a_trained_model_grows_the_circuit_and_needs_it() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_third_of_trained_models_or_more_grow_the_circuit() -> None:
+def test_at_least_a_third_of_trained_models_grow_the_circuit() -> None:
     assert sum(is_textbook_circuit(grown_circuit(seed)) for seed in range(6)) >= 2
 
 

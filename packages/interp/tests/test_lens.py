@@ -135,7 +135,7 @@ def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
     assert len(shares.names) == 1 + 3 * 3 + 3
 
 
-def test_ids_that_are_no_tokens_are_refused() -> None:
+def test_invalid_token_ids_are_refused() -> None:
     parts = {"all": torch.randn(1, 4, 8)}
     ids = torch.tensor([[1, 2, -100, 3]])
     head = nn.Linear(8, 11)

@@ -42,7 +42,7 @@ def test_every_operation_equals_the_dense_one(
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 9), r=st.integers(1, 9), seed=st.integers(0, 99))
-def test_eigenvalues_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
+def test_eigenvalues_equal_those_of_the_dense_matrix(n: int, r: int, seed: int) -> None:
     torch.manual_seed(seed)
     r = min(n, r)
     x = LowRank(random(2, n, r), random(2, r, n))
@@ -54,7 +54,7 @@ def test_eigenvalues_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
         )
 
 
-def test_the_norm_keeps_all_digits_where_the_gram_matrices_would_lose_half() -> None:
+def test_norm_is_more_accurate_than_from_gram_matrices() -> None:
     torch.manual_seed(0)
     q = torch.linalg.qr(random(20, 4))[0]
     a = torch.cat([q, q + 1e-9 * random(20, 4)], 1)
@@ -64,7 +64,7 @@ def test_the_norm_keeps_all_digits_where_the_gram_matrices_would_lose_half() -> 
     )
 
 
-def test_circuits_of_linear_weights_score_and_move_as_the_layer_does() -> None:
+def test_circuits_equal_the_scores_and_outputs_of_linear_layers() -> None:
     torch.manual_seed(0)
     layers = 2
     heads, kv_heads = 6, 2
@@ -108,7 +108,7 @@ def test_indexing_takes_batch_dimensions_only(index: object) -> None:
         x[0, 0, 0]
 
 
-def test_a_head_has_at_most_the_rank_of_its_dimension_and_heads_add_theirs() -> None:
+def test_rank_is_at_most_d_head_per_head() -> None:
     """The rank of W_O W_V is at most d_head, and that of a sum of h heads at most h * d_head."""
     torch.manual_seed(0)
     ov = LowRank(
@@ -128,7 +128,7 @@ def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_b
     error = torch.linalg.matrix_norm(full - synthesize(full, 3).dense())
     left = torch.linalg.svdvals(full)[:, 3:].square().sum(-1).sqrt()
     torch.testing.assert_close(error, left)
-    # Gradient descent from these factors finds no nearer ones.
+    # Gradient descent from these factors finds no nearer factors.
     a, b = (x.clone().requires_grad_() for x in (synthesize(full, 3).a, synthesize(full, 3).b))
     (full - a @ b).square().sum().backward()
     assert a.grad is not None

@@ -168,7 +168,7 @@ def test_sites_that_leave_the_record_in_the_block_are_not_checked(change: str) -
     assert len(seen) == (change == "replace")
 
 
-def test_another_name_of_a_module_is_refused() -> None:
+def test_second_name_of_a_shared_module_is_refused() -> None:
     model = nn.Module()
     model.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model.second = nn.Sequential(nn.Linear(3, 3), model.first[1])
