@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from interp import Decoder, describe
+from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
 from interp.decoder.verify import random_weights
@@ -525,6 +526,23 @@ def test_unsupported_options_of_families_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         describe(family(name, **options))
+
+
+def test_other_families_are_recorded_and_refused_with_the_unknown_property() -> None:
+    model = model_of()
+    model.config = SimpleNamespace(model_type="mpt", to_dict=lambda: {"model_type": "mpt"})
+    tokens = torch.tensor([[1, 2, 3]])
+    with patch(model, {"blocks.0": torch.zeros_like}), record(model, "blocks.*") as seen:
+        model(tokens)
+    assert not seen["blocks.0"].any()
+    unknown = "model_type 'mpt' is not one of gpt2, .*: its norms, positions and activation are"
+    with pytest.raises(ValueError, match=unknown):
+        describe(model)
+    model.blocks[0].gamma = nn.Linear(2, 3)
+    with pytest.raises(
+        ValueError, match=r"'mpt' .*: blocks\.0\.gamma\.weight \(3, 2\) has no known"
+    ):
+        describe(model)
 
 
 def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
