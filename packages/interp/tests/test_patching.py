@@ -190,8 +190,8 @@ def test_ablations_equal_one_forward_pass_each() -> None:
 def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
     """The metrics of a prompt vary together, so a difference or a ratio varies less than values."""
     torch.manual_seed(0)
-    difficulty = 5 * torch.randn(300, 12, 1, 1)
-    noise = 0.3 * torch.randn(300, 12, 2, 3)
+    difficulty = 5 * torch.randn(200, 12, 1, 1)
+    noise = 0.3 * torch.randn(200, 12, 2, 3)
     quantities = {
         "values": lambda result: result.values,
         "recovered": lambda result: result.recovered,
