@@ -217,6 +217,22 @@ def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
     assert spread["recovered"] < 0.1 * spread["values"]
 
 
+def test_metrics_that_return_booleans_or_integers_are_averaged() -> None:
+    torch.manual_seed(0)
+    model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
+    clean, corrupted = torch.randint(17, (2, 8, 6))
+
+    def rank(stream: Tensor) -> Tensor:
+        return model.unembed(stream[:, -1]).argsort(-1)[:, 3]
+
+    for metric in (rank, lambda stream: rank(stream) > 8):
+        scan = patch_streams(model, "blocks.*", clean, corrupted, metric)
+        assert scan.values.dtype == torch.float32
+        assert torch.equal(scan.values, scan.per_pair.mean(0))
+        assert scan.standard_error.isfinite().all()
+        assert scan.standard_error.any()
+
+
 def test_recovered_without_a_gap_raises() -> None:
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
     metric = logit_difference(None, model.unembed, RIGHT, WRONG)

@@ -208,7 +208,9 @@ def measure(metric: Metrics, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             "must return one number per stream"
         )
-    return result
+    # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
+    wide = torch.promote_types(streams.dtype, torch.float32)
+    return result if result.is_floating_point() else result.to(wide)
 
 
 def is_close(repeated: Tensor, original: Tensor) -> bool:
