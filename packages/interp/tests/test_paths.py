@@ -1,10 +1,19 @@
 """Edges of a decoder: exact effects against a forward pass, estimates against exact effects."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from interp import AttentionOnly, Decoder, describe, induction_circuit, record
+from interp import (
+    AttentionOnly,
+    Decoder,
+    describe,
+    induction_circuit,
+    knock_out_attention,
+    patch,
+    record,
+)
 from interp.patching import (
     Node,
     attribute_parts,
@@ -288,6 +297,18 @@ def test_unknown_edges_are_refused() -> None:
         patch_edges(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
     with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
         attribute_parts(decoder, CLEAN, CORRUPTED[:, :3], metric)
+
+
+@pytest.mark.parametrize("estimate", [edge_attribution, attribute_parts])
+def test_estimates_are_refused_inside_a_patch_of_patterns(estimate: Callable[..., object]) -> None:
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    knocked_out = {"blocks.1.attention.pattern": knock_out_attention([5], [2])}
+    with patch(decoder, knocked_out):
+        with pytest.raises(ValueError, match=r"blocks\.1\.attention\.pattern is not the softmax"):
+            estimate(decoder, CLEAN, CORRUPTED, metric)
+        # Exact effects of equal prompts are 0.
+        assert not patch_edges(decoder, CLEAN, CLEAN, metric).values.any()
 
 
 def test_no_senders_have_no_edges() -> None:

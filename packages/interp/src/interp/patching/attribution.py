@@ -25,6 +25,7 @@ from interp.prompts import (
     Metrics,
     Prompt,
     forward,
+    is_close,
     mean_over_pairs,
     measure,
     require_equal_shapes,
@@ -128,6 +129,7 @@ def attribute_parts(
         model, corrupted, lambda out, final_stream: measure(metric, final_stream), seen
     )
     layout = _layout(model, corrupted)
+    _require_unpatched_patterns(model, seen, layout)
     parts: dict[str, list[Tensor]] = {part: [] for part in names}
     for i, block in enumerate(model.layers):
         attention = block.attention
@@ -213,6 +215,7 @@ def _estimated_edges(
     inputs = [f"blocks.{i}:input" for i in layers]
     with torch.no_grad(), record(model, *sites, *inputs, clone=True) as seen:
         forward(model, corrupted)
+    _require_unpatched_patterns(model, seen, layout)
     at_sites = {site: seen[site] for site in sites}
     gradients = _gradients(
         model, corrupted, lambda out, final_stream: measure(metric, final_stream), at_sites
@@ -313,6 +316,22 @@ def _sum_of_others(x: Tensor) -> Tensor:
     before = nn.functional.pad(x.cumsum(-1), (1, -1))
     after = nn.functional.pad(x.flip(-1).cumsum(-1), (1, -1)).flip(-1)
     return before + after
+
+
+@torch.no_grad()
+def _require_unpatched_patterns(model: Decoder, seen: Mapping[str, Tensor], layout: Layout) -> None:
+    """Raise ValueError if a recorded pattern is not the softmax of its scores."""
+    for i, block in enumerate(model.layers):
+        site = f"blocks.{i}.attention"
+        pattern = seen[f"{site}.pattern"]
+        scores = block.attention.scores(seen[f"{site}.q"], seen[f"{site}.k"], *layout)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        expected = scores.softmax(-1, dtype=wide)[..., : pattern.shape[-1]].to(pattern)
+        if not is_close(pattern, expected):
+            raise ValueError(
+                f"{site}.pattern is not the softmax of its scores, as if it was patched; estimates "
+                "recompute the softmax: use patch_parts() or patch_edges() inside such a patch"
+            )
 
 
 def _layout(model: Decoder, prompt: Prompt) -> Layout:
