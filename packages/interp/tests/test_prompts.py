@@ -204,6 +204,20 @@ def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None
         torch.testing.assert_close(row, alone[part], rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_components_are_refused_inside_a_patch_of_the_stream() -> None:
+    decoder = described("LlamaForCausalLM")
+    for site in ("blocks.0", "blocks.0.attention_out"):
+        with (
+            patch(decoder, {site: torch.zeros_like}),
+            pytest.raises(ValueError, match=r"do not sum to the final stream.*a patch changes"),
+        ):
+            decoder.components(TOKENS)
+    # A patch of what a head reads or writes changes its component.
+    with patch(decoder, {"blocks.0.attention.o:input": torch.zeros_like}):
+        assert not decoder.components(TOKENS)["head 0.0"].any()
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BloomForCausalLM"])
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(4, 7)], ids=["left", "middle"])
 def test_equal_prompts_have_no_effects_under_any_padding(name: str, hidden: slice) -> None:

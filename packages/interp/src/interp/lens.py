@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,9 +165,7 @@ def attribution(
     parts = [part.expand(shape) for part in components.values()]
     stream = sum(parts[1:], start=parts[0])
     if final is not None:
-        _require_close(
-            stream, final, "the components do not sum to the final stream; one is missing"
-        )
+        require_sum(parts, final)
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = read_direction(weight, stream, targets, against)
@@ -271,6 +269,12 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-30))
 
 
-def _require_close(a: Tensor, b: Tensor, complaint: str) -> None:
-    if a.shape != b.shape or not _close(a, b):
-        raise ValueError(f"{complaint} (shapes {tuple(a.shape)} and {tuple(b.shape)})")
+def require_sum(parts: Iterable[Tensor], final: Tensor) -> None:
+    """Raise ValueError if components do not sum to the final stream."""
+    first, *others = parts
+    total = sum(others, start=first)
+    if total.shape != final.shape or not _close(total, final):
+        raise ValueError(
+            "the components do not sum to the final stream; one is missing, or a patch changes the "
+            f"stream after they are recorded (shapes {tuple(total.shape)} and {tuple(final.shape)})"
+        )

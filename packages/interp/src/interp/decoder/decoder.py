@@ -32,7 +32,7 @@ from interp.decoder.modules.mlp import DecoderMLP, Experts, NoMLP
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.modules.weights import Weights
 from interp.decoder.source import Source
-from interp.lens import head_outputs
+from interp.lens import head_outputs, require_sum
 from interp.prompts import Prompt, forward, require_zeros_and_ones
 from interp.tap import record
 
@@ -293,10 +293,11 @@ class Decoder(nn.Module):
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
         `prompt` contains token ids or the keyword arguments of `forward`. An attention's output is
-        split into heads unless a norm follows it.
+        split into heads unless a norm follows it. Raises ValueError if the terms do not sum to the
+        final stream, as inside a patch of the stream.
         """
         outputs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
-        sites = ["embed_norm", *outputs]
+        sites = ["embed_norm", "norm:input", *outputs]
         if self.position is not None:
             sites.append("position")
         with record(self, *sites, clone=True) as seen:
@@ -315,4 +316,5 @@ class Decoder(nn.Module):
             else:
                 parts[f"attention {i}"] = seen[f"blocks.{i}.attention_out"]
             parts[f"mlp {i}"] = seen[f"blocks.{i}.mlp_out"]
+        require_sum(parts.values(), seen["norm:input"])
         return parts
