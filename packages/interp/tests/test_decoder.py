@@ -53,7 +53,7 @@ REPRESENTATIVES = (
 )
 
 
-#: Those of them with parallel blocks, ALiBi, attention sinks and latent attention.
+#: Representatives with parallel blocks, ALiBi, attention sinks and latent attention.
 STRUCTURES = (
     "GPTNeoXForCausalLM",
     "BloomForCausalLM",
