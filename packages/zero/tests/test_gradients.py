@@ -575,6 +575,38 @@ def test_parameters_with_assigned_data_are_trained(stage):
     assert all(run_ranks(give_other_memory, 2, stage, timeout=DEADLINE))
 
 
+def exchange_for_averages(stage):
+    """Evaluate with averages of the parameters, which are exchanged by their `.data`."""
+    model, ours, twin, theirs = pair(stage)
+    modules = model, twin
+    averages = [[p.detach().clone() for p in module.parameters()] for module in modules]
+
+    def exchange():
+        for module, kept in zip(modules, averages, strict=True):
+            for index, parameter in enumerate(module.parameters()):
+                kept[index], parameter.data = parameter.data, kept[index]
+
+    for step in range(3):
+        backward(model, twin, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for module, kept in zip(modules, averages, strict=True):
+                for average, parameter in zip(kept, module.parameters(), strict=True):
+                    average.mul_(0.9).add_(parameter, alpha=0.1)
+        exchange()
+        with torch.inference_mode():
+            torch.testing.assert_close(*[loss_of(module, step, 0) for module in modules])
+        exchange()
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_are_exchanged_for_their_averages(stage):
+    assert all(run_ranks(exchange_for_averages, 2, stage, timeout=DEADLINE))
+
+
 def change_dtype(stage):
     model, ours, _, _ = pair(stage)
     for parameter in model.parameters():

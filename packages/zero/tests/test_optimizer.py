@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -1292,3 +1293,67 @@ def load_other_groups():
 
 def test_a_state_of_other_groups_is_refused():
     assert all(run_ranks(load_other_groups, 1, timeout=DEADLINE))
+
+
+def change_groups():
+    """Remove, add and replace parameters of an optimizer of whole matrices."""
+
+    def build():
+        torch.manual_seed(0)
+        sizes = pairwise((5, 7, 6, 3, 9))
+        return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).double()
+
+    model, twin = build(), build()
+    model = FSDP(model)
+    matrices = [list(module.parameters()) for module in (model, twin)]
+    ours, theirs = (torch.optim.Muon(members, lr=0.1) for members in matrices)
+    changes = [
+        lambda group, members: group.pop(),
+        lambda group, members: group.append(members[3]),
+        lambda group, members: group.__setitem__(slice(2), [members[1], members[0]]),
+    ]
+    train(model, ours, twin, theirs, mean_square, steps=2)
+    for change in changes:
+        for optimizer, members in zip((ours, theirs), matrices, strict=True):
+            change(optimizer.param_groups[0]["params"], members)
+        train(model, ours, twin, theirs, mean_square, steps=2)
+        for module in (model, twin):
+            module.zero_grad()
+    return True
+
+
+def test_whole_parameters_keep_their_state_when_groups_change():
+    assert all(run_ranks(change_groups, 2, timeout=DEADLINE))
+
+
+def move_parameters():
+    """Change the groups and the state of a ShardedOptimizer in ways that would have no effect."""
+    changes = [
+        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+        lambda groups: groups.reverse(),
+        lambda groups: groups.pop(),
+    ]
+    for change in changes:
+        model = make()
+        first, *others = model.parameters()
+        groups = [{"params": others}, {"params": [first], "lr": 0.5}]
+        ours = ShardedOptimizer(groups, torch.optim.AdamW)
+        mean_square(model, batch(0, 0)[0].double()).backward()
+        change(ours.param_groups)
+        for use in (ours.step, ours.state_dict):
+            with pytest.raises(
+                RuntimeError, match=r"expected group \d to keep its parameters, got"
+            ):
+                use()
+    model = make()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    mean_square(model, batch(0, 0)[0].double()).backward()
+    ours.step()
+    ours.state[model[0].weight] = {}
+    with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
+        ours.step()
+    return True
+
+
+def test_groups_and_states_that_would_be_ignored_are_refused():
+    assert all(run_ranks(move_parameters, 1, timeout=DEADLINE))

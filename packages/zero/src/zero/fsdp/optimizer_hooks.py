@@ -10,6 +10,7 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +40,7 @@ from zero.optimizer.optimizer_kinds import (
     options_from,
 )
 from zero.optimizer.option_checks import OptionChecks
+from zero.optimizer.parameter_groups import is_same_list
 from zero.optimizer.state_dict import options_of
 from zero.partition import by_parameter
 from zero.process_groups import Communicator
@@ -56,9 +58,9 @@ def install() -> None:
 
 def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
     """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer."""
-    shard_optimizer, known_count = _known.get(optimizer, (None, 0))
+    shard_optimizer, known = _known.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(parameters) != known_count:
+    if not is_same_list(parameters, known):
         if any(parameter in replaced_parameters for parameter in parameters):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has parameters from before they were sharded, which "
@@ -71,7 +73,7 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
                 raise RuntimeError(str(error)) from error
             shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
             shard_optimizer.update(optimizer)
-        _known[optimizer] = shard_optimizer, len(parameters)
+        _known[optimizer] = shard_optimizer, parameters
     return shard_optimizer
 
 
@@ -117,7 +119,7 @@ def _return_once(losses: list[Any]) -> Any:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    shard_optimizer, _ = _known.get(optimizer, (None, 0))
+    shard_optimizer, _ = _known.get(optimizer, (None, []))
     if shard_optimizer is None:
         return
     end_step()
@@ -139,6 +141,8 @@ class ShardOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.exchanges: list[FullTensorExchange] = []
+        #: The rank that steps each parameter. It never changes, because that rank has the state.
+        self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
         self.stepped: list[tuple[ShardingUnit, ShardedParameter]] = []
         self.option_checks = OptionChecks()
@@ -159,9 +163,11 @@ class ShardOptimizer:
                     kind = entry[1].communicator, entry[0].dtype
                     kinds.setdefault(kind, []).append(entry)
         self.exchanges = [
-            FullTensorExchange(communicator, entries)
+            FullTensorExchange(communicator, entries, self._owner)
             for (communicator, _), entries in kinds.items()
         ]
+        for exchange in self.exchanges:
+            self._owner |= exchange.owner
         if optimizer.state:
             # The state was loaded before the hooks were registered.
             loaded = {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -251,25 +257,34 @@ class ShardOptimizer:
 
 
 #: Maps each optimizer of this process that has stepped to its ShardOptimizer, or None if it has no
-#: shards, and its number of parameters at that time.
-_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, int]]
+#: shards, and its parameters at that time.
+_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
 _known = WeakKeyDictionary()
 
 
 class FullTensorExchange:
-    """Tensors of one dtype that are full on their owner rank while an optimizer steps."""
+    """Tensors of one dtype that are full on their owner rank while an optimizer steps.
 
-    def __init__(self, communicator: Communicator, entries: list[Entry]) -> None:
+    earlier_owners: the owners of parameters that have been stepped before.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        entries: list[Entry],
+        earlier_owners: Mapping[nn.Parameter, int],
+    ) -> None:
         self.communicator = communicator
         self.entries = entries
         world = communicator.world
-        numels = [sharded.shape.numel() for _, _, sharded in entries]
+        added = [entry for entry in entries if entry[0] not in earlier_owners]
+        numels = [sharded.shape.numel() for _, _, sharded in added]
         partition = by_parameter(numels, world, 1 << 62)
         #: The rank that steps each parameter; parameters without elements belong to rank 0.
-        self.owner = {parameter: 0 for parameter, _, _ in entries}
+        self.owner = {parameter: earlier_owners.get(parameter, 0) for parameter, _, _ in entries}
         for rank in range(world):
             for piece in partition.shard_pieces(rank):
-                self.owner[entries[piece.index][0]] = rank
+                self.owner[added[piece.index][0]] = rank
         #: The elements of each parameter in each rank's shard.
         self._ranges = [
             [unit.shard_range(sharded, rank) for _, unit, sharded in entries]

@@ -215,30 +215,51 @@ class Unit:
     def adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards.
 
-        Copy `requires_grad` to the full parameters, and a replaced `.data` into the unit's memory.
+        Copy `requires_grad` to the full parameters, and replaced `.data` into memory of the unit.
         """
         self.check_not_stepping()
-        start = 0
         for parameter in self.parameters:
             shard = parameter.shard
             full = parameter.full
             if shard.requires_grad != full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
                 full.grad = None
+        if any(self._is_data_replaced(*pair) for pair in self._stored_shards()):
+            self._copy_to_new_memory()
+
+    def _stored_shards(self) -> list[tuple[ShardedParameter, Tensor]]:
+        """Return each parameter with its elements in `shard`, as views of the shard's shape."""
+        stored = []
+        start = 0
+        for parameter in self.parameters:
             values = self.shard[start : start + parameter.stop - parameter.start]
-            stored = as_column(values, len(parameter.shape))
-            start += stored.numel()
-            data = plain_shard(shard)
-            if data.data_ptr() == stored.data_ptr() or not stored.numel():
-                continue
-            if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
-                raise RuntimeError(
-                    f"expected the shard of {parameter.name} to stay {tuple(stored.shape)} "
-                    f"{stored.dtype} on {stored.device}, got {tuple(data.shape)} {data.dtype} on "
-                    f"{data.device}: change dtype and device of the module before FSDP(module)"
-                )
-            stored.copy_(data)
-            shard.data = stored
+            start += values.numel()
+            stored.append((parameter, as_column(values, len(parameter.shape))))
+        return stored
+
+    def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
+        """Return True if the caller has replaced `.data`; raise if it cannot be adopted."""
+        data = plain_shard(parameter.shard)
+        if data.data_ptr() == stored.data_ptr() or not stored.numel():
+            return False
+        if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
+            raise RuntimeError(
+                f"expected the shard of {parameter.name} to stay {tuple(stored.shape)} "
+                f"{stored.dtype} on {stored.device}, got {tuple(data.shape)} {data.dtype} on "
+                f"{data.device}: change dtype and device of the module before FSDP(module)"
+            )
+        return True
+
+    # Tensors that are made in inference mode could not be trained.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _copy_to_new_memory(self) -> None:
+        """Copy all shards to new memory, because the caller may use their earlier `.data`."""
+        self.shard = to_host(self.shard) if self.cpu_offload else self.shard.clone()
+        self._gathered_version = -1
+        for parameter, stored in self._stored_shards():
+            stored.copy_(plain_shard(parameter.shard))
+            parameter.shard.data = stored
 
     def check_not_stepping(self) -> None:
         """Raise if an optimizer's step raised while parameters contained full tensors."""

@@ -66,6 +66,9 @@ class ShardGradient(PartialGradient):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on this rank's elements or over all ranks, or raise."""
+        if any(not issubclass(kind, ShardGradient) for kind in types):
+            # The class of a parameter's shard converts the shards among the arguments.
+            return NotImplemented
         kwargs = kwargs or {}
         name = python_name(func)
         with torch._C.DisableTorchFunctionSubclass():
@@ -74,13 +77,7 @@ class ShardGradient(PartialGradient):
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
             if name.startswith("_foreach_"):
-                lists = [arg for arg in args if isinstance(arg, list | tuple)]
-                for leaves in zip(*lists, strict=False):
-                    # Replicated parameters have plain gradients.
-                    if any(isinstance(leaf, ShardGradient) for leaf in leaves):
-                        is_local = is_elementwise(name.removeprefix("_foreach_"))
-                        _check_is_local(name, is_local, leaves)
-                return _wrap_results(func(*args, **kwargs), args[0])
+                return _apply_foreach(func, name, args, kwargs)
             if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
@@ -205,6 +202,17 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
             "values may be equal on all ranks, as random numbers of equal seeds are: create it by "
             "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
         )
+
+
+def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a `_foreach_` operation on this rank's elements, or raise if it needs whole tensors."""
+    is_local = is_elementwise(name.removeprefix("_foreach_"))
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    for leaves in zip(*lists, strict=False):
+        # Replicated parameters have plain gradients.
+        if any(isinstance(leaf, ShardGradient) for leaf in leaves):
+            _check_is_local(name, is_local, leaves)
+    return _wrap_results(func(*args, **kwargs), args[0])
 
 
 def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Reversible, Sequence, Set
+from collections.abc import Container, Iterable, Reversible, Sequence, Set
+from itertools import zip_longest
 from typing import Any
 from weakref import ref
 
@@ -89,6 +90,36 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
                 f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer, which averages its gradient too: put each parameter in one "
                 "optimizer, or delete the other one first"
+            )
+
+
+def check_groups_unchanged(
+    groups: Sequence[dict[str, Any]], sharded: Sequence[Sequence[nn.Parameter]]
+) -> None:
+    """Raise RuntimeError unless the groups have the parameters that were sharded, in order."""
+    for index, (group, parameters) in enumerate(zip_longest(groups, sharded)):
+        if group is None or parameters is None or not is_same_list(group["params"], parameters):
+            raise RuntimeError(
+                f"expected group {index} to keep its parameters, got others in param_groups, "
+                "whose shards would be stepped with the options of their earlier group: freeze a "
+                "parameter by requires_grad_(False), add one by add_param_group(), and construct "
+                "another ShardedOptimizer for any other change"
+            )
+
+
+def is_same_list(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return True if two lists have the same tensors in the same order."""
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def check_state_keys(state: Iterable[Any], parameters: Container[Any]) -> None:
+    """Raise RuntimeError if the caller has stored state under a parameter."""
+    for key in state:
+        if key in parameters:
+            raise RuntimeError(
+                "expected the shards of parameters as the keys of `state`, got a parameter of "
+                f"shape {tuple(key.shape)}, whose entry would have no effect: change the entries "
+                "in state.values() in place, clear `state`, or use load_state_dict()"
             )
 
 

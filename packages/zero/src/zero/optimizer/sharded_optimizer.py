@@ -35,8 +35,10 @@ from zero.optimizer.optimizer_kinds import (
 from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.parameter_groups import (
     check_alike_on_all_ranks,
+    check_groups_unchanged,
     check_in_one_group,
     check_ordered,
+    check_state_keys,
     check_without_owner,
     named_members,
     read_group,
@@ -120,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
         self._buckets: list[Bucket] = []
         self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
+        self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
         #: With cpu_offload, the device tensors of which the CPU shards are copies.
         self._device_values: list[Tensor] = []
@@ -178,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         shards = []
         for parameters in kinds.values():
             shards += self._shard(parameters, split)
+        self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
             set_owner(parameter, self)
@@ -196,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "shards, so another step would apply the gradients twice, and parameters may "
                 "differ between ranks: load a checkpoint into another ShardedOptimizer"
             )
+        check_groups_unchanged(self.param_groups, self._parameters_of_group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -253,6 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        check_groups_unchanged(self.param_groups, self._parameters_of_group)
         state_dict = dtensor_state_dict(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, state_dict)
@@ -261,6 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of an unsharded optimizer."""
+        check_groups_unchanged(self.param_groups, self._parameters_of_group)
         # A hook may change its copy.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -317,8 +324,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return self.communicator.group or dist.group.WORLD
 
     def _adopt_cleared_state(self) -> None:
-        """Clear the inner optimizer's state if the caller has assigned an empty `state`."""
+        """Clear the inner optimizer's state if the caller has assigned an empty `state`.
+
+        Raise if the caller has changed `state` in a way that has no effect.
+        """
         if self.state is self._exposed_state:
+            check_state_keys(self.inner.state, self._views)
             return
         if self.state:
             raise RuntimeError(
