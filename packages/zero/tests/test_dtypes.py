@@ -99,7 +99,7 @@ def train_everything(stage, folder):
             assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128)), name
         for ours, theirs in zip(other.buffers(), build(0).buffers(), strict=True):
             assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128))
-    assert train(*trained, lambda m, x: m(x).square().mean(), clip=0.5)
+    assert train(*trained, lambda m, x: m(x).square().mean(), steps=2, clip=0.5)
     model, optimizer, twin, _ = trained
     save_checkpoint(f"{folder}/{stage}", model, optimizer)
     model, optimizer, *_ = pair(3, build=lambda: build(1), shard=(nn.Linear, nn.Conv2d))
@@ -122,7 +122,8 @@ def train_everything(stage, folder):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
-    assert all(run_ranks(train_everything, 3, stage, str(tmp_path), timeout=DEADLINE))
+    world = 3 if stage == 3 else 2
+    assert all(run_ranks(train_everything, world, stage, str(tmp_path), timeout=DEADLINE))
 
 
 def move_and_sum():

@@ -52,16 +52,18 @@ def step(model, optimizer):
 
 
 def lose_a_rank(stage, how, report_path):
-    # Stage 3 sends on connections that keep the timeout with which the group was created.
-    group = dist.new_group(timeout=timedelta(seconds=10 if how == "hang" else 60))
-    model, optimizer = build(stage, group=group)
+    model, optimizer = build(stage)
     step(model, optimizer)
     dist.barrier()
     if how == "hang":
         # No collective can succeed from here on, and there is one survivor only, so short times
         # fail the right collectives and miss nobody's answer.
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+        communicator = model.communicator if stage == 3 else optimizer.communicator
+        communicator.group = dist.new_group(timeout=timedelta(seconds=3))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), communicator.group)
         diagnostics.GRACE_SECONDS = 0.1
+    else:
+        diagnostics.GRACE_SECONDS = 3
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)

@@ -159,10 +159,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, compiled):
+    def __init__(self, compiled, num_blocks=2):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        blocks = [Block() for _ in range(2)]
+        blocks = [Block() for _ in range(num_blocks)]
         if compiled:
             blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
         self.blocks = nn.ModuleList(blocks)
@@ -231,9 +231,9 @@ def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
 def compiled_blocks(has_inner_units):
     torch._dynamo.reset()
     shard = (Block, nn.Embedding, nn.Linear) if has_inner_units else (Block,)
-    model = FSDP(build(Stack, True), shard=shard)
+    model = FSDP(build(Stack, True, 1), shard=shard)
     assert not any("_orig_mod" in name for name in model.gather_full_params())
-    return steps_equal(model, build(Stack, False), 1e-5)
+    return steps_equal(model, build(Stack, False, 1), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def skip(model):
     model[2].skip = True
 
 
-def train(shard, model, change=None, accumulate=1, steps=3, **options):
+def train(shard, model, change=None, accumulate=1, steps=2, **options):
     """Run a program of FSDP2 with either implementation; return its full state dict."""
     if change is not None:
         change(model)

@@ -28,8 +28,8 @@ import transformers_families
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
-SAMPLE, ALL = 16, 10_000
-AT_ONCE = 16
+SAMPLE, ALL = 8, 10_000
+AT_ONCE = 8
 GROUPS = {}
 OPTIMIZERS = {
     "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],

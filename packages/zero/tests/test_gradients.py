@@ -22,8 +22,8 @@ from zero_training import assert_alike
 DEADLINE = 300.0
 # Stage 1 differs from stage 2 where averages overwrite local gradients.
 EVERY_STAGE = [1, 2, 3]
+OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (2, 3)]
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
-WORLDS = [pytest.param(2, marks=pytest.mark.exhaustive), 3]
 
 
 def make_model():
@@ -164,8 +164,14 @@ def edit(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [
+        (2, 2),
+        (3, 3),
+        *[pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in OTHER_SIZES],
+    ],
+)
 def test_gradients_changed_by_any_means_step_as_in_one_process(stage, world):
     assert all(run_ranks(edit, world, stage, timeout=DEADLINE))
 

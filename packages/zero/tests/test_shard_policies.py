@@ -123,7 +123,7 @@ def shard_everything(name):
     return len(model.units)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize(("name", "units"), [("gpt2", 4), ("mixtral", 4), ("vit", 3), ("lstm", 1)])
 def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units, world):
     assert run_ranks(shard_everything, world, name, timeout=DEADLINE) == [units] * world

@@ -1,12 +1,15 @@
-"""Reduce-scatter and all-gather for gloo that send each block directly to the rank that needs it.
+"""Collectives for gloo that send each block directly to the ranks that need it.
 
 torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes.
 `direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
-copies the data twice; `direct_all_gather` receives each block at its final offset.
+copies the data twice; `direct_all_gather` receives each block at its final offset. If ranks call
+different collectives, torch's abort the process or mix the data; a `direct_all_reduce` is matched
+with calls of the same dtype, size and operation only, so that other calls time out.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +19,8 @@ from torch import Tensor
 
 #: Separates these messages from the caller's own point-to-point traffic on the same group.
 TAG = 0x5A45
+#: Larger tensors are summed by torch's all-reduce, which sends fewer bytes per rank.
+DIRECT_ALL_REDUCE_BYTES = 1 << 16
 
 
 class Work(Protocol):
@@ -83,6 +88,31 @@ def direct_all_gather(
         return work
     work.wait()
     return None
+
+
+def direct_all_reduce(
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Do `torch.distributed.all_reduce` of a small tensor with n-1 sends of all of it per rank.
+
+    With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order. The
+    operation is SUM or MAX.
+    """
+    if tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
+        return dist.all_reduce(tensor, op, group, async_op)
+    work = _DirectAllReduce(tensor, op, group)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def tag_of(description: str) -> int:
+    """Return the tag of the messages of calls with this description."""
+    return zlib.crc32(description.encode()) >> 1
 
 
 def _start_exchange(
@@ -160,3 +190,31 @@ class _DirectReduceScatter:
             torch.add(first, others[0], out=output)
             for block in others[1:]:
                 output.add_(block)
+
+
+class _DirectAllReduce:
+    def __init__(self, tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+        self.tensor = tensor
+        self.op = op
+        world = dist.get_world_size(group)
+        outgoing = tensor.contiguous()
+        #: The tensors of all ranks, in rank order; empty once they are reduced.
+        self.received = [torch.empty_like(outgoing) for _ in range(world)]
+        self.received[dist.get_rank(group)] = outgoing
+        tag = tag_of(f"all_reduce {tensor.dtype} {tensor.numel()} {op}")
+        self.work = _WorkList(_start_exchange([outgoing] * world, self.received, group, tag))
+
+    def wait(self) -> None:
+        if not self.received:
+            return
+        self.work.wait()
+        first, *others = self.received
+        is_half = first.is_floating_point() and first.itemsize < 4
+        total = first.float() if is_half else first.clone()
+        for other in others:
+            if self.op == dist.ReduceOp.MAX:
+                torch.maximum(total, other, out=total)
+            else:
+                total += other
+        self.tensor.copy_(total)
+        self.received = []

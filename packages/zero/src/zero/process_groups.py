@@ -1,14 +1,14 @@
 """Replaceable collectives of one process group, with a count of their payload bytes.
 
 Any function with the signature of torch.distributed's collective may replace it. On gloo the
-defaults are the two functions of `zero.gloo_collectives`, because torch's collectives send or copy
-more data than necessary. If a collective fails, its error names the ranks that caused the failure.
+defaults are the functions of `zero.gloo_collectives`, because torch's collectives send or copy more
+data than necessary, or abort the process if ranks call different ones. If a collective fails, its
+error names the ranks that caused the failure.
 """
 
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.diagnostics import explain
-from zero.gloo_collectives import Work, direct_all_gather, direct_reduce_scatter
+from zero.gloo_collectives import (
+    Work,
+    direct_all_gather,
+    direct_all_reduce,
+    direct_reduce_scatter,
+    tag_of,
+)
 from zero.work_handles import FINISHED, DryReduceScatter, ExplainedWork, WorkThen
 
 Collective = Callable[..., Any]
@@ -137,6 +143,7 @@ class Communicator:
         if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
             self._all_gather = all_gather_into_tensor or direct_all_gather
+            self._all_reduce = all_reduce or direct_all_reduce
         if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
@@ -360,7 +367,10 @@ class Communicator:
         if isinstance(self.group, DryRun):
             return [value] * self.world
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise explain(error, self.group, "all_gather_object") from error
         if self.replicas:
             rows = self.replicas.gather_objects(values)
             values = [entry for row in rows for entry in row]
@@ -419,4 +429,4 @@ def _tag_by_label(call: Collective, label: str) -> Collective:
     """
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call
-    return partial(call, tag=zlib.crc32(f"{call.__name__} {label}".encode()) >> 1)
+    return partial(call, tag=tag_of(f"{call.__name__} {label}"))
