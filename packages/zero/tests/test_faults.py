@@ -93,6 +93,25 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
+def clip_on_one_rank(stage):
+    model, optimizer = build(stage)
+    model(torch.ones(2, 5)).sum().backward()
+    communicator = model.communicator if stage == 3 else optimizer.communicator
+    dist.barrier()
+    # Only the collectives that must fail have a short timeout.
+    communicator.group = dist.new_group(timeout=timedelta(seconds=3))
+    if dist.get_rank() == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [exhaustive(1), 3])
+def test_a_collective_that_only_one_rank_calls_is_reported(stage):
+    for outcome in try_ranks(clip_on_one_rank, 2, stage, timeout=DEADLINE):
+        message = str(outcome.error)
+        assert re.search(r"rank 0: all_reduce of \d+ bytes; rank 1: all_reduce of 64 ", message)
+
+
 def stop_the_host_of_the_store(path):
     rank = int(os.environ["RANK"])
     if rank == 0:

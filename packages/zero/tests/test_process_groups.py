@@ -136,10 +136,11 @@ def scatter_and_gather():
 
 
 def uses_direct_collectives():
-    # The default backend of GPUs is not gloo.
-    for backend in (
-        ("gloo", "cpu:gloo") if torch.cuda.is_available() else ("gloo", "cpu:gloo", None)
-    ):
+    backends = ["gloo", "cpu:gloo"]
+    if not torch.cuda.is_available():
+        # The default backend of CPUs is gloo.
+        backends.append(None)
+    for backend in backends:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         assert Communicator().sums_in_place, backend
         dist.destroy_process_group()
