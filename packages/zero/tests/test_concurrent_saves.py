@@ -145,7 +145,7 @@ KILLED_AT = ("before writing", "after writing", "between the renames", "before t
 
 def die_at(path, moment):
     model = filled(2.0)
-    # The only survivor waits for no answer.
+    # There is no other survivor whose report could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     if dist.get_rank() == 0:
         rename = Path.rename
@@ -193,7 +193,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, m
     run_ranks(save_one, 2, str(path), 3.0, timeout=DEADLINE)
     assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [[3.0]] * 2
     assert (path / "notes.txt").read_text() == "mine"
-    # The next save removes what the killed one left.
+    # The next save removes the files of the killed one.
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
 
 
@@ -205,7 +205,7 @@ POINTS = 200
 def save_traced(path, rank, injections, log):
     """Save while strace injects faults into the system calls of one rank."""
     model = filled(2.0)
-    # A survivor of a killed rank waits for no answer.
+    # There is no other survivor whose report could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     dist.barrier()
     if dist.get_rank() == rank:
@@ -218,7 +218,7 @@ def save_traced(path, rank, injections, log):
 
 
 def calls_of(log):
-    """Return the names of the system calls of the thread that saves, which makes the most kinds."""
+    """Return the names of the system calls of the thread that makes the most kinds: the save's."""
     calls = {}
     for line in log.read_text().splitlines():
         thread, call = line.split(None, 1)

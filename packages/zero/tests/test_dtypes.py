@@ -182,7 +182,7 @@ class Scaled(nn.Module):
 
 
 def average_large_halves(stage):
-    """Average gradients of float16 whose sum over ranks is above the largest float16."""
+    """Average float16 gradients whose sum over ranks exceeds the largest float16."""
     model = nn.ModuleList([Scaled(), Scaled()])
     if stage == 3:
         # The second module is replicated.

@@ -56,8 +56,8 @@ def lose_a_rank(stage, how, report_path):
     step(model, optimizer)
     dist.barrier()
     if how == "hang":
-        # No collective can succeed from here on, and there is one survivor only, so short times
-        # fail the right collectives and miss nobody's answer.
+        # From here on every collective must fail, and there is no other survivor whose report
+        # could be waited for, so short timeouts cannot change the outcome.
         communicator = model.communicator if stage == 3 else optimizer.communicator
         communicator.group = dist.new_group(timeout=timedelta(seconds=3))
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), communicator.group)
@@ -67,7 +67,7 @@ def lose_a_rank(stage, how, report_path):
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)
-        # Until the survivors have reported the rank.
+        # Hang until the survivors have reported this rank.
         while not os.path.exists(report_path):
             time.sleep(0.05)
         return
@@ -256,7 +256,7 @@ def refuse_expanded_buffers(path):
     with pytest.raises(RuntimeError, match=expected):
         load_checkpoint(path, model)
     assert torch.equal(model.weight, before)
-    # An expanded dimension of size 1 shares nothing.
+    # Elements of an expanded dimension of size 1 do not share memory.
     load_checkpoint(path, FSDP(build(torch.zeros(3, 4))))
     FSDP(build(torch.arange(4.0).expand(1, -1)))
     return True
@@ -267,7 +267,7 @@ def test_buffers_made_by_expand_are_refused(tmp_path):
 
 
 def refuse_parameters_of_before():
-    """Refuse hooks, and an optimizer, of parameters that FSDP has replaced."""
+    """Refuse hooks and an optimizer that were created for parameters before FSDP replaced them."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         handle = getattr(model[0].weight, register)(lambda value: None)
@@ -441,7 +441,7 @@ def die_while_saving(path):
     saving = save(path, model, optimizer, extra={"step": 2}, async_op=True)
     if dist.get_rank() == 1:
         os._exit(3)
-    # The only survivor waits for no answer.
+    # There is no other survivor whose report could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     saving.wait()
 
@@ -473,7 +473,7 @@ def fill_a_small_disk(path):
         save(path, model, optimizer, extra={"step": 2, "much": torch.zeros(2**19)})
     assert load_checkpoint(path, model, optimizer) == {"step": 1}
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    # There is room again: the failed save left nothing.
+    # The failed save has left no files, so there is space again.
     save(path, model, optimizer, extra={"step": 3})
     return load_checkpoint(path, model, optimizer)["step"]
 

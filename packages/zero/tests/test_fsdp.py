@@ -27,7 +27,7 @@ def exhaustive(*values):
 
 
 class Tiny(nn.Module):
-    """An embedding tied to the head, a norm, a residual, a plain parameter, a frozen layer."""
+    """A model with a tied embedding, a norm, a residual, a parameter and a frozen layer."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ def build(cls, *args):
 
 
 def steps_equal(ours, theirs, tolerance, micro_batches=1):
-    """Train both for three steps on the same batches; return True if they are equal."""
+    """Train two models for three steps on the same batches; return True if they are equal."""
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
         for m in (ours, theirs)
@@ -289,7 +289,7 @@ def test_a_forward_alone_leaves_no_stale_weights():
 
 
 def gathers_in_flight():
-    """Return if the next layer was being gathered when a layer ran, in forward and backward."""
+    """Return, for each layer in forward and backward, if another layer was being gathered."""
     model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
     seen = {"forward": [], "backward": []}
 
@@ -311,6 +311,6 @@ def gathers_in_flight():
 
 def test_the_next_layer_is_gathered_while_one_runs():
     for seen, _ in run_ranks(gathers_in_flight, 2, timeout=DEADLINE):
-        # The last of five layers has no next one in forward, and the first none in backward.
+        # No layer follows the last of five layers in forward, or the first one in backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

@@ -303,7 +303,7 @@ def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
 
 
 def called_inside():
-    """Call the wrapped module, and its children one by one: no state grows or is stale."""
+    """Call the wrapped module or its children directly, so that FSDP's own forward never runs."""
     for call in (
         lambda model, x: getattr(model, "module", model)(x).square().mean(),
         lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
@@ -357,9 +357,9 @@ def memory_over(steps, stage):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_host_memory_is_constant_over_steps(stage):
-    # A list that grew by one object per step would take 64 bytes per step in every quarter. An
-    # allocation that is made once, and late on a busy machine, appears in one quarter only. The
-    # allocator's own memory grows in the first thousand steps.
+    # A list that grew by one object per step would take 64 bytes per step in every quarter. A
+    # single late allocation appears in one quarter only. The allocator's own memory grows in the
+    # first thousand steps.
     for seen in run_ranks(memory_over, 2, 10_000, stage, timeout=1500):
         assert min(after - before for before, after in pairwise(seen)) < 1 << 16
 
@@ -423,7 +423,7 @@ def test_outputs_that_are_views_can_be_changed_in_place():
 
 @dataclass
 class Output:
-    """An output of a user's class: attributes, containers, and itself."""
+    """An output of a user's class with tensors in attributes and containers, and a cycle."""
 
     hidden: torch.Tensor
     more: dict = field(default_factory=dict)

@@ -60,7 +60,7 @@ def skip(model):
 
 
 def train(shard, model, change=None, accumulate=1, steps=2, **options):
-    """Run a program of FSDP2 with either implementation; return its full state dict."""
+    """Run a program written for FSDP2 with `shard`; return its full state dict and optimizer."""
     if change is not None:
         change(model)
     for block in (model[1], model[2]):

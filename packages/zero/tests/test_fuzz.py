@@ -69,7 +69,7 @@ class Model(nn.Module):
                     "linear": lambda: nn.Linear(self.width, self.width, bias=bias),
                     "norm": lambda: nn.LayerNorm(self.width),
                     "attention": lambda: nn.MultiheadAttention(
-                        # Keys' biases have no gradient but rounding, which Adam makes steps of.
+                        # Gradients of keys' biases are rounding errors, which Adam amplifies.
                         self.width,
                         1,
                         bias=False,
@@ -81,7 +81,7 @@ class Model(nn.Module):
                     "batchnorm": lambda: nn.BatchNorm1d(self.width, track_running_stats=False),
                 }[kind]()
             )
-        # Used in some steps or by some ranks only.
+        # Some steps or some ranks do not use this layer.
         self.spare = nn.Linear(self.width, self.width, bias=bias)
         self.head = nn.Linear(self.width, 7, bias=False)
         if draw.random() < 0.4:
@@ -90,7 +90,7 @@ class Model(nn.Module):
         self.read_head = draw.random() < 0.3
         self.codes = None
         if draw.random() < 0.3:
-            # Two dimensions, as Muon wants of all.
+            # Muon requires two dimensions.
             codes = torch.arange(6).view(2, 3) % 2
             kind = draw.choice([torch.bool, torch.uint8, torch.int16, torch.int64])
             self.codes = nn.Parameter(codes.to(kind), requires_grad=False)
@@ -202,7 +202,7 @@ class Program:
         self.seed = draw.randrange(1 << 30)
         self.offload = draw.random() < 0.3
         if family:
-            # These models compute norms in float32, whose rounding other optimizers make steps of.
+            # These models compute norms in float32, and other optimizers amplify rounding errors.
             self.name = "SGD"
             self.options = {"lr": 0.05, **draw.choice(OPTIMIZERS["SGD"])}
 
@@ -280,7 +280,7 @@ class Program:
         )
 
     def draw_same(self):
-        """Draw a number that is equal on all ranks, also on ranks without a part."""
+        """Draw a number that is equal on all ranks, including ranks that do not run the program."""
         return random.Random(self.seed + self.stage).random()
 
     def make_scaler(self, plain=False):

@@ -206,7 +206,7 @@ PARAMETER_READS = {
 
 
 def read_parameters(stage):
-    """Read parameters between steps and in the loss: norms are those of all elements."""
+    """Read parameters between steps and in the loss, where norms include all elements."""
     for name, (before, after) in {**PARAMETER_READS, "loss": (None, None)}.items():
         model, ours, twin, theirs = pair(stage)
         for step in range(3):
@@ -342,7 +342,7 @@ def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
 
 
 def change_before_backward(stage, folder):
-    """Change parameters whose earlier values a graph has saved, as one process refuses too."""
+    """Change parameters whose earlier values a graph has saved; one process refuses this too."""
     model, ours, _, _ = pair(stage)
     module = getattr(model, "module", model)
     state = {k: v.clone() for k, v in make_model().state_dict().items()}
@@ -360,7 +360,7 @@ def change_before_backward(stage, folder):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         model.zero_grad()
-    # A parameter that was not stepped may be needed.
+    # The graph may need a parameter that was not stepped.
     some = torch.optim.SGD([p for n, p in model.named_parameters() if n.endswith("3.bias")], lr=1)
     if stage == 3:
         loss = loss_of(model, 0, 0)
@@ -531,7 +531,7 @@ def double_gradient(parameter):
 
 
 def hook(stage):
-    """Register hooks before and after the reducer's; linear hooks act as in one process."""
+    """Register linear hooks before and after the reducer's, which act as in one process."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
     seen = []
     for step in range(3):
@@ -540,7 +540,7 @@ def hook(stage):
                 for parameter in module.parameters():
                     parameter.register_post_accumulate_grad_hook(double_gradient)
                     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
-        # One backward, so that the hooks run as often.
+        # A single backward, so that the hooks run as often as on one rank.
         loss_of(model, step, dist.get_rank()).backward()
         world = dist.get_world_size()
         sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
@@ -631,7 +631,7 @@ def test_a_dtype_changed_after_wrapping_is_refused(stage):
 
 
 def freeze(stage):
-    """Freeze and unfreeze layers during training, one of which was frozen when it was wrapped."""
+    """Freeze and unfreeze layers during training, including one that was wrapped frozen."""
     world = dist.get_world_size()
     model, twin = make_model(), make_model()
     for module in (model, twin):
@@ -672,7 +672,7 @@ def copy_it():
     backward(model, twin, 0)
     ours.step()
     theirs.step()
-    # `compile()` sets this attribute, whose function runs the original.
+    # `compile()` sets this attribute, and its function would run the original module.
     model._compiled_call_impl = model._call_impl
     copied, before = copy.deepcopy(model), model.gather_full_params()
     other = torch.optim.AdamW(copied.parameters(), lr=0.1)
@@ -815,7 +815,7 @@ def combine_shapes_and_dtypes():
     sum(parameter.sum() for parameter in parameters).backward()
     first, second, _ = (parameter.grad for parameter in parameters)
     for combine in (torch.add, torch.equal):
-        # On one rank both have the same range of elements.
+        # On one rank, both gradients have the same range of elements.
         with pytest.raises(RuntimeError, match="tensor of other elements"):
             combine(first, second)
     assert (first * torch.ones(1)).dtype == torch.float32
@@ -896,7 +896,7 @@ def hook_tensors():
             parameter.register_hook(lambda gradient: gradient * 0.5)
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     for step in range(2):
-        # One backward, so that the hooks run as often.
+        # A single backward, so that the hooks run as often as on one rank.
         loss_of(model, step, dist.get_rank()).backward()
         world = dist.get_world_size()
         sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()

@@ -75,7 +75,7 @@ def embed(kind):
 
 
 def train_embeddings():
-    """Train every embedding whose backward reads its weight, or may, beside one process."""
+    """Train embeddings whose backward reads, or might read, the weight; compare one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for kind in EMBEDDINGS:
         for late in (False, True) if kind in ("assigned", "hooked") else (False,):
@@ -160,7 +160,7 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(build):
 
 
 class Storing(nn.Module):
-    """A module that returns None, and writes to its weight or raises if it is requested."""
+    """A module that returns None, and on request writes to its weight or raises."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ def normalized(stage):
 
 
 class WithBuffers(nn.Module):
-    """Layers with buffers of several dtypes, which each forward changes by its own batch."""
+    """Layers with buffers of several dtypes, which every forward changes according to its batch."""
 
     def __init__(self):
         super().__init__()

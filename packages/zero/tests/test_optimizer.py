@@ -182,8 +182,8 @@ def gradients_while_running_backward():
 def test_stage_2_frees_each_gradient_as_it_becomes_ready():
     for freed, most, everything in run_ranks(gradients_while_running_backward, 4, timeout=DEADLINE):
         assert freed
-        # A rank stores its quarter of the average, at most two buckets in flight and one being
-        # filled, and the gradient that the hook receives.
+        # A rank stores its quarter of the average, at most two buckets in flight, the bucket that
+        # is being filled, and the gradient that the hook receives.
         assert most <= everything / 4 + 3 * everything / 12 * 5 / 4 + everything / 12
 
 
@@ -248,7 +248,7 @@ def train_unevenly(stage):
         schedules[1].step()
         theirs.zero_grad()
     assert_alike(model, twin)
-    # The optimizer works after the context as before it, once the schedules are equal again.
+    # After the context the optimizer works as before, once the schedules are equal again.
     loss(model, 9, 0, rank).backward()
     with pytest.raises(RuntimeError, match="options differ between ranks"):
         ours.step()
@@ -589,7 +589,7 @@ def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
 
 
 def use_a_part_in_the_second_backward(stage):
-    """Run a second backward without no_sync that reaches one parameter of a bucket only."""
+    """Run a second backward without no_sync that reaches only one parameter of a bucket."""
     model, twin = make_model(), make_model()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
     for module in (model, twin):
@@ -1148,7 +1148,7 @@ def step_two(stage, elementwise):
 
 
 def step_two_of(stage, elementwise, seed):
-    """Train with two optimizers whose layers each rank uses in another order, or not at all."""
+    """Train with two optimizers; each rank uses their layers in a different order or skips some."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = (nn.ModuleList(make_layers()) for _ in range(2))
 
@@ -1220,7 +1220,7 @@ def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
 
 
 def clear_state(stage):
-    """Clear the state of both optimizers in each way that programs use."""
+    """Clear the state of both optimizers by assignment, and in place."""
     for clear in ("assign", "clear"):
         model, ours, twin, theirs = pair(stage, build=make, lr=0.1)
         train(model, ours, twin, theirs, mean_square, steps=2)
@@ -1255,7 +1255,7 @@ def test_an_optimizer_cannot_be_copied_or_pickled():
 
 
 class ByAttribute(torch.optim.SGD):
-    """Steps parameters with an attribute `factor` that many times."""
+    """An optimizer that steps each parameter as many times as its attribute `factor` says."""
 
     def step(self, closure=None):
         for group in self.param_groups:

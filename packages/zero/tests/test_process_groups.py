@@ -249,7 +249,7 @@ def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
 
 
 def abandoned(call):
-    """Drop the work on one rank before the other rank's blocks are sent."""
+    """Delete the work of one rank before the other rank sends its blocks."""
     first = dist.get_rank() == 0
     dist.barrier()
     if not first:

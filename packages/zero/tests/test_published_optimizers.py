@@ -156,7 +156,7 @@ def step_in_one_process(name, dtype):
 
         def backward(number=number):
             losses = [model(number, rank) / world for rank in range(world)]
-            # Rounded as the ranks round: SOAP's eigenvectors amplify other rounding.
+            # Round as the ranks do, because SOAP's eigenvectors amplify rounding errors.
             for loss in losses:
                 loss.backward(create_graph=name in SECOND_ORDER)
             return sum(losses).item()

@@ -24,7 +24,7 @@ DEADLINE = 300.0
 
 
 class Failing:
-    """Collectives, one of which fails on all ranks before it sends anything, or when it ends."""
+    """Collectives, one of which fails on all ranks: before it sends anything, or when it ends."""
 
     def __init__(self, *, in_wait):
         self.in_wait = in_wait

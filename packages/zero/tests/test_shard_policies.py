@@ -184,7 +184,8 @@ def train_published(stage, name):
             planned, counted = getattr(moment, kind), getattr(measured, kind)
             assert counted == pytest.approx(planned, rel=0.03), (moment.name, kind)
     assert report.measured_peak == pytest.approx(report.predicted_peak, rel=0.03)
-    # The count does not see what an operator frees before it returns, 3.2 % of a small Mamba.
+    # The count does not include memory that an operator frees before it returns, which is 3.2 %
+    # of a small Mamba.
     tolerance = 0.04 if name == "mamba" else 0.03
     assert peak_bytes(*build(None), loss) == pytest.approx(report.predicted_peak, rel=tolerance)
     return True

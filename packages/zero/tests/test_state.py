@@ -157,7 +157,7 @@ def whole_matrices(name, world, folder):
     ours.zero_grad()
     theirs.zero_grad()
     assert_alike(model, twin)
-    # Every state is on one rank of a row, except that of replicated parameters.
+    # Each parameter's state is on one rank of a row, unless the parameter is replicated.
     mine = sum(v.numel() for s in ours.state.values() for v in s.values() if v.dim())
     whole = sum(v.numel() for s in theirs.state.values() for v in s.values() if v.dim())
     counts = torch.tensor([mine])

@@ -253,7 +253,7 @@ def test_states_that_cannot_be_matched_are_refused(tmp_path):
 
 
 def two_models(folder):
-    """Load from two prefixes that fit equally: the usual one, or the one that is passed."""
+    """Load a file in which two prefixes fit equally: by the usual one, or by `prefix=`."""
     state = make().state_dict()
     dcp.save({"ema": state, "live": make(1).state_dict()}, checkpoint_id=f"{folder}/two")
     dcp.save({"ema": state, "model": make(1).state_dict()}, checkpoint_id=f"{folder}/usual")
@@ -297,7 +297,7 @@ def test_prefixes_are_found_and_mismatches_are_reported(tmp_path):
 
 
 def choose_between_prefixes(folder):
-    """Load only if one prefix can be meant, although several fit some names."""
+    """Load a file in which several prefixes fit, only if a single one can be meant."""
 
     def without(state, *names):
         return {name: value for name, value in state.items() if name not in names}
@@ -674,7 +674,7 @@ def die_after_the_rename(path):
     import zero.checkpoint.draft as draft
 
     model = make()
-    # The only survivor waits for no answer.
+    # There is no other survivor whose report could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     if dist.get_rank() == 0:
         rename = draft.replace_folder
@@ -710,7 +710,7 @@ def strided(path):
 def turned(folder):
     """Load a tensor that another program saved as a non-contiguous view, and a contiguous one.
 
-    Read as large tensors are: from their place in the file, where that is in order.
+    Tensors of any size are read as large ones are: directly from the file if they are contiguous.
     """
     weights = [torch.randn(6, 10), torch.randn(10, 6).t().requires_grad_()]
     if dist.get_rank() == 0:
@@ -736,7 +736,7 @@ def turned(folder):
         load_checkpoint(folder, model)
     loaded_parameters = model.gather_full_params()
     good = [torch.equal(loaded_parameters[f"{i}.weight"], w) for i, w in enumerate(weights)]
-    # Autograd notices the write: it refuses to use the saved old values.
+    # The write changes the version, so autograd refuses to use the saved old values.
     product = (weight.requires_grad_() * weight).sum()
     with open(Path(folder) / ".metadata", "rb") as file:
         storage.read_into(file, weight.detach())

@@ -28,7 +28,7 @@ from torch.testing._internal import common_utils
 from zero.fsdp.autograd_hooks import _GradientHook
 from zero.fsdp.shard import find_unit
 
-# The most ranks that a test may use, and the timeout of a rank.
+# The maximum number of ranks of a test, and the timeout of a rank.
 RANKS, SECONDS = 4, 60
 
 

@@ -67,7 +67,7 @@ def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
     for name, value in twin.named_parameters():
         both = [whole[name].data, value.data]
         if value.dtype not in (torch.float32, torch.float64):
-            # Not all others can be compared.
+            # torch cannot compare all other dtypes.
             both = [value.to(torch.complex128) for value in both]
         torch.testing.assert_close(*both, rtol=rtol, atol=atol)
     return True
