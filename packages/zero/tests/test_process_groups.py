@@ -24,6 +24,7 @@ from zero import (
     direct_reduce_scatter,
     wire_bytes,
 )
+from zero.gloo_collectives import DIRECT_ALL_REDUCE_BYTES, direct_all_reduce
 from zero.optimizer.option_checks import CHECKSUM_BITS
 from zero.partition import by_element, by_parameter
 
@@ -128,10 +129,30 @@ def gather(dtype, size):
     assert torch.equal(together, expected)
 
 
-def scatter_and_gather():
+def reduce_all(dtype, size):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(world, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    expected = torch.zeros(size, dtype=wide)
+    for part in inputs:
+        expected += part.to(wide)
+    # A tensor that is not contiguous is reduced in place too.
+    summed = torch.stack([inputs[rank]] * 2, 1)[:, 0]
+    direct_all_reduce(summed)
+    largest = inputs[rank].clone()
+    direct_all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
+    assert torch.equal(summed, expected.to(dtype))
+    assert torch.equal(largest, inputs.amax(0))
+
+
+def scatter_gather_and_reduce():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         scatter(dtype, 7)
         gather(dtype, 7)
+        reduce_all(dtype, 7)
+    large = torch.ones(DIRECT_ALL_REDUCE_BYTES)
+    direct_all_reduce(large)
+    assert bool((large == dist.get_world_size()).all())
     return True
 
 
@@ -153,7 +174,7 @@ def test_direct_collectives_are_used_on_gloo_by_any_name():
 
 @pytest.mark.parametrize("world", [*[exhaustive(n) for n in (1, 2, 5)], 3])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
-    assert all(run_ranks(scatter_and_gather, world, timeout=DEADLINE))
+    assert all(run_ranks(scatter_gather_and_reduce, world, timeout=DEADLINE))
 
 
 @settings(max_examples=100, deadline=None)

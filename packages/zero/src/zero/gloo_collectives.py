@@ -101,7 +101,7 @@ def direct_all_reduce(
     With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order. The
     operation is SUM or MAX.
     """
-    if tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
+    if tensor.nbytes > DIRECT_ALL_REDUCE_BYTES or not tensor.is_cpu:
         return dist.all_reduce(tensor, op, group, async_op)
     work = _DirectAllReduce(tensor, op, group)
     if async_op:
