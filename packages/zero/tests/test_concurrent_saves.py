@@ -145,7 +145,7 @@ KILLED_AT = ("before writing", "after writing", "between the renames", "before t
 
 def die_at(path, moment):
     model = filled(2.0)
-    # There is no other survivor whose report could be waited for.
+    # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     if dist.get_rank() == 0:
         rename = Path.rename
@@ -205,7 +205,7 @@ POINTS = 200
 def save_traced(path, rank, injections, log):
     """Save while strace injects faults into the system calls of one rank."""
     model = filled(2.0)
-    # There is no other survivor whose report could be waited for.
+    # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     dist.barrier()
     if dist.get_rank() == rank:

@@ -56,7 +56,7 @@ def lose_a_rank(stage, how, report_path):
     step(model, optimizer)
     dist.barrier()
     if how == "hang":
-        # From here on every collective must fail, and there is no other survivor whose report
+        # From here on every collective must fail, and no other survivor sends a report that
         # could be waited for, so short timeouts cannot change the outcome.
         communicator = model.communicator if stage == 3 else optimizer.communicator
         communicator.group = dist.new_group(timeout=timedelta(seconds=3))
@@ -441,7 +441,7 @@ def die_while_saving(path):
     saving = save(path, model, optimizer, extra={"step": 2}, async_op=True)
     if dist.get_rank() == 1:
         os._exit(3)
-    # There is no other survivor whose report could be waited for.
+    # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     saving.wait()
 

@@ -588,9 +588,9 @@ def exchange_for_averages(stage):
     averages = [[p.detach().clone() for p in module.parameters()] for module in modules]
 
     def exchange():
-        for module, kept in zip(modules, averages, strict=True):
+        for module, values in zip(modules, averages, strict=True):
             for index, parameter in enumerate(module.parameters()):
-                kept[index], parameter.data = parameter.data, kept[index]
+                values[index], parameter.data = parameter.data, values[index]
 
     for step in range(3):
         backward(model, twin, step)
@@ -598,8 +598,8 @@ def exchange_for_averages(stage):
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for module, kept in zip(modules, averages, strict=True):
-                for average, parameter in zip(kept, module.parameters(), strict=True):
+            for module, values in zip(modules, averages, strict=True):
+                for average, parameter in zip(values, module.parameters(), strict=True):
                     average.mul_(0.9).add_(parameter, alpha=0.1)
         exchange()
         with torch.inference_mode():

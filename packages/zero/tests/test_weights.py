@@ -674,7 +674,7 @@ def die_after_the_rename(path):
     import zero.checkpoint.draft as draft
 
     model = make()
-    # There is no other survivor whose report could be waited for.
+    # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     if dist.get_rank() == 0:
         rename = draft.replace_folder
