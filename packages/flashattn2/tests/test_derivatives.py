@@ -190,3 +190,30 @@ def test_vmap_is_refused(transform):
         q = q[0]
     with pytest.raises(NotImplementedError, match="the mapped dimension part of the batch"):
         transform(lambda x: flash_attention(x, x, x))(q)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_batched_gradients_are_refused(interpreter, backend):
+    """The kernels cannot read the memory of a batch of cotangents or tangents."""
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+
+    def run(q):
+        return flash_attention(q, q, q, backend=backend)
+
+    out = run(q)
+    cotangents = torch.randn(3, *out.shape)
+    message = "batched gradients, is not supported"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(out, q, cotangents, is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.functional.jacobian(run, q, vectorize=True, strategy="forward-mode")
+
+
+def test_batched_gradients_of_the_cpu_kernel_equal_separate_gradients():
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    out = flash_attention(q, q, q, is_causal=True)
+    cotangents = torch.randn(3, *out.shape)
+    (batched,) = torch.autograd.grad(out, q, cotangents, is_grads_batched=True, retain_graph=True)
+    for cotangent, ours in zip(cotangents, batched, strict=True):
+        (expected,) = torch.autograd.grad(out, q, cotangent, retain_graph=True)
+        torch.testing.assert_close(ours, expected)

@@ -244,6 +244,14 @@ def test_restarting_positions_without_separated_sequences_are_not_a_pattern():
     assert "flashattn2 would not follow it" in mask.rule.refusal
 
 
+def test_known_masks_are_checked_on_the_cpu_if_another_device_is_the_default():
+    """`torch.set_default_device("cuda")` would put a part of the examples on the GPU."""
+    from flashattn2.integrations import mask_functions
+
+    with torch.device("meta"):
+        assert mask_functions._has_known_factories.__wrapped__()
+
+
 def test_memory_of_a_sliding_mask_is_linear():
     from flashattn2.bench.measure import peak_extra_bytes
     from transformers import masking_utils

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
@@ -117,9 +118,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
     """Raise the error of a function that `torch.func.vmap` cannot map."""
     raise NotImplementedError(
-        "torch.func.vmap, and with it jacrev and hessian, is not supported; make the mapped "
-        "dimension part of the batch, or use attention_reference"
+        "torch.func.vmap, and with it jacrev, hessian and batched gradients, is not supported; make "
+        "the mapped dimension part of the batch, or use attention_reference"
     )
+
+
+def _refuse_batched(*tensors: Tensor | None) -> None:
+    """Raise the error of `_refuse_vmap` for a batch of cotangents or tangents.
+
+    `is_grads_batched=True` and `vectorize=True` of torch.autograd pass such batches as tensors
+    whose memory the kernels cannot read.
+    """
+    if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
+        _refuse_vmap(None, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -144,6 +155,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        _refuse_batched(*tangents[:3])
         t_q, t_k, t_v = (
             torch.zeros_like(x) if t is None else t
             for x, t in zip((q, k, v), tangents[:3], strict=True)
@@ -285,7 +297,10 @@ def _gradients(
     """Run the backward pass of the selected backend."""
     if grad_lse is None and _can_call_kernel_directly(method, cu_q):
         return aten.gradients(q, k, v, out, lse, grad_out, spec)
-    run: Callable[..., Any] = backward_op if needs_operator(q, k, v, grad_out) else backward
+    run: Callable[..., Any] = backward_op
+    if not needs_operator(q, k, v, grad_out):
+        _refuse_batched(grad_out, grad_lse)
+        run = backward
     dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *method)
     return dq, dk, dv
 

@@ -172,15 +172,16 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 #: Functions of `transformers.masking_utils` that return a mask function, with example arguments.
+#: The examples are on the CPU, also if `torch.set_default_device` has selected another device.
 FACTORIES: dict[str, tuple[Any, ...]] = {
     "and_masks": (lambda b, h, q, k: k >= 0,),
     "sliding_window_overlay": (3,),
     "sliding_window_bidirectional_overlay": (2,),
-    "chunked_overlay": (2, torch.tensor([1])),
-    "packed_sequence_mask_function": (torch.tensor([[0, 0, 1, 1, 1, 2]]),),
+    "chunked_overlay": (2, torch.tensor([1], device="cpu")),
+    "packed_sequence_mask_function": (torch.tensor([[0, 0, 1, 1, 1, 2]], device="cpu"),),
     "remap_positions_for_packed_sequence": (
         lambda b, h, q, k: k <= q,
-        torch.tensor([[0, 1, 0, 1, 2, 0]]),
+        torch.tensor([[0, 1, 0, 1, 2, 0]], device="cpu"),
     ),
 }
 
@@ -206,10 +207,10 @@ def _has_known_factories() -> bool:
     """
     from transformers import masking_utils
 
-    q = torch.arange(6)[:, None]
-    k = torch.arange(6)[None]
-    positions = torch.tensor([0, 1, 0, 1, 2, 0])
-    sequence = torch.tensor([0, 0, 1, 1, 1, 2])
+    k = torch.arange(6, device="cpu")[None]
+    q = k.mT
+    positions = torch.tensor([0, 1, 0, 1, 2, 0], device="cpu")
+    sequence = torch.tensor([0, 0, 1, 1, 1, 2], device="cpu")
     expected = {
         "and_masks": k >= 0 * q,
         "sliding_window_overlay": k > q - 3,
@@ -223,7 +224,7 @@ def _has_known_factories() -> bool:
         if factory is None:
             continue
         function = factory(*arguments)
-        mask = torch.as_tensor(function(0, 0, q, k)).expand(6, 6)
+        mask = torch.as_tensor(function(0, 0, q, k), device="cpu").expand(6, 6)
         if not torch.equal(mask, expected[name].expand(6, 6)):
             return False
     causal: Any = masking_utils.causal_mask_function

@@ -7,6 +7,7 @@ is a tensor subclass without storage.  Operations that copy it or cut it along i
 return another `AttentionMask`; every other operation raises ValueError and names the model.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -292,7 +293,7 @@ def _split(mask: AttentionMask, sizes: Any, dim: int = 0) -> list[AttentionMask 
     length = mask.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+    ends = itertools.accumulate(sizes)
     return [_slice(mask, dim, end - n, end) for n, end in zip(sizes, ends, strict=True)]
 
 
