@@ -118,8 +118,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
     """Raise the error of a function that `torch.func.vmap` cannot map."""
     raise NotImplementedError(
-        "torch.func.vmap, and with it jacrev, hessian and batched gradients, is not supported; make "
-        "the mapped dimension part of the batch, or use attention_reference"
+        "torch.func.vmap, and with it jacrev, hessian and batched gradients, is not supported; "
+        "make the mapped dimension part of the batch, or use attention_reference"
     )
 
 
