@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from triton.runtime import interpreter as triton_interpreter
 
 
 def paged(cache, page_size, spare=3):
@@ -95,7 +96,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, devic
     sinks=st.booleans(),
     backend=st.sampled_from(("auto", "torch")),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(backend, shape, sinks, **case):
     options = {"sinks": torch.randn(shape[0])} if sinks else {}
     check(backend, shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
@@ -163,6 +164,8 @@ def test_tile_of_a_fixed_split_does_not_depend_on_other_queries(interpreter, mon
 
     sizes = decode.tile_rows
     monkeypatch.setattr(decode, "tile_rows", record)
+    # The tile does not depend on the values, which the interpreter computes slowly.
+    monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     cache = torch.randn(2, 2, 90, 16, dtype=torch.float16)
     lengths = torch.tensor([90, 41], dtype=torch.int32)
     for cu in ([0, 1, 2], [0, 1, 70]):
@@ -472,7 +475,7 @@ def test_shapes_of_a_cache_on_the_meta_device():
         ("torch", 4),
         ("aten", 4),
         ("triton", 4),
-        ("triton", None),
+        pytest.param("triton", None, marks=pytest.mark.exhaustive),
         pytest.param("torch", None, marks=pytest.mark.exhaustive),
         pytest.param("aten", None, marks=pytest.mark.exhaustive),
     ],
@@ -550,8 +553,8 @@ def test_different_keys_and_values_in_one_cache_are_refused(interpreter, length,
             torch._dynamo.reset()
             return torch.compile(eager, backend="aot_eager", fullgraph=True)(*arguments)
 
-    for _ in range(2):  # the second call takes the fast path
-        for first in (0, 9):
+    for _ in range(1 if compiled else 2):  # the second call takes the fast path
+        for first in (9,) if compiled else (0, 9):
             caches = buffer[..., :16], buffer[..., first : first + 16]
             with pytest.raises(ValueError, match="new values would overwrite keys"):
                 run(*caches, q, q.clone())

@@ -25,7 +25,7 @@ HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
     ],
 )
 def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
-    q, k, v = tensors("more keys", 16)
+    q, k, v = (x[:, :1] for x in tensors("more keys", 16))
     grads = torch.randn_like(q), torch.randn(q.shape[:-1])
 
     def run(q, k, v, **options):
@@ -41,7 +41,7 @@ def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
 
 @pytest.mark.parametrize("bound", [2**30 - 1, 2**29])
 def test_the_largest_bounds_of_a_kernel_hide_nothing(interpreter, bound):
-    q, k, v = tensors("fewer keys", 16)
+    q, k, v = (x[:, :1, :20] for x in tensors("fewer keys", 16))
     for window in ((bound, None), (None, bound), bound):
         out = flash_attention(q, k, v, window=window, backend="triton")
         torch.testing.assert_close(out, attention_reference(q, k, v), atol=1e-5, rtol=1e-5)

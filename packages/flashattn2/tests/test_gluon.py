@@ -369,11 +369,35 @@ ALL += [{**job, "shape": [1, 16, 4, 4096, 4096]} for job in ALL[:8] if not job["
 SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
 
 
-@pytest.mark.parametrize(
-    "jobs", [SAMPLE, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["sample", "exhaustive"]
+BACK = [
+    {"dim": dim, "dtype": dtype, "left": left, "right": right, "deterministic": deterministic}
+    for dim in (64, 128)
+    for dtype in ("bf16", "fp16")
+    for left in (False, True)
+    for right in (False, True)
+    for deterministic in (False, True)
+]
+BACK += [{**job, "shape": [1, 1, 1, 1, 77], "side": 1} for job in BACK[-2:]]
+BACK += [{**job, "shape": [16, 16, 1, 4096, 4096], "side": 0} for job in BACK[-4:-2]]
+BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SAMPLE + BACK_SAMPLE, pytest.param(ALL + BACK, marks=pytest.mark.exhaustive)],
+    ids=["sample", "exhaustive"],
 )
-def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(jobs):
-    for result in compiled(jobs):
+def compiled_code(request):
+    """Return the facts of the forward and the backward kernels, compiled by one process."""
+    results = compiled(request.param)
+    return {
+        "forward": [r for r in results if "deterministic" not in r],
+        "backward": [r for r in results if "deterministic" in r],
+    }
+
+
+def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(compiled_code):
+    for result in compiled_code["forward"]:
         # Only the smaller share of a third consumer spills, by at most 16 bytes.
         assert result["stack_bytes"] <= (16 if result["consumers"] == 3 else 0), result
         # All warps share a multiprocessor's 65,536 registers.
@@ -398,27 +422,9 @@ def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(jobs
         assert result["tma_loads"] > 0, result
 
 
-BACK = [
-    {"dim": dim, "dtype": dtype, "left": left, "right": right, "deterministic": deterministic}
-    for dim in (64, 128)
-    for dtype in ("bf16", "fp16")
-    for left in (False, True)
-    for right in (False, True)
-    for deterministic in (False, True)
-]
-BACK += [{**job, "shape": [1, 1, 1, 1, 77], "side": 1} for job in BACK[-2:]]
-BACK += [{**job, "shape": [16, 16, 1, 4096, 4096], "side": 0} for job in BACK[-4:-2]]
-BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
-
-
-@pytest.mark.parametrize(
-    "jobs",
-    [BACK_SAMPLE, pytest.param(BACK, marks=pytest.mark.exhaustive)],
-    ids=["sample", "exhaustive"],
-)
-def test_compiled_backward_overlaps_products_with_exponentials(jobs):
+def test_compiled_backward_overlaps_products_with_exponentials(compiled_code):
     """At most 48 bytes are spilled if dQ is computed too, and 8 bytes otherwise."""
-    for result in compiled(jobs):
+    for result in compiled_code["backward"]:
         atomic = not result["deterministic"]
         assert result["stack_bytes"] <= (48 if atomic else 8), result
         assert result["registers"] <= 168, result

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("backend", "splits"), [("torch", 1), ("auto", 1), ("triton", 1), ("triton", 3)]
+)
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": 4, "softcap": 2.0, "scale": 3.0}], ids=str
 )
@@ -66,7 +67,7 @@ def test_packed_sequences_return_largest_scores(interpreter, backend):
 )
 def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
     """A row is computed alone, in a batch, and together with other queries of its sequence."""
-    q = torch.randn(2, 2, 40, 16)
+    q = torch.randn(2, 1, 40, 16)
     k, v = torch.randn(2, 2, 1, 90, 16)
 
     def run(q, k, v):
