@@ -1,9 +1,15 @@
-"""Compile the kernels of a cache for a GPU that need not exist, and print the errors.
+"""Compile the kernels of a cache without a GPU, and print their names.
 
 This is a script because a process that interprets kernels cannot compile them.
 """
 
 import sys
+import warnings
+
+with warnings.catch_warnings():
+    # The import has no warnings.  Torch warns without NumPy, which is a dependency.
+    warnings.simplefilter("error", UserWarning)
+    import flashattn2  # noqa: F401
 
 import triton
 from flashattn2.kernels import decode, forward, launch
@@ -65,9 +71,9 @@ def jobs(paged, kind, dim):
 
 
 def main():
-    """Compile every kernel, contiguous (and of sizes 1, which Triton compiles in) and in pages.
+    """Compile every kernel for a contiguous cache, whose sizes are all 1, and for a paged one.
 
-    The word "exhaustive" on stdin compiles both for both architectures.
+    Each cache is compiled for one architecture, or for both if "exhaustive" is on standard input.
     """
     is_exhaustive = sys.stdin.read() == "exhaustive"
     for arch in (80, 90):

@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that need not exist, and report facts of the compiled code.
+"""Compile kernels without a GPU, and report facts of the compiled code.
 
 This is a script because a process that interprets kernels cannot compile them: it reads a list of
 jobs as JSON from standard input, and writes one line of JSON per job.
@@ -86,10 +86,10 @@ def compile_job(job):
 
 
 def issued_flops(ptx, num_warps):
-    """FLOPs of all matrix instructions, each once, as all of a program's warps issue them.
+    """Return the FLOPs of one execution of each matrix instruction by all warps of a program.
 
-    `wgmma` is issued by a warpgroup of four warps, `mma.sync` by each warp.  Where a product has
-    fewer rows than the warps were laid out for, several compute the same: that is work done twice.
+    A warpgroup of four warps issues a `wgmma`, and each warp an `mma.sync`.  If a product has fewer
+    rows than the layout of the warps, several warps compute the same rows, and each is counted.
     """
     of_groups = re.findall(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)", ptx)
     of_warps = re.findall(r"mma\.sync\S*\.m(\d+)n(\d+)k(\d+)", ptx)

@@ -1,8 +1,8 @@
-"""A machine of Python for the Gluon kernels, since nothing else here can run it.
+"""A machine in Python that executes the Gluon kernels without a GPU.
 
 `Machine` executes a kernel's own functions line by line: torch does their arithmetic, a thread
-stands for each partition of warps, and barriers count phases as Hopper's do.  What each partition
-asks of barriers and shared memory, in order, is its trace: see `gluon_schedules.py`.
+represents each partition of warps, and barriers count phases as Hopper's do.  The trace of a
+partition lists its operations on barriers and shared memory in order: see `gluon_schedules.py`.
 """
 
 import itertools
@@ -22,7 +22,7 @@ NAMES = {
     "backward_kernel": "a b x y lse delta numbers resident_ready x_ready y_ready free ds dq",
 }
 PATIENCE_SECONDS = 60.0
-# As they were before a machine stands in a kernel's place.
+# The contents of the modules before a machine replaces a kernel.
 HOMES = {"forward_kernel": dict(vars(forward)), "backward_kernel": dict(vars(backward))}
 BELOW = dict(vars(tiles))
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-# Every value of every option meets every value of every other at least once.
+# Every pair of values of two options occurs at least once.
 SHAPES = {  # batch, heads, kv_heads, seq_q, seq_k
     "square": (2, 2, 2, 48, 48),
     "more keys": (1, 4, 2, 37, 70),

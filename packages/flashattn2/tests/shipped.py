@@ -23,7 +23,7 @@ NOT_CAUSAL = {"right": False}
 SPLITS = {"splits": 2}
 PACKED = {"packed": True}
 NARROW = {"narrow": True}
-# Every combination; but a narrow head dim, which masks a little more, only beside one other.
+# Every combination of options.  A narrow head dim is combined with at most one other option.
 OPTIONS = (
     *(
         left | softcap | right | packing
@@ -106,7 +106,7 @@ def jobs(key, block_d, tile, options):
     path, kind, kernel = key
     options, half = dict(options), kind == "half"
     dim = block_d - 8 if options.pop("narrow", False) else block_d
-    # The sums over rows go with dQ: the same tiles, no precision but this.
+    # The row sums have the tiles of dQ, and exist in this precision only.
     kernels = ("sums", "dq") if (kind, kernel) == ("ieee", "dq") else (kernel,)
     for kernel, arch in itertools.product(kernels, ARCHITECTURES[path, kind == "half"]):
         yield {

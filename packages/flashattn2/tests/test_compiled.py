@@ -86,7 +86,7 @@ def results(every_result):
     return [r for r in every_result if not is_fault(r) and not r.get("of_one")]
 
 
-# Rather these few bytes than a smaller tile whose products are done twice.
+# A smaller tile would spill nothing, but compute products twice.
 FEW_BYTES = 48
 
 
@@ -239,7 +239,8 @@ def test_wider_first_products_would_spill(narrow):
 @pytest.mark.parametrize(
     "cases", ["sample", pytest.param("exhaustive", marks=pytest.mark.exhaustive)]
 )
-def test_the_kernels_of_a_cache_compile(cases):
+def test_import_has_no_warnings_and_the_kernels_of_a_cache_compile(cases):
+    """The two share a process, because importing torch takes seconds."""
     lines = run_script("compile_decoding.py", cases)
     assert {tuple(line.split()[:2]) for line in lines} == set(
         itertools.product(("80", "90"), ("decode_kernel", "append_kernel", "combine_kernel"))

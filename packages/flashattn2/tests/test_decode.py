@@ -186,8 +186,8 @@ def test_autocast_casts_nothing_inside(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
     exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
     with torch.autocast("cpu", torch.bfloat16):
-        cast_for_autocast = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
-    assert torch.equal(exact, cast_for_autocast)
+        under_autocast = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    assert torch.equal(exact, under_autocast)
 
 
 def test_attention_compiles_in_one_graph(interpreter):
@@ -631,7 +631,7 @@ def test_new_keys_in_an_expanded_cache_are_refused(interpreter, shape, lengths, 
                     q, *caches, q, q.clone(), cache_seqlens=lengths, backend=backend
                 )
             assert not any(x.any() for x in buffers)
-        # To read such a cache is right.
+        # Reading such a cache is allowed.
         flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths, backend=backend)
 
 

@@ -361,7 +361,7 @@ ALL = [
     for left in (False, True)
     for right in (False, True)
 ]
-# A launch compiles in what is 1, and knows what 16 divides.
+# Triton compiles sizes of 1 as constants, and specializes on multiples of 16.
 ALL.append({**ALL[-1], "shape": [1, 1, 1, 1, 77], "side": 1})
 ALL.append({**ALL[-1], "shape": [16, 16, 1, 4096, 4096], "side": 0})
 # Three consumers.
@@ -408,13 +408,13 @@ def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(comp
         assert result["shared_bytes"] <= 227 * 1024, result
         assert result["work"] == pytest.approx(1.0, abs=0.02), result
         assert result["widths"] == sorted({128, result["dim"]}), result
-        # One product of two may still run: there and in ptxas's own code.
+        # One of two products may still run, in PTX and in machine code.
         assert result["waits"] == [0, 1], result
         assert result["waits_in_machine_code"] == [0, 1], result
         # One exponential for each score that a thread has, and one for each of its two rows.
         assert len(result["under_products"]) == result["consumers"] * (3 if result["left"] else 2)
         assert min(result["under_products"]) >= 66, result
-        # ptxas says so where it waits for each product after all.
+        # By this warning ptxas reports that it waits for each product.
         assert "C75" not in result["warnings"], result
         assert result["unguarded_arrivals"] == [], result
         order = ["write", "fence", "meet", "copy", "wait"]
@@ -433,7 +433,7 @@ def test_compiled_backward_overlaps_products_with_exponentials(compiled_code):
         assert result["work"] == pytest.approx(1.0, abs=0.02), result
         assert set(result["widths"]) <= {64, 128}, result
         assert result["waits"] == result["waits_in_machine_code"] == [0, 1], result
-        # One for each score that a thread has, under dP.
+        # While dP is computed, a thread computes one exponential for each of its scores.
         assert max(result["under_products"]) == result["scores_of_a_thread"], result
         assert "C75" not in result["warnings"], result
         assert result["unguarded_arrivals"] == [], result
@@ -443,7 +443,7 @@ def test_compiled_backward_overlaps_products_with_exponentials(compiled_code):
         assert all(order[i + 1 : i + 3] == ["fence", "meet"] for i in writes), result
         assert order[writes[-1] + 3 : writes[-1] + 5] == ["copy", "copied"], result
         if atomic:
-            # dS is there for both warpgroups; the part of dQ before was read.
+            # dS is complete for both warpgroups, and the previous part of dQ has been read.
             assert order[writes[0] + 3] == "product", result
             assert order[writes[1] - 2 : writes[1]] == ["copied", "meet"], result
             assert order[writes[1] + 3] == "copy", result

@@ -53,7 +53,7 @@ HEAD_DIMS = (16, 24, 32, 64, 80, 128, 192, 256)
     ids=str,
 )
 def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype, deterministic):
-    """Each pair of lengths meets each kind of options at some head dim."""
+    """Each pair of lengths is combined with each kind of options for some head dim."""
     fixed = run(backend="triton", deterministic=deterministic)
     kinds = ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0})
     for i, lengths in enumerate(((333, 333), (100, 700), (700, 100))):
@@ -204,7 +204,7 @@ on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute c
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_gluon_kernels_are_as_good_as_plain(dim, dtype, deterministic):
-    """Each pair of lengths meets each band for some head dim and dtype."""
+    """Each pair of lengths is combined with each band for some head dim and dtype."""
     fixed = run(backend="gluon", deterministic=deterministic)
     bands = ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)})
     shift = 2 * (dim == 64) + (dtype == torch.float16)

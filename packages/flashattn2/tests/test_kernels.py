@@ -44,9 +44,8 @@ def test_half_precision_is_as_good_as_plain(interpreter, dtype, deterministic, o
 def test_largest_float32_error_of_the_median_draw_is_at_most_twice_that_of_plain(
     interpreter, draws
 ):
-    assert_as_good_as_plain(
-        triton(), tensors("more keys", 24), draws=draws, is_causal=True, softcap=2.0
-    )
+    inputs = [x[:, : x.shape[1] // 2] for x in tensors("more keys", 24)]
+    assert_as_good_as_plain(triton(), inputs, draws=draws, is_causal=True, softcap=2.0)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_every_byte_is_counted_also_inside_kernels():
 
     assert peak_extra_bytes(three_tensors) == 1_500_000
     x = torch.randn(100, 100)
-    # The product, then softmax of it beside it.
+    # The product and its softmax are in memory together.
     assert peak_extra_bytes(lambda: (x @ x).softmax(-1)) == 2 * x.nbytes
     # Values and indices are 12 bytes per element; sorting allocates more within.
     assert peak_extra_bytes(lambda: x.sort()) > 12 * x.numel()
@@ -64,10 +64,10 @@ def test_every_byte_is_counted_also_inside_kernels():
     ids=["tiled", "aten", "double backward", "forward mode"],
 )
 def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
-    # From some tiles on, so that what a tile takes is a part of both.
+    # Both lengths are several tiles, so the memory of a tile is a part of both peaks.
     small, large = (peak_extra_bytes(functools.partial(run, *inputs(seq))) for seq in (768, 1536))
     assert 0 < large <= 2 * small
-    # The scores alone, in float32.
+    # The scores alone would take this many bytes in float32.
     assert large < 4 * 1536 * 1536
 
 

@@ -30,7 +30,7 @@ def poison(tensors, name, row):
 
 def assert_keeps_nan(out, lse, q, k, v, **options):
     """Every number that depends on a NaN is NaN, and no row of another head is."""
-    # The reference multiplies hidden values by 0, which leaves NaN: only what is seen counts here.
+    # The reference multiplies hidden values by 0, which leaves NaN; only visible values count here.
     spec = make_spec(16, options.get("is_causal", False), None, options.get("window"), None)
     seq_q, seq_k = q.shape[2], k.shape[2]
     seen = ~spec.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)

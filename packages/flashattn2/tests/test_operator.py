@@ -189,9 +189,9 @@ def test_autocast_casts_the_inputs_that_sdpa_casts(function):
 
     exact = run()
     with torch.autocast("cpu", torch.bfloat16):
-        cast_for_autocast = run()
-    assert cast_for_autocast.dtype == torch.bfloat16
-    torch.testing.assert_close(cast_for_autocast.float(), exact, atol=0.02, rtol=0.02)
+        under_autocast = run()
+    assert under_autocast.dtype == torch.bfloat16
+    torch.testing.assert_close(under_autocast.float(), exact, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
@@ -200,7 +200,7 @@ def test_autocast_casts_the_inputs_that_sdpa_casts(function):
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
-    """Sums and scores remain in float32: the bits equal those of inputs cast beforehand."""
+    """Sums and scores remain in float32: results have the bits of inputs cast beforehand."""
 
     def derivatives(q, k, v):
         inputs = (x[0].transpose(0, 1) for x in (q, k, v)) if packed else (q, k, v)
@@ -217,8 +217,8 @@ def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtyp
     # Values that the lower precision holds exactly, and no sum of a gradient over casts.
     saved = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype):
-        cast_for_autocast = derivatives(*saved)
-    for ours, expected in zip(cast_for_autocast, by_hand, strict=True):
+        under_autocast = derivatives(*saved)
+    for ours, expected in zip(under_autocast, by_hand, strict=True):
         assert torch.equal(ours.to(expected.dtype), expected)
 
 

@@ -29,7 +29,7 @@ def test_largest_scores_equal_the_reference(interpreter, backend, splits, option
     assert largest.shape == (q.shape[1],)
     torch.testing.assert_close(largest, expected[1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
-    # By hand, where nothing is hidden.
+    # If nothing is hidden, these are the largest entries of the product.
     if not options:
         scores = q @ k.repeat_interleave(2, 1).mT * 16**-0.5
         torch.testing.assert_close(largest, scores.amax((0, 2, 3)), atol=1e-5, rtol=1e-5)
@@ -41,11 +41,11 @@ def test_packed_sequences_return_largest_scores(interpreter, backend):
     out, lse, largest = flash_attention_varlen(
         q, q, q, CU, CU, backend=backend, return_lse=True, return_max_logits=True
     )
-    map_sequences = [
+    by_sequence = [
         attention_reference(*(q[rows].transpose(0, 1)[None],) * 3, return_max_logits=True)[1]
         for rows in (slice(0, 3), slice(3, 9))
     ]
-    torch.testing.assert_close(largest, torch.stack(map_sequences).amax(0))
+    torch.testing.assert_close(largest, torch.stack(by_sequence).amax(0))
     assert not largest.requires_grad
     (out.sum() + lse.sum()).backward()
     none = flash_attention(

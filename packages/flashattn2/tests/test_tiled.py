@@ -51,7 +51,7 @@ def test_every_option_equals_the_reference_in_float64(backend):
     check()
 
 
-# Splits, TMA and atomics are the kernels' alone.
+# Only the kernels have splits, TMA and atomic additions.
 TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", "deterministic")}
 
 
