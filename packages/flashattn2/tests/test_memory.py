@@ -81,10 +81,10 @@ def test_memory_of_plain_attention_is_quadratic():
 
 
 @pytest.mark.parametrize(
-    ("seq", "share"), [(2048, 10), pytest.param(4096, 20, marks=pytest.mark.exhaustive)]
+    ("seq", "factor"), [(2048, 10), pytest.param(4096, 20, marks=pytest.mark.exhaustive)]
 )
-def test_tiled_attention_uses_a_fraction_of_plain_memory(seq, share):
+def test_tiled_attention_uses_a_fraction_of_plain_memory(seq, factor):
     x = inputs(seq)
     tiled = peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
     plain = peak_extra_bytes(lambda: gradient(attention_reference)(*x))
-    assert share * tiled <= plain
+    assert factor * tiled <= plain
