@@ -64,9 +64,14 @@ def peak_of_second_step(config, attention, device, *, checkpointed, foreach=Fals
     return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
 
 
-def predicted_peak(config, **options):
+def predicted_peak(config, *, checkpointed, **options):
     return accounting.peak_memory(
-        transformer(config), batch=config.rows, seq=config.context, fused_norm=False, **options
+        transformer(config),
+        accounting.Plan(recompute="full" if checkpointed else "none"),
+        batch=config.rows,
+        seq=config.context,
+        fused_norm=False,
+        **options,
     ).total
 
 

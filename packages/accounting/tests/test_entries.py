@@ -54,7 +54,7 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
     },
-    "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True, "checkpointed": False},
+    "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
     "memory.peak.tensor_bytes": {"dtype": "fp32"},
     "memory.timeline.memory_timeline": RUN | {"plan": Plan(), "stage": 0},
     "memory.states.model_states": {

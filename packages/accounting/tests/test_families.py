@@ -238,6 +238,16 @@ def test_named_class_determines_counted_parts() -> None:
         Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
 
 
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+def test_untied_t5_has_the_head_of_its_published_weights(family: str) -> None:
+    # T5 1.1, Flan-T5 and mT5 were published with a head; this release of transformers ties it.
+    module = build(family, small(family) | {"tie_word_embeddings": False})
+    tied = Transformer.from_module(module)
+    assert tied.size == sum(parameter.numel() for parameter in module.parameters())
+    untied = Transformer.from_hf(module.config.to_dict() | {"tie_word_embeddings": False})
+    assert untied.size == tied.size + tied.vocab_size * tied.d_model
+
+
 def test_encoder_decoder_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode

@@ -140,36 +140,36 @@ PEAKS = {
 
 
 @pytest.mark.parametrize(
-    ("where", "flash", "foreach", "checkpointed"),
+    ("where", "flash", "foreach", "recompute"),
     [
-        ("logits", False, True, False),
-        ("activations", True, False, False),
-        ("activations", False, False, True),
-        ("optimizer", True, True, True),
+        ("logits", False, True, "none"),
+        ("activations", True, False, "none"),
+        ("activations", False, False, "full"),
+        ("optimizer", True, True, "full"),
     ],
 )
 def test_peak_of_training_is_predicted_within_three_percent(
-    where: str, flash: bool, foreach: bool, checkpointed: bool
+    where: str, flash: bool, foreach: bool, recompute: str
 ) -> None:
-    peak_agrees(where, flash, foreach, checkpointed)
+    peak_agrees(where, flash, foreach, recompute)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("where", PEAKS)
 def test_all_peaks_of_training_are_predicted_within_three_percent(
-    where: str, flash: bool, foreach: bool, checkpointed: bool
+    where: str, flash: bool, foreach: bool, recompute: str
 ) -> None:
-    peak_agrees(where, flash, foreach, checkpointed)
+    peak_agrees(where, flash, foreach, recompute)
 
 
-def peak_agrees(where: str, flash: bool, foreach: bool, checkpointed: bool) -> None:
+def peak_agrees(where: str, flash: bool, foreach: bool, recompute: str) -> None:
     """Check that the predicted peak of a real step is at most 3 percent off."""
     shape, batch, seq = PEAKS[where]
     model = Model(shape)
-    if checkpointed:
+    if recompute == "full":
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = (torch.randint(shape.vocab_size, (batch, seq)) for _ in range(2))
@@ -181,12 +181,12 @@ def peak_agrees(where: str, flash: bool, foreach: bool, checkpointed: bool) -> N
             optimizer.step()
     predicted = peak_memory(
         shape,
+        Plan(recompute=recompute),
         batch=batch,
         seq=seq,
         flash=flash,
         fused_norm=False,
         foreach=foreach,
-        checkpointed=checkpointed,
     )
     assert predicted.total == pytest.approx(peak.most, rel=0.03)
 

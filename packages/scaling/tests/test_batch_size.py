@@ -15,6 +15,7 @@ from scaling import (
     plot,
     sweep_learning_rate,
 )
+from scaling.__main__ import main
 from scaling.sweeps import training
 from scaling.sweeps.batch_size import SETTINGS
 
@@ -319,3 +320,45 @@ def test_diverged_runs_of_a_function_are_counted():
 def test_rate_law_of_invalid_rates_is_refused(rates):
     with pytest.raises(ValueError, match="a positive and finite rate at each of five"):
         fit_rate_law([1, 2, 4, 8, 16], rates)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "name"),
+    [(0, "a constant"), (0.5, r"a multiple of sqrt\(B\)"), (1, "a multiple of B")],
+)
+@pytest.mark.parametrize("scatter", [0.0, 0.02])
+def test_rate_law_without_a_visible_critical_batch_size_is_refused(exponent, name, scatter):
+    sizes = 2.0 ** np.arange(7)
+    rates = 0.1 * sizes**exponent * np.exp(scatter * np.cos(5.0 * np.arange(7)))
+    with pytest.raises(ValueError, match=f"{name} describes them as well .* no critical batch"):
+        fit_rate_law(sizes, rates)
+
+
+def test_sweep_without_a_rate_law_is_drawn_and_printed(monkeypatch, capsys):
+    sweep = sweep_learning_rate(quadratic, rates=RATES, batch_sizes=SIZES)
+    labels = [line.get_label() for line in plot(sweep).axes[1].lines]
+    assert [label for label in labels if label[0] != "_"] == ["swept"]
+    monkeypatch.setattr("scaling.__main__.sweep_learning_rate", lambda *_, **__: sweep)
+    assert main(["sweep"]) == 0
+    assert "no rate law: expected rates that saturate or peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "expected positive and finite batch_size, got 0"),
+        ({"batch_size": math.inf}, "expected positive and finite batch_size, got inf"),
+        ({"dimension": 0}, "expected dimension to be an integer >= 1, got 0"),
+        ({"dimension": math.nan}, "expected dimension to be an integer >= 1, got nan"),
+        ({"steps": -1}, "expected steps to be an integer >= 0, got -1"),
+        ({"rates": [0.1, -0.1]}, "expected positive and finite rates"),
+        ({"noise": -1.0}, "expected a finite noise >= 0, got -1"),
+    ],
+)
+def test_exact_results_refuse_impossible_settings(options, message):
+    setting = {"rates": 0.1, "batch_size": 4, "dimension": 8, "steps": 2}
+    with pytest.raises(ValueError, match=message):
+        exact_loss(**setting | options)
+    if not options.keys() & {"rates", "steps", "noise"}:
+        with pytest.raises(ValueError, match=message):
+            exact_rate(**{"batch_size": 4, "dimension": 8} | options)

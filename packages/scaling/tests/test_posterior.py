@@ -39,6 +39,14 @@ def log_width(interval):
     return math.log(interval.high / interval.low)
 
 
+def test_quantity_that_is_nan_for_a_law_is_refused():
+    fit = fit_parametric(isoflop_runs(noise=5e-3))
+    undefined = Quantity("undefined", lambda constants: np.where(constants[:, 3] < 0.35, np.nan, 1))
+    for sample in (fit.posterior, bootstrap(fit, resamples=100)):
+        with pytest.raises(ValueError, match="expected a number for every resample, got NaN for"):
+            sample.interval(undefined)
+
+
 def test_posterior_and_bootstrap_agree_for_normal_errors():
     """They agree on average, since the bootstrap of a single table varies by a tenth."""
     ratios = []

@@ -187,17 +187,23 @@ def _sweep(arguments: argparse.Namespace) -> Output:
     sweep = sweep_learning_rate(
         arguments.task, arguments.optimizer, seeds=arguments.seeds, device=arguments.device
     )
-    law = sweep.law
     lines = [f"{sweep.runs} runs; gradient noise scale {sweep.critical_batch_size:.3g}"]
-    lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
+    law = None
+    try:
+        law = sweep.law
+        lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
+    except ValueError as error:
+        lines += [f"no rate law: {error}"]
     lines += ["batch size  best rate      exact  regime"]
     exact = sweep.exact_rates
     if exact is None:
         exact = np.full(len(sweep.batch_sizes), math.nan)
     table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=True)
-    lines += [f"{b:10.0f} {r:10.4g} {e:10.4g}  {law.regime(float(b))}" for b, r, e in table]
+    for size, rate, exact_rate in table:
+        regime = law.regime(float(size)) if law else "unknown"
+        lines.append(f"{size:10.0f} {rate:10.4g} {exact_rate:10.4g}  {regime}")
     _save_plot(sweep, arguments.plot)
-    result = {"law": asdict(law), "critical_batch_size": sweep.critical_batch_size}
+    result = {"law": asdict(law) if law else None, "critical_batch_size": sweep.critical_batch_size}
     names = ("batch_sizes", "best_rates", "rates", "loss")
     return lines, result | {name: getattr(sweep, name).tolist() for name in names}
 

@@ -69,6 +69,14 @@ def check_level(level: float) -> None:
         raise ValueError(f"expected 0 < level < 1, got level = {level}")
 
 
+def require_no_nan(values: Array) -> None:
+    """Raise `ValueError` if a value of a resampled or sampled law is NaN."""
+    if missing := int(np.isnan(values).sum()):
+        raise ValueError(
+            f"expected a number for every resample, got NaN for {missing} of {len(values)}"
+        )
+
+
 def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
     """Return the quantiles of resampled values at `low` and `high`.
 
@@ -76,10 +84,7 @@ def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, fl
     `ValueError` if a value is NaN.
     """
     resampled = np.asarray(values, dtype=float)
-    if missing := int(np.isnan(resampled).sum()):
-        raise ValueError(
-            f"expected a number for every resample, got NaN for {missing} of {len(resampled)}"
-        )
+    require_no_nan(resampled)
     if np.isfinite(resampled).all():
         first, last = np.quantile(resampled, [low, high])
     else:

@@ -4,6 +4,7 @@ import math
 import reprlib
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -230,9 +231,11 @@ def _plot_best_rates(axes: "Axes", sweep: Sweep) -> None:
     sizes = sweep.batch_sizes
     axes.plot(sizes, sweep.best_rates, "C0o", label="swept")
     axes.errorbar(sizes[bounded], sweep.best_rates[bounded], bars, fmt="none", capsize=2)
-    if np.isfinite(sweep.best_rates).sum() >= 5:
+    # Too few best rates, or rates that neither saturate nor peak, have no law.
+    with suppress(ValueError):
+        law = sweep.law
         grid = np.geomspace(sizes[0], sizes[-1], 200)
-        axes.plot(grid, sweep.law.predict(grid), label=f"{sweep.law.shape} law")
+        axes.plot(grid, law.predict(grid), label=f"{law.shape} law")
     if sweep.exact_rates is not None:
         axes.plot(sizes, sweep.exact_rates, "k--", lw=1, label="exact")
     if len(sizes) >= 2 and math.isfinite(sweep.critical_batch_size):

@@ -26,7 +26,6 @@ def peak_memory(
     *,
     foreach: bool = True,
     gradients_kept: bool = False,
-    checkpointed: bool = False,
     **run: Any,
 ) -> Breakdown:
     """Return the peak memory of one device in a training loop after the first step.
@@ -35,14 +34,14 @@ def peak_memory(
     of the backward, and activations are freed before the optimizer runs. The backward of each block
     frees its activations and allocates its gradients. The peak is therefore at the start of the
     backward, in a block (the last, the last but one or the first), or in the optimizer.
-    `checkpointed=True` means `Plan(recompute="full")`: each block runs again. Pass
-    `gradients_kept=True` if gradients exist before the backward (accumulation, buckets). `foreach`
-    is torch's default on a GPU: the optimizer computes the square roots of all second moments at
-    once.
+    Pass `gradients_kept=True` if gradients exist before the backward (accumulation, buckets).
+    `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
+    moments at once.
 
-    A `plan` may shard states over data ranks. ZeRO-3 is torch's FSDP2 with one group per block and
-    one for the ends. The ends stay gathered during the backward together with the whole gradient of
-    the head, while one block computes, the next is gathered, and the previous one is reduced.
+    A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
+    one group per block and one for the ends. The ends stay gathered during the backward together
+    with the whole gradient of the head, while one block computes, the next is gathered, and the
+    previous one is reduced.
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
@@ -61,8 +60,6 @@ def peak_memory(
             f"expected offload 'none' in peak_memory, got {plan.offload!r}; use training_memory "
             "for other plans"
         )
-    full = checkpointed or plan.recompute == "full"
-    plan = replace(plan, recompute="full" if full else "none", devices=0)
     step = _Step(model, plan, work, gradients_kept)
     moments = [*step.head(), *step.blocks(), step.optimizer(foreach)]
     return max(moments, key=lambda moment: moment.total)

@@ -46,7 +46,8 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
     A step of rate r on half the mean squared error multiplies E|w - w*|^2 by
     1 - 2 r + r^2 (1 + (d + 1) / B) for any w. The returned rate minimizes this factor.
     """
-    b = np.asarray(batch_size, np.float64)
+    _require_count("dimension", dimension)
+    b = _positive("batch_size", batch_size)
     return b / (b + dimension + 1)
 
 
@@ -57,7 +58,12 @@ def exact_loss(
 
     It iterates v' = (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B.
     """
-    r = np.asarray(rates, np.float64)
+    _require_count("dimension", dimension)
+    _require_count("steps", steps, least=0)
+    if not 0 <= noise < math.inf:
+        raise ValueError(f"expected a finite noise >= 0, got {noise}")
+    _positive("batch_size", batch_size)
+    r = _positive("rates", rates)
     factor = 1 - 2 * r + r**2 * (1 + (dimension + 1) / batch_size)
     v = np.full_like(r, dimension)
     for _ in range(steps):
@@ -150,10 +156,18 @@ def sweep_learning_rate(
     return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)
 
 
-def _require_count(name: str, count: float) -> None:
-    """Raise `ValueError` unless a number is a positive integer."""
-    if isinstance(count, bool) or count < 1 or count != int(count):
-        raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
+def _require_count(name: str, count: float, least: int = 1) -> None:
+    """Raise `ValueError` unless a number is an integer of at least `least`."""
+    if isinstance(count, bool) or not math.isfinite(count) or count < least or count != int(count):
+        raise ValueError(f"expected {name} to be an integer >= {least}, got {count!r}")
+
+
+def _positive(name: str, values: ArrayLike) -> Array:
+    """Return numbers as an array; raise `ValueError` unless all are positive and finite."""
+    numbers = np.asarray(values, np.float64)
+    if not ((numbers > 0).all() and np.isfinite(numbers).all()):
+        raise ValueError(f"expected positive and finite {name}, got {numbers.tolist()}")
+    return numbers
 
 
 def _exact_best_rates(sizes: Array, setting: Setting) -> Array:

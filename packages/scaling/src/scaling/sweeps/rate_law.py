@@ -27,6 +27,10 @@ REGIMES = {
 }
 
 
+#: The rate far from the characteristic batch size, by its exponent in the batch size.
+LIMITS = {0.0: "a constant", 0.5: "a multiple of sqrt(B)", 1.0: "a multiple of B"}
+
+
 @dataclass(frozen=True)
 class RateLaw:
     """The best rate at batch size B.
@@ -75,7 +79,8 @@ def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
     """Fit the shape and the constants that minimize the squared log error.
 
     The shapes are compared by AICc, because a surge has a third constant. Raises `ValueError` for
-    fewer than five batch sizes, and for a number that is not positive and finite.
+    fewer than five batch sizes, for a number that is not positive and finite, and for rates without
+    a visible B_c: far from it, each shape is a constant or proportional to B or to sqrt(B).
     """
     b = np.asarray(batch_sizes, np.float64)
     r = np.asarray(rates, np.float64)
@@ -92,11 +97,22 @@ def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
     surge = min(surges, key=lambda law: law.error)
     n = len(b)
 
-    def aicc(law: RateLaw, constants: int) -> float:
+    def aicc(error: float, constants: int) -> float:
         correction = 2 * constants * n / (n - constants - 1)
-        return float(2 * n * np.log(law.error + 1e-12) + correction)
+        return float(2 * n * np.log(error + 1e-12) + correction)
 
-    return surge if aicc(surge, 3) < aicc(saturating, 2) else saturating
+    law = saturating
+    if aicc(surge.error, 3) < aicc(saturating.error, 2):
+        law = surge
+    for exponent, name in LIMITS.items():
+        error = float(np.std(np.log(r) - exponent * np.log(b)))
+        if aicc(error, 1) < aicc(law.error, 3 if law is surge else 2):
+            raise ValueError(
+                "expected rates that saturate or peak within the batch sizes, got"
+                f" {r.tolist()} at {b.tolist()}; {name} describes them as well with fewer"
+                " constants, so no critical batch size can be seen"
+            )
+    return law
 
 
 def _fit_scale(shape: RateShape, k: float, forms: Array, rates: Array, sizes: Array) -> RateLaw:

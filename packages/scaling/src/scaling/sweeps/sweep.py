@@ -61,7 +61,7 @@ class Sweep(ComparesArrays):
 
     @property
     def law(self) -> RateLaw:
-        """The law fitted to the best rates; raises `ValueError` if there are fewer than five."""
+        """The law fitted to the best rates; raises the errors of `fit_rate_law`."""
         known = np.isfinite(self.best_rates)
         return fit_rate_law(self.batch_sizes[known], self.best_rates[known])
 

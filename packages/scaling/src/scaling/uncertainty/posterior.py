@@ -20,7 +20,7 @@ import numpy as np
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.law import CONSTANTS, Interval, Law, Optimum
+from scaling.law import CONSTANTS, Interval, Law, Optimum, require_no_nan
 from scaling.uncertainty.noise import fit_noise
 from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
@@ -99,12 +99,14 @@ class Posterior(Sample):
     def interval(self, target: str | Quantity) -> Interval:
         """Return the interval of a constant, of "exponent", or of any `Quantity`.
 
-        The ends are weighted quantiles. Without degrees of freedom the interval is (0, inf).
+        The ends are weighted quantiles. Without degrees of freedom the interval is (0, inf). Raises
+        `ValueError` if the quantity is NaN for a law.
         """
         target = named_quantity(target) if isinstance(target, str) else target
         if not len(self.weights):
             return Interval(0.0, math.inf, self.level)
         values = target.evaluate(self.constants)
+        require_no_nan(values)
         estimate = float(target.evaluate(self.law.constants[None])[0])
         tails = [0.5 - self.level / 2, 0.5 + self.level / 2]
         low, high = weighted_quantiles(values, self.weights, tails)

@@ -36,15 +36,15 @@ def _predicted(
     """Yield the predicted and the counted peak of each context, plain and checkpointed."""
     described = size_of(size).described(vocabulary=memory.vocabulary_of(size, config))
     for row in peaks:
-        for key, checkpointed in (("training", False), ("checkpointed", True)):
+        for key, recompute in (("training", "none"), ("checkpointed", "full")):
             predicted = accounting.peak_memory(
                 described,
+                accounting.Plan(recompute=recompute),
                 batch=memory.ROWS,
                 seq=row["context"],
                 flash=False,
                 fused_norm=False,
                 foreach=False,
-                checkpointed=checkpointed,
             ).total
             where = f"{size}, {row['context']} tokens, {key}"
             yield predicted / MIB, row[f"{key}_peak_mib"], where
