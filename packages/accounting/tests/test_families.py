@@ -248,6 +248,12 @@ def test_untied_t5_has_the_head_of_its_published_weights(family: str) -> None:
     assert untied.size == tied.size + tied.vocab_size * tied.d_model
 
 
+@pytest.mark.parametrize(("family", "fixed"), [("bart", 0), ("t5", 0), ("whisper", 1500)])
+def test_only_encoders_of_sound_read_a_fixed_number_of_tokens(family: str, fixed: int) -> None:
+    model = Transformer.from_hf(defaults(family) | {"architectures": None})
+    assert flops(model, seq=7) == flops(model, seq=7, encoder_seq=fixed or 7)
+
+
 def test_encoder_decoder_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
