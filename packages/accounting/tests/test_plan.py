@@ -152,7 +152,10 @@ def degrees(line: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("model", "gpus"),
-    [(SMALL, 16), (MIXTURE, 16), pytest.param(SMALL, 1000, marks=pytest.mark.exhaustive)],
+    [
+        (MIXTURE, 16),
+        *(pytest.param(SMALL, gpus, marks=pytest.mark.exhaustive) for gpus in (16, 1000)),
+    ],
 )
 def test_every_plan_proposed_has_lines_that_its_programs_take(
     model: Transformer, gpus: int

@@ -9,7 +9,7 @@ from accounting import Plan, Transformer, Window, Workload, peak_memory
 from accounting.memory.activations import activations
 
 LLAMA: dict[str, Any] = {
-    **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 1024},
+    **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 1024},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
 }
 MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_local_experts": 4}
@@ -23,7 +23,7 @@ LATENT = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {
-        **{"n_embd": 128, "n_layer": 3, "n_head": 8, "vocab_size": 1024},
+        **{"n_embd": 128, "n_layer": 2, "n_head": 8, "vocab_size": 1024},
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "llama": LLAMA | {"tie_word_embeddings": True},

@@ -29,7 +29,7 @@ def rounding_of_exponents(law, runs):
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
 @example(Law(2.37, 4816, 4816, 0.06, 0.06), "huber")
 def test_any_noiseless_law_is_recovered(law, loss):
@@ -50,7 +50,7 @@ def test_any_noiseless_law_is_recovered(law, loss):
     [
         pytest.param(Law(1, 50, 50, 0.2, 0.2), "huber", marks=pytest.mark.exhaustive),
         (Law(1.1, 811, 901, 1.2, 0.1), "huber"),
-        (Law(1, 3000, 260, 0.06, 1.5), "lad"),
+        pytest.param(Law(1, 3000, 260, 0.06, 1.5), "lad", marks=pytest.mark.exhaustive),
         (Law(2, 940, 230, 0.1, 0.1), "squares"),
         pytest.param(Law(1.03, 59, 54, 1.2, 1.2), "squares", marks=pytest.mark.exhaustive),
     ],
@@ -87,7 +87,7 @@ def hard_runs(count):
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_only_the_whole_grid_is_a_proof(count):
     missed = 0
     for runs in hard_runs(count):
@@ -102,7 +102,7 @@ def test_only_the_whole_grid_is_a_proof(count):
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize(
-    ("count", "steps"), [(4, 50), pytest.param(200, 150, marks=pytest.mark.exhaustive)]
+    ("count", "steps"), [(3, 40), pytest.param(200, 150, marks=pytest.mark.exhaustive)]
 )
 def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
     """The other methods are differential evolution and basin hopping, each polished."""
@@ -135,7 +135,7 @@ def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
         least = min(ends.objective.min(), evolved.fun, hopped.fun)
         proofs += fit.proof.holds
         assert not fit.proof.holds or least >= fit.objective * (1 - 1e-7)
-    assert proofs >= count // 4
+    assert proofs >= max(count // 4, 1)
 
 
 @pytest.mark.parametrize("loss", ["huber", "squares"])

@@ -24,11 +24,15 @@ from scaling.__main__ import main
 from scaling.report.page import backtest_table, report
 
 
+def few_runs():
+    return isoflop_runs(budgets=np.geomspace(6e18, 3e21, 6), noise=2e-3, seed=3, per_budget=5)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Return the page of a table whose file name contains angle brackets."""
     folder = tmp_path_factory.mktemp("report")
-    runs = isoflop_runs(noise=2e-3, seed=3, per_budget=5)
+    runs = few_runs()
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     table, target = folder / "runs <of> ours.csv", folder / "page.html"
     table.write_text("\n".join(["N,D,loss", *rows]))
@@ -75,7 +79,7 @@ def test_page_is_complete_well_formed_and_loads_nothing(page):
 
 
 def test_page_shows_the_answers_of_the_fits(page):
-    fit = fit_parametric(isoflop_runs(noise=2e-3, seed=3, per_budget=5))
+    fit = fit_parametric(few_runs())
     best = fit.optimal(1e23)
     interval = best.intervals["parameters"]
     assert f"{best.parameters:.4g} [{interval.low:.3g}, {interval.high:.3g}]" in page
