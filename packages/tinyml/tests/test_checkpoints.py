@@ -112,6 +112,22 @@ def test_a_tied_head_is_stored_once(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+@pytest.mark.parametrize("save", [save_awq, save_gptq])
+def test_generation_settings_are_saved_and_other_types_than_float16_refused(save, tmp_path):
+    model = quantize(llama(), 4, group_size=32, **WEIGHTS)
+    model.generation_config.eos_token_id = [1, 5]
+    save(model, tmp_path)
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert saved.eos_token_id == [1, 5]
+    for layer in (model.model.norm, model.lm_head):
+        for dtype in (torch.float32, torch.bfloat16):
+            layer.to(dtype)
+            with pytest.raises(ValueError, match=rf"in float16, .* got .*weight of {dtype}"):
+                save(model, tmp_path / "other")
+        layer.half()
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("compress", "match"),
     [
@@ -386,6 +402,7 @@ def test_transformers_loads_gguf_files(kind, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # transformers and GPTQModel warn of each other's options
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("save", "bits"), [(save_gptq, 4), (save_gptq, 8), (save_awq, 4)])
 def test_transformers_loads_gptq_and_awq_folders(save, bits, symmetric, tmp_path):

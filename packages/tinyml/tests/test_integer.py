@@ -572,6 +572,14 @@ def test_operator_without_integer_form_is_refused(function):
         IntegerModel(By(function), [torch.randn(8, 6)])
 
 
+def test_batch_size_in_the_code_is_refused():
+    model = By(lambda layer, x: layer(x.view(2, -1)))
+    with pytest.raises(ValueError, match="cannot be exported"):
+        IntegerModel(model, [torch.randn(2, 6)])
+    with pytest.raises(ValueError, match="does not keep the batch first"):
+        IntegerModel(By(lambda layer, x: layer(x).view(2, -1)), [torch.randn(2, 6)])
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -616,8 +624,10 @@ def test_a_bias_far_above_its_products_is_kept(size):
         model[0].bias.mul_(size)
     inputs = torch.randn(20, 8)
     integer = IntegerModel(model, [inputs])
+    training = prepare_qat(model, 8, batches=[inputs])  # it keeps the finer scale of the weights
     with torch.no_grad():
         assert (integer(inputs) - model(inputs)).abs().max() < 2 * integer.output.scale
+        assert (integer(inputs) - training(inputs)).abs().max() < 1.01 * integer.output.scale
 
 
 def test_inputs_that_do_not_fit_are_refused():
@@ -701,7 +711,7 @@ def test_a_matrix_product_is_the_linear_layer_of_it(compute):
             r"matmul \(.*constant matrix",
         ),
         (lambda m, x: torch.addmm(x[:, :6], x, m.w), r"\(aten.slice"),
-        (lambda m, x: torch.addmm(m.w[:2, :], x, m.w), r"addmm \(aten.addmm.*per output"),
+        (lambda m, x: torch.addmm(m.w[:7, :], x, m.w), r"addmm \(aten.addmm.*per output"),
         (lambda m, x: nn.functional.dropout(x) @ m.w, r"native_dropout \(.*in evaluation mode too"),
     ],
 )

@@ -115,6 +115,7 @@ def randomized(model):
     return model.eval()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:torchvision")
 @pytest.mark.parametrize("name", MODELS)
 def test_error_is_not_larger_than_torch_prunings(name):
     build, size = MODELS[name]

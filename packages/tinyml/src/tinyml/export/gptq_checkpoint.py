@@ -28,7 +28,7 @@ from tinyml.quantization.grid_weight import GridWeight
 def save_gptq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model that `gptq` or `quantize` has rounded to 4 or 8 bits.
 
-    The model must have 16-bit weights (call `model.half()` before it is quantized). Exactly the
+    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Exactly the
     linear layers of its numbered blocks must be quantized, because readers of the format assume
     that: pass `protect=["lm_head"]` and `layers=[nn.Linear]`. The tokenizer is not saved.
     """

@@ -44,6 +44,12 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; quantize it")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float16:
+            raise ValueError(
+                f"expected a model in float16, the type in which readers load the folder, got "
+                f"{name} of {parameter.dtype}; call model.half() before gptq or quantize"
+            )
     settings = {(grid.bits, grid.rows[1]) for grid in grids.values()}
     bits = {bits for bits, _ in settings}
     if group_size_of(grids) is None or len(bits) > 1 or not bits <= {*widths}:
@@ -63,8 +69,6 @@ def _storable(name: str, layer: nn.Module) -> GridWeight | None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
         raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
-    if stored.scale.dtype != torch.float16:
-        raise _cannot_store(name, f"scales of {stored.scale.dtype}; quantize model.half()")
     return stored
 
 
@@ -112,7 +116,11 @@ def write_folder(
     tensors_of: Callable[[GridWeight], dict[str, Tensor]],
     settings: dict[str, Any],
 ) -> None:
-    """Write `config.json` with `settings` as `quantization_config`, and `model.safetensors`."""
+    """Write the weights and the configuration, with `settings` as `quantization_config`.
+
+    The configuration of `generate` is also written if the model has one, because it may differ from
+    that which readers derive from the model's configuration.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[object] = set()
     storages: set[int] = set()
@@ -133,3 +141,5 @@ def write_folder(
     with atomic_file(folder / "model.safetensors") as part:
         save_file(tensors, part, {"format": "pt"})
     config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(folder)

@@ -19,13 +19,17 @@ from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator
 from tinyml.integer.folding import folded
 from tinyml.integer.steps import Geometry, Step
 
+_SAMPLES = 7
+
 
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
     Raise `ValueError` with the name of the operator if an operator has no integer form.
     """
-    example = example[:2] if len(example) > 1 else torch.cat([example, example])
+    # The number of samples is unlikely to be written into the model, as in `x.view(2, -1)`; such a
+    # number is then seen not to be the batch.
+    example = example[:1].repeat(_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
     return folded(walk.steps, walk.output)
 

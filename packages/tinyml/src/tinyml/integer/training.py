@@ -67,6 +67,8 @@ class Product(nn.Module):
             scale = scales_for_bias(rows, grid.scale, bias.detach(), before, after)
             unit = before.scale * scale.view(-1)
             bias = unit * same_value((bias / unit).round(), bias / unit)
+        # The integers round a row's weights to a coarser scale if its bias is very large. This is
+        # ignored, because such a row's products move the output by less than one code.
         return step.product(values, self.rounded(self.weight), bias)
 
 
