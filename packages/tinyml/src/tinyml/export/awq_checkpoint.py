@@ -30,7 +30,8 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def save_awq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model whose linear layers have 4-bit weights in groups.
 
-    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Linear layers that are not quantized are listed in `modules_to_not_convert`. The head is not quantized,
+    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Linear layers
+    that are not quantized are listed in `modules_to_not_convert`. The head is not quantized,
     because transformers leaves it dense: pass `protect=["lm_head"]`. The tokenizer is not saved.
     """
     grids = quantized_linears(model, (4,))

@@ -30,7 +30,7 @@ from tinyml.validation import Progress, check_weight
 
 #: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
 SHOWN_TOKENS = (1, 32, 512)
-_SMALL_MS = 0.1  # selecting an implementation costs 5 microseconds of Python on a slow core
+_SMALL_MS = 0.25  # selecting an implementation costs 5 microseconds of Python on a slow core
 _timings: dict[object, Timing] = {}
 
 
@@ -114,7 +114,7 @@ class FastestLinear(Replacement):
         """Return True if any implementation is faster than float for one of `SHOWN_TOKENS`."""
         single = self.timing(self.example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
-            return False  # the selection would take more than a twentieth of this time
+            return False  # the selection would take more than a fiftieth of this time
         return any(self.timing(self.example(count)).selected != "float" for count in SHOWN_TOKENS)
 
     def example(self, tokens: int) -> Tensor:

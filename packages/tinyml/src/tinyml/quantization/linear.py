@@ -49,9 +49,9 @@ def quantize(
     is for speed: linear layers, and embeddings tied to them, use the implementation that was
     measured to be fastest for the number of tokens. Float32 is one of the implementations and needs
     a dense weight in memory. Layers that no implementation makes faster are unchanged. 4-bit groups
-    have 32 inputs by default. With activations="float" the model is smaller but not faster.
-    `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
-    or left unchanged.
+    have 32 inputs by default, and layers whose inputs they do not divide are unchanged. With
+    activations="float" the model is smaller but not faster. `progress(name, done, total)` is called
+    after each layer that "auto" or "dynamic" has replaced or left unchanged.
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
@@ -66,6 +66,8 @@ def quantize(
         groups_of = 32 if group_size is None else group_size
 
         def packed(_: str, layer: nn.Module) -> Int4Linear | None:
+            if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
+                return None  # the kernel does not support such a layer
             grid = _on_grid(layer, 4, groups_of, symmetric)
             table = Int4Linear(grid, cast(Tensor | None, layer.bias))
             return table if table.gains() else None
