@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmarks and print a table; with `--json`, also write the rows to a file."""
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
-    parser.add_argument("--beside-transformer-lens", action="store_true", help="that row alone")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--beside-transformer-lens", action="store_true", help="only that row")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     if arguments.beside_transformer_lens:

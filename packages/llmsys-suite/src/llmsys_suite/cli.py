@@ -63,7 +63,7 @@ def run(
         int | None,
         typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
     ] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps before the measured ones.")] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Epochs over the whole text, instead of --steps.")
     ] = None,
@@ -104,7 +104,7 @@ def run(
 
     first = os.environ.get("RANK", "0") == "0"
     if first:
-        print("llmsys: looking at this machine", file=sys.stderr, flush=True)
+        print("llmsys: checking this machine", file=sys.stderr, flush=True)
     options: dict[str, Any] = {
         "preset": preset,
         "size": size,
@@ -227,7 +227,7 @@ def audit(
 @app.command()
 def compare(
     before: Annotated[str, typer.Argument(help="A run folder, or several: A1,A2.")],
-    after: Annotated[str, typer.Argument(help="Another, or several.")],
+    after: Annotated[str, typer.Argument(help="Another run folder, or several: B1,B2.")],
     fail_above: Annotated[
         float | None,
         typer.Option(

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(option, action="append", default=[], metavar=example, help=description)
     add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
-    add("--json", action="store_true")
+    add("--json", action="store_true", help="print the result as JSON")
     flops: dict[str, Any] = {"type": float, "metavar": "FLOPS"}
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--at", nargs="+", default=[], **flops)
     fit.add_argument("--method", choices=["parametric", "parabola"], default="parametric")
     fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
-    fit.add_argument("--loss", choices=get_args(Loss), help="of a parametric fit; default: huber")
+    fit.add_argument(
+        "--loss", choices=get_args(Loss), help="loss of parametric fits; default: huber"
+    )
     fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
 
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--loss", choices=get_args(Loss), help="default: huber")
     planned.add_argument("--budget", required=True, **flops)
     planned.add_argument("--served", type=float, default=0.0, metavar="TOKENS")
-    planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the best")
+    planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the optimum")
     planned.set_defaults(command=_plan)
 
     page = commands.add_parser("report", parents=[source], help="one HTML page about the runs")
@@ -87,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
     sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
     sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
-    sweep.add_argument("--seeds", type=int)
+    sweep.add_argument("--seeds", type=int, help="runs per rate and batch size")
     sweep.add_argument("--device", default="cpu")
     sweep.add_argument("--plot", **file)
-    sweep.add_argument("--json", action="store_true")
+    sweep.add_argument("--json", action="store_true", help="print the result as JSON")
     sweep.set_defaults(command=_sweep)
     return parser
 

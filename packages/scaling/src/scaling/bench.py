@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)
     add = parser.add_argument
     add("--device", default="cpu")
-    add("--quick", action="store_true", help="seconds, not minutes")
+    add("--quick", action="store_true", help="run for seconds instead of minutes")
     add("--json", type=Path, help="write the rows to this file")
     data_help = "also fit this file; default: Chinchilla's in $SCALING_DATA"
     add("--data", type=Path, default=points, help=data_help)

@@ -149,7 +149,7 @@ def _serve(words: Sequence[str]) -> int:
     names = "gpus hardware seq batch weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
     parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--ep", type=int, default=1, help="1; other degrees are refused")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallelism; only 1 is supported")
     parser.set_defaults(gpus=1, seq=8192, batch=1, weights=None)
     options = vars(_options(parser, words))
     expert = options.pop("ep")
