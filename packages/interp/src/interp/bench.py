@@ -233,7 +233,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
-    parser.add_argument("--beside-transformer-lens", action="store_true", help="only that row")
+    parser.add_argument(
+        "--beside-transformer-lens", action="store_true", help="compare with TransformerLens only"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     if arguments.beside_transformer_lens:
