@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from tinyml import prune_channels, size_of, sort_channels
-from tinyml.exported import ELEMENTWISE, UNCHANGED
+from tinyml import IntegerModel, exported, prune_channels, size_of, sort_channels
 from tinyml.pruning.channels import channel_groups
 from torch import nn
 
@@ -53,35 +52,50 @@ def network(seed=0):
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def test_decompositions_that_are_skipped_would_change_nothing():
-    tensor = nn.functional.__dict__ | torch.__dict__
+class Composite(nn.Module):
+    """A graph with every operator that is not decomposed."""
 
-    def use_all(_, x):
-        for name in sorted(
-            ELEMENTWISE - {"clamp", "clamp_min", "clamp_max", "rsub", "pow", "prelu"}
-        ):
-            x = tensor[name](x)
-        x = (1 - x.clamp(-1, 1)).clamp_min(0).clamp_max(1) ** 2 + 3 * x - x / 2
-        x = torch.cat([x, x.permute(0, 1, 3, 2)], 1).transpose(0, 1).softmax(-1) @ x[:1]
-        return nn.functional.max_pool2d(x, 2).unsqueeze(1).expand(8, 3, 4, 2, 2).mean(0).view(3, -1)
-
-    layers = [
-        conv(4, 4, 3),
-        nn.ConvTranspose2d(4, 4, 3, 1, 1).double(),
-        nn.GroupNorm(2, 4).double(),
-    ]
-    layers += [nn.LayerNorm(4).double(), nn.RMSNorm(4).double(), nn.PReLU().double(), linear(4, 4)]
-    layers += [nn.AvgPool2d(1), nn.AdaptiveAvgPool2d(4), By(use_all)]
-    model = nn.Sequential(nn.Embedding(9, 4).double(), *layers)
-    program = torch.export.export(model.eval(), (torch.ones(4, 4, 4, dtype=torch.long),))
-    texts = []
-    for version in (program, program.run_decompositions({})):
-        texts.append(
-            [(str(node), str(node.target), str(node.args)) for node in version.graph.nodes]
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.images = nn.Sequential(
+            conv(3, 8, 3),
+            nn.BatchNorm2d(8).double(),
+            nn.ReLU6(),
+            nn.GroupNorm(4, 8).double(),
+            nn.PReLU().double(),
+            nn.ConvTranspose2d(8, 6, 2).double(),
+            nn.SELU(),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Dropout(),
+            nn.Flatten(),
         )
-    assert texts[0] == texts[1]
-    names = {target.split(".")[1] for _, target, _ in texts[0] if target.startswith("aten.")}
-    assert names >= UNCHANGED - {"scaled_dot_product_attention", "reshape"}
+        self.hidden, self.q, self.k = linear(6, 16), linear(4, 8), linear(4, 8)
+        self.norms = nn.Sequential(nn.LayerNorm(4).double(), nn.RMSNorm(4).double())
+        self.w, self.head = nn.Parameter(torch.randn(8, 5).double()), linear(5, 2)
+
+    def forward(self, x):
+        x = self.norms(self.hidden(self.images(x).square()).unflatten(1, (4, 4)))
+        q, k = (f(x).reshape(len(x), 4, -1, 4).transpose(1, 2) for f in (self.q, self.k))
+        x = nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).contiguous()
+        return self.head((x.flatten(2) @ self.w).softmax(1).to(torch.float64))
+
+
+def test_skipped_decompositions_would_change_nothing(monkeypatch):
+    model, results = Composite().eval(), []
+    graph = exported.exported(model, (X,))
+    assert {exported.operator_name(node) for node in graph.nodes} >= exported.COMPOSITE
+    for is_decomposed in (exported._is_decomposed, lambda _: True):
+        monkeypatch.setattr(exported, "_is_decomposed", is_decomposed)
+        groups = [
+            [(s.tensor, s.axis, s.start, s.width, s.role) for s in group.slices]
+            for group in channel_groups(model, X)
+        ]
+        integer = IntegerModel(model.images[:3] + model.images[7:], [X])
+        results.append((groups, prune_channels(model, 0.5, X)(X), integer(X)))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1:], results[1][1:]))
 
 
 def readers(group):

@@ -84,8 +84,9 @@ def test_four_bits_stay_in_float_where_nothing_is_faster(monkeypatch):
 def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
     monkeypatch.setattr(fastest_linear.FastestLinear, "gains", lambda layer: True)
     model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32))
+    assert type(quantize(model, 4, activations="auto")[1]) is nn.Linear
     with pytest.raises(ValueError, match="groups of 32 do not divide rows of 24"):
-        quantize(model, 4, activations="auto")
+        quantize(model, 4, activations="auto", group_size=32)
     packed, dense = (quantize(model, 4, group_size=8, activations=a) for a in ("auto", "float"))
     assert all(layer.explain([1])[0].startswith("1 tokens: computed in float") for layer in packed)
     inputs = torch.randn(3, 64)

@@ -91,7 +91,7 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
 
 def _linear(device: str, quick: bool) -> list[Row]:
     """Compare linear layers of 8 and 4 bits with float32 and, if installed, with torchao."""
-    shapes: tuple[tuple[int, int, int], ...] = ((1, 512, 512), (32, 512, 512))
+    shapes: tuple[tuple[int, int, int], ...] = ((1, 256, 256), (32, 256, 256))
     if not quick:
         shapes = (
             (1, 1024, 1024),
@@ -106,7 +106,7 @@ def _linear(device: str, quick: bool) -> list[Row]:
         torch.manual_seed(0)
         linear: Any = nn.Sequential(nn.Linear(inputs, outputs, device=device)).requires_grad_(False)
         x = torch.randn(tokens, inputs, device=device)
-        rounds = 5 if quick else 21
+        rounds = 2 if quick else 21
         for name, bits, activations in _LAYERS:
             ours: Any = quantize(linear, bits, activations=activations)
             layer = ours[0]
@@ -161,16 +161,16 @@ def _integer(quick: bool) -> list[Row]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
-    for width in (32, 64, 128) if quick else (64, 128, 256, 256):
+    for width in (16, 32) if quick else (64, 128, 256, 256):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
         channels = width
     model = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(10)).eval()
-    images = torch.randn(16, 3, 32, 32)
+    images = torch.randn(4 if quick else 16, 3, 32, 32)
     model(images)
     integer = IntegerModel(model, [images])
     exact = model(images)
-    ratio = _ratio(partial(model, images), partial(integer, images), 5 if quick else 21)
+    ratio = _ratio(partial(model, images), partial(integer, images), 2 if quick else 21)
     program = to_c(integer)
     return [
         {

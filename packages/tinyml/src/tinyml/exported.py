@@ -8,6 +8,7 @@ Outputs that are not tensors, such as a cache, are dropped.
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -27,14 +28,12 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Functional operators that `run_decompositions({})` does not change. Decomposition takes most of
-#: the export time, so it is skipped if a graph contains only these operators.
-UNCHANGED = {
-    *ELEMENTWISE, "add", "sub", "mul", "div", "mean", "view", "permute", "transpose", "cat",
-    "softmax", "matmul",
-    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "unsqueeze", "slice", "linear", "conv2d",
-    "conv_transpose2d", "layer_norm", "group_norm", "rms_norm", "prelu", "expand",
-    "scaled_dot_product_attention", "embedding",
+#: Operators that are defined by other operators, and that are read as they are. Decomposition takes
+#: most of the export time, so it is skipped if a graph contains no other operators of this sort.
+COMPOSITE = {
+    "adaptive_avg_pool2d", "batch_norm", "conv2d", "conv_transpose2d", "dropout", "flatten",
+    "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "prelu", "reshape", "rms_norm",
+    "scaled_dot_product_attention", "selu", "softmax", "square", "to", "unflatten",
 }  # fmt: skip
 
 
@@ -73,8 +72,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapped, inputs)
             _erase_metadata_checks(program.graph)
-            calls = [node for node in program.graph.nodes if node.op == "call_function"]
-            if not all(operator_name(node) in UNCHANGED for node in calls):
+            if any(map(_is_decomposed, program.graph.nodes)):
                 program = program.run_decompositions({})
     except Exception as error:  # it runs the model's own code, which may raise anything
         raise ValueError(
@@ -89,6 +87,19 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
                 "module (training=self.training), or take it out"
             )
     return graph
+
+
+def _is_decomposed(node: fx.Node) -> bool:
+    """Return True if a call writes to a tensor or has to be replaced by other operators."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return True
+    if operator_name(node) == "batch_norm":  # (x, weight, bias, mean, variance, training, ...)
+        return bool(node.args[5])
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return operator_name(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(composite)
 
 
 def _erase_metadata_checks(graph: fx.Graph) -> None:
