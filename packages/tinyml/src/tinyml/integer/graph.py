@@ -15,23 +15,42 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tinyml.conversion import plain_copy
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.integer.folding import folded
 from tinyml.integer.steps import Geometry, Step
 
-_SAMPLES = 7
+#: Numbers of samples with which a model is traced, and checked.
+_TRACED_SAMPLES, _CHECKED_SAMPLES = 7, 5
 
 
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
-    Raise `ValueError` with the name of the operator if an operator has no integer form.
+    Raise `ValueError` with the name of the operator if an operator has no integer form, and if a
+    number of samples is written into the model, as in `x.view(2, -1)`.
     """
-    # The number of samples is unlikely to be written into the model, as in `x.view(2, -1)`; such a
-    # number is then seen not to be the batch.
-    example = example[:1].repeat(_SAMPLES, *[1] * (example.dim() - 1))
+    example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
-    return folded(walk.steps, walk.output)
+    steps = folded(walk.steps, walk.output)
+    _require_any_batch(model, example[:_CHECKED_SAMPLES])
+    return steps
+
+
+def _require_any_batch(model: nn.Module, example: Tensor) -> None:
+    """Raise `ValueError` unless the output has as many samples as `example`."""
+    try:
+        with torch.no_grad():
+            samples = len(plain_copy(model).eval()(example))
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected a model for any number of samples, which fails for {len(example)}: {error}"
+        ) from error
+    if samples != len(example):
+        raise ValueError(
+            f"expected {len(example)} results for {len(example)} samples, got {samples}; let the "
+            "model read the number of samples, as in x.view(len(x), -1)"
+        )
 
 
 @dataclass(frozen=True)
