@@ -71,7 +71,8 @@ class Composite(nn.Module):
             nn.Dropout(),
             nn.Flatten(),
         )
-        self.hidden, self.q, self.k = linear(6, 16), linear(4, 8), linear(4, 8)
+        self.hidden = linear(6, 16)
+        self.q, self.k = linear(4, 8), linear(4, 8)
         self.norms = nn.Sequential(nn.LayerNorm(4).double(), nn.RMSNorm(4).double())
         self.w, self.head = nn.Parameter(torch.randn(8, 5).double()), linear(5, 2)
 

@@ -68,9 +68,12 @@ def control_group_room(
     for line in _lines(membership):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            root, limit, used, cached = Path(mount), "max", "current", "inactive_file"
+            root = Path(mount)
+            limit, used = "max", "current"
+            cached = "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit, used = Path(mount, "memory"), "limit_in_bytes", "usage_in_bytes"
+            root = Path(mount, "memory")
+            limit, used = "limit_in_bytes", "usage_in_bytes"
             cached = "total_inactive_file"
         else:
             continue

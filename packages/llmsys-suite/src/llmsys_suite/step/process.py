@@ -27,7 +27,8 @@ from llmsys_suite.step.training import AUTOCAST, Step
 def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
     """Return the seconds of each part of each step, and other clocks of the same steps."""
     step = Step(case)
-    seconds, core_seconds, clock = [], [], [time.time()]
+    seconds, core_seconds = [], []
+    clock = [time.time()]
     queued_s = -queued_seconds()
     for _ in range(max(WARMUPS) + STEPS):
         of_step, core_of_step = step.timed()
