@@ -123,8 +123,8 @@ def check(config: RunConfig) -> None:
     _check_names(config)
     _check_numbers(config)
     _check_learn(config)
-    _check_stages_of_options(config)
     _check_tokens(config)
+    _check_stages_of_options(config)
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
