@@ -5,6 +5,7 @@ import torch
 from ddp import DDP, all_reduce_gradients
 from ddp.options import BucketSize, select_bucket_size
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from worker_pool import try_ranks
 
 
@@ -35,7 +36,7 @@ def pass_invalid_arguments() -> list[str]:
     for arguments in (
         {"bucket_size_mb": 0},
         {"bucket_size_mb": float("nan")},
-        {"gradient_dtype": torch.bfloat16, "compression": object()},
+        {"gradient_dtype": torch.bfloat16, "mixed_precision": _MixedPrecision(torch.bfloat16)},
         {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
     ):
         try:
@@ -64,7 +65,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
-    assert "different methods to send" in both
+    assert "two dtypes to send the same gradients in" in both
     assert "got (10,), torch.float32" in short
     assert "shape (11,), torch.float32" in short
     assert "sparse=False" in sparse

@@ -1,7 +1,5 @@
 """Data parallelism: replicate a module, and average its gradients during the backward pass."""
 
-from ddp.communication import Compression
-from ddp.compression.compressors import Cast, PowerSGD
 from ddp.ddp import DDP
 from ddp.metering.meter import Meter
 from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
@@ -11,11 +9,8 @@ from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 __all__ = [
     "DDP",
     "BucketRecord",
-    "Cast",
-    "Compression",
     "Meter",
     "Overhead",
-    "PowerSGD",
     "StepRecord",
     "all_reduce_gradients",
     "all_reduce_gradients_flat",

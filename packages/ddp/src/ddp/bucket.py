@@ -219,10 +219,6 @@ class Bucket:
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
         return torch.equal(self.flags, self._expected_flags[world_size][has_stepped])
 
-    def is_missing_everywhere(self, slot: int) -> Tensor:
-        """Return a tensor that is True if the sums show that no participant had this gradient."""
-        return self.flags[RANK_FLAGS + slot] == self.flags[0]
-
     @cached_property
     def _usual_flags(self) -> tuple[Tensor, Tensor]:
         """The flags of a participating rank with all gradients: without and with a step."""

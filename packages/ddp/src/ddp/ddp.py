@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
 from ddp.bucket import Allocate
-from ddp.communication import Compression, Uncompressed
+from ddp.communication import Uncompressed
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.compression.mixed_precision import MixedPrecision, call_module, cast_buffers
@@ -67,7 +67,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             `allocate(numel, dtype=..., group=...)`.
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
             their own dtype, or in `gradient_dtype` if that is wider.
-        compression: another method to reduce a bucket, such as `PowerSGD(rank)`.
         average: "ranks" for the mean over the ranks, "sum", or a function that returns the weight
             of a backward pass, such as its number of tokens. Gradients of weight 0 are ignored,
             also if they are NaN.
@@ -98,7 +97,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         all_reduce: AllReduce | None = None,
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
-        compression: Compression | None = None,
         average: Average = "ranks",
         find_unused_parameters: bool = False,
         check_nan: bool = False,
@@ -147,7 +145,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             all_reduce=all_reduce,
             allocate=allocate,
             gradient_dtype=gradient_dtype,
-            compression=compression,
             average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
@@ -226,8 +223,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         uses_default = isinstance(self._options.selected_compression, Uncompressed)
         if not uses_default or self._options.all_reduce:
             raise ValueError(
-                "expected only one of gradient_dtype, compression, all_reduce and a communication "
-                "hook, got two; pass one of them"
+                "expected a communication hook without gradient_dtype, mixed_precision and "
+                "all_reduce, which also decide how a bucket is reduced; pass one of them"
             )
         if self._options.average != "ranks":
             raise ValueError(

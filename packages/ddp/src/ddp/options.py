@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp.bucket import Allocate
 from ddp.communication import Compression, Uncompressed
-from ddp.compression.compressors import Cast
+from ddp.compression.cast import Cast
 from ddp.compression.mixed_precision import (
     MixedPrecision,
     check_mixed_precision,
@@ -52,7 +52,6 @@ class Options:
     all_reduce: AllReduce | None
     allocate: Allocate | None
     gradient_dtype: torch.dtype | None
-    compression: Compression | None
     average: Average
     find_unused_parameters: bool
     check_nan: bool
@@ -78,29 +77,18 @@ class Options:
                 f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
                 f"{dtype}; pass torch.bfloat16"
             )
-        methods = {
-            "gradient_dtype": self.gradient_dtype,
-            "compression": self.compression,
-            "mixed_precision": communication_dtype(self.mixed_precision),
-        }
-        passed = [f"{name} {value!r}" for name, value in methods.items() if value is not None]
-        if len(passed) > 1:
+        reduce_dtype = communication_dtype(self.mixed_precision)
+        if self.gradient_dtype is not None and reduce_dtype is not None:
             raise ValueError(
-                f"{' and '.join(passed)} are different methods to send the same gradients; pass one"
-            )
-        if self.compression is not None and not isinstance(self.compression, Compression):
-            raise TypeError(
-                f"expected compression to be a ddp.Compression, got {self.compression!r}; derive "
-                "its class from ddp.Compression and implement launch()"
+                f"gradient_dtype {self.gradient_dtype} and mixed_precision {reduce_dtype} are two "
+                "dtypes to send the same gradients in; pass one"
             )
 
     @property
     def selected_compression(self) -> Compression:
         """The method that reduces a bucket."""
         dtype = self.gradient_dtype or communication_dtype(self.mixed_precision)
-        if dtype:
-            return Cast(dtype)
-        return self.compression or Uncompressed()
+        return Cast(dtype) if dtype else Uncompressed()
 
     @property
     def bucket_bytes(self) -> tuple[float, ...]:
@@ -133,7 +121,6 @@ class Options:
         return {
             "bucket_size_mb": self.bucket_size_mb,
             "gradient_dtype": self.gradient_dtype,
-            "compression": self.compression,
             "find_unused_parameters": self.find_unused_parameters,
             "check_nan": self.check_nan,
             "broadcast_buffers": self.broadcast_buffers,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp.compression.compressors import PowerSGD
 from ddp.ddp import DDP
 from ddp.metering.meter import Meter
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
@@ -128,10 +127,8 @@ def designs(
 ) -> list[Design]:
     """Wrap a copy of `module` in each design of `names`; an empty `names` selects all.
 
-    `custom` may contain `all_reduce` and `allocate`, which add designs that use them. Three designs
-    omit work to show its cost: "hooks" registers hooks that do nothing, "unsent" copies gradients
-    into buckets that are not reduced, and "moved" only copies each gradient into memory from
-    `allocate`. The last design wraps `module` itself, so that a single design needs no copy.
+    `custom` may contain `all_reduce` and `allocate`, which add designs that use them. The last
+    design wraps `module` itself, so that a single design needs no copy.
     """
     makers = _makers(sizes_mb) | _custom_makers(custom)
     unknown = set(names) - set(makers)
@@ -146,8 +143,6 @@ def designs(
 def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
     makers: dict[str, Maker] = {
         "none": lambda model: Design("none", model, lambda: None),
-        "hooks": _with_empty_hooks,
-        "unsent 100 MB": _Unsent(100.0),
         "naive": lambda model: _without_wrapper("naive", model, all_reduce_gradients),
         "flat": lambda model: _without_wrapper("flat", model, all_reduce_gradients_flat),
         "overlapped": lambda model: _with_ddp("overlapped", model, None),
@@ -157,22 +152,15 @@ def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
     for size in EARLY_SIZES_MB:
         makers[f"early {size:g} MB"] = partial(_with_early_bucket, size)
     makers["bfloat16 10 MB"] = _Sized(10.0, "bfloat16 ", {"gradient_dtype": torch.bfloat16})
-    makers["PowerSGD 10 MB"] = _Sized(10.0, "PowerSGD ", {"compression": PowerSGD(4)})
     makers["torch"] = _with_torch_ddp
     makers["torch tuned"] = _with_tuned_torch_ddp
     return makers
 
 
 def _custom_makers(custom: dict[str, Any]) -> dict[str, Maker]:
-    makers: dict[str, Maker] = {}
-    if "allocate" in custom:
-        allocate = custom["allocate"]
-        makers["given moved"] = _Moved("given moved", allocate)
-        makers["given unsent 100 MB"] = _Unsent(100.0, "given ", {"allocate": allocate})
-    if custom:
-        for size in CUSTOM_SIZES_MB:
-            makers[f"given {size:g} MB"] = _Sized(size, "given ", custom)
-    return makers
+    if not custom:
+        return {}
+    return {f"given {size:g} MB": _Sized(size, "given ", custom) for size in CUSTOM_SIZES_MB}
 
 
 @dataclass(frozen=True)
@@ -186,48 +174,6 @@ class _Sized:
     def __call__(self, model: nn.Module) -> Design:
         name = f"{self.prefix}{self.size_mb:g} MB"
         return _with_ddp(name, model, self.size_mb, **self.arguments)
-
-
-@dataclass(frozen=True)
-class _Unsent:
-    """`DDP` with an all-reduce that does nothing."""
-
-    size_mb: float
-    prefix: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, model: nn.Module) -> Design:
-        wrapped = DDP(model, self.size_mb, all_reduce=lambda *_, **__: None, **self.arguments)
-        name = f"{self.prefix}unsent {self.size_mb:g} MB"
-        return Design(name, wrapped, wrapped.finish_gradient_synchronization)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """Hooks that copy each gradient into memory from `allocate`."""
-
-    name: str
-    allocate: Callable[..., Tensor]
-
-    def __call__(self, model: nn.Module) -> Design:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                memory = self.allocate(parameter.numel(), dtype=parameter.dtype, group=None)
-                hook = partial(_move_gradient, memory.view_as(parameter))
-                parameter.register_post_accumulate_grad_hook(hook)
-        return Design(self.name, model, lambda: None)
-
-
-def _move_gradient(target: Tensor, parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    target.copy_(parameter.grad)
-    parameter.grad = target
-
-
-def _with_empty_hooks(model: nn.Module) -> Design:
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
-    return Design("hooks", model, lambda: None)
 
 
 def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None]) -> Design:

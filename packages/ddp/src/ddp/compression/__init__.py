@@ -1,1 +1,1 @@
-"""Methods to send fewer bytes: lower precision, low-rank products, hooks and sparse gradients."""
+"""Methods to send fewer bytes: lower precision, communication hooks and sparse gradients."""
