@@ -113,4 +113,4 @@ def test_invalid_mixed_precision_is_refused() -> None:
     (outcome,) = try_ranks(pass_invalid_options, 1)
     no_dtypes, two_methods = outcome.value
     assert "got torch.bfloat16; pass torch.nn.parallel.distributed" in no_dtypes
-    assert "are different methods to send the same gradients; pass one" in two_methods
+    assert "are two dtypes to send the same gradients in; pass one" in two_methods
