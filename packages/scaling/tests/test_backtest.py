@@ -405,7 +405,7 @@ def test_fits_that_agree_below_1b_disagree_at_7b(text):
     scores = []
     for smallest in (0, 2e7):
         part = runs[(runs.parameters < 1e9) & (runs.parameters > smallest)]
-        for name in ("chinchilla", "tied", "kaplan"):
+        for name in ("chinchilla", "tied"):
             fit = fit_law(name, part, "squares")
             n, d = runs.parameters[large], runs.tokens[large]
             predicted = float(fit.predict(parameters=n, tokens=d))

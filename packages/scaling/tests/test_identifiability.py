@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from scaling import (
+    Form,
     Law,
     fit_isoflop,
     fit_law,
@@ -51,7 +52,7 @@ def test_design_that_does_not_identify_the_law_is_refused_with_its_cause(name, n
     for call in (
         fit_parametric,
         lambda runs: fit_law("chinchilla", runs),
-        lambda runs: select_law(runs, ["chinchilla", "kaplan"], by="parameters", fraction=0.5),
+        lambda runs: select_law(runs, ["chinchilla", "tied"], by="parameters", fraction=0.5),
     ):
         with pytest.raises(ValueError, match=r"do not identify|leaves no rows"):
             call(runs)
@@ -104,10 +105,10 @@ def test_published_designs_are_far_from_the_bound():
         assert singular_values(np.stack([x, y, x**2 / 2, y**2 / 2])).min() > 10 * MIN_SINGULAR_VALUE
 
 
-def test_fixed_exponents_replace_what_the_runs_do_not_identify():
+def test_numbers_replace_exponents_that_the_runs_do_not_identify():
     runs = runs_of(SIZES, 20 * SIZES, 0.0, 0.0)
-    fixed = {"alpha": 0.34, "beta": 0.28}
-    fit = fit_law("chinchilla", runs, fixed=fixed)
+    terms = {"E": "0", "A": "-0.34 * log(parameters)", "B": "-0.28 * log(tokens)"}
+    fit = fit_law(Form("amplitudes", ["parameters", "tokens"], terms, {}), runs)
     assert fit.constants["E"] == pytest.approx(LAW.E, rel=1e-3)
     with pytest.raises(ValueError, match="do not identify step_batch"):
         fit_law("step_batch", {"tokens": [1e10] * 6, "batch": [1e5, 2e5, 1e5, 2e5, 3e5, 1e5]})

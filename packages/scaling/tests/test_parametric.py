@@ -22,7 +22,7 @@ laws = st.builds(
 def rounding_of_exponents(law, runs):
     """Return by how much half an ulp in every loss changes alpha and beta, to first order."""
     problem = Problem.chinchilla(runs)
-    slope = newton.log_jacobian(problem, problem.from_law(law))
+    slope = newton.log_jacobian(problem, problem.from_constants(law.constants))
     norm = np.linalg.norm(slope, axis=1)
     covariance = np.linalg.inv((slope / norm[:, None]) @ (slope / norm[:, None]).T)
     return 1.1e-16 * np.sqrt(np.diag(covariance))[3:] / norm[3:]
@@ -126,7 +126,7 @@ def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
         )
         hopped = basinhopping(
             lambda theta, value=objective: float(value(theta)[0]),
-            problem.from_law(Law(1.0, 100.0, 100.0, 0.3, 0.3)),
+            problem.from_constants(Law(1.0, 100.0, 100.0, 0.3, 0.3).constants),
             niter=steps // 10,
             seed=1,
             minimizer_kwargs={"method": "L-BFGS-B", "bounds": box},
@@ -183,7 +183,9 @@ def test_objective_is_not_above_lbfgs_from_many_starts():
 def test_derivatives_agree_with_differences(seed, delta):
     rng = np.random.default_rng(seed)
     problem = Problem.chinchilla(isoflop_runs(noise=5e-3, seed=seed))
-    theta = problem.from_law(Law(1.8, 300, 500, 0.33, 0.3)) + 0.01 * rng.standard_normal(5)
+    theta = problem.from_constants(
+        Law(1.8, 300, 500, 0.33, 0.3).constants
+    ) + 0.01 * rng.standard_normal(5)
     weights = rng.integers(0, 3, (1, len(problem.log_target))).astype(float)
 
     def value(t):

@@ -43,7 +43,7 @@ RESULTS = {
     "drift": lambda: fitted().drift,
     "step law": lambda: fit_law("step_batch", STEPS),
     "tied law": lambda: fit_law("tied", RUNS),
-    "form": lambda: scaling.CATALOG["kaplan"],
+    "form": lambda: scaling.CATALOG["tied"],
     "plan": lambda: scaling.plan(fitted(), 1e23),
     "sweep": lambda: scaling.fit_sweep(SWEPT),
     "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),

@@ -86,7 +86,7 @@ def test_speedup_between_laws_of_any_form():
     speedup = effective_speedup(a, b, 1e21)
     assert speedup.factor == pytest.approx(1.7, rel=1e-5)
     assert 1.7 in speedup.interval
-    noisy = fit_law("kaplan", isoflop_runs(tied, noise=2e-3))
+    noisy = fit_law("chinchilla", isoflop_runs(tied, noise=2e-3))
     same = effective_speedup(noisy, fit_law("tied", isoflop_runs(tied, noise=2e-3)), 1e20)
     assert 1.0 in same.interval
     assert same.interval.low < same.factor < same.interval.high

@@ -25,12 +25,11 @@ VANISHED = 18.0
 def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     """Return (S, K) flags of the terms that have vanished.
 
-    A term whose amplitude is fixed, or is not stored as a logarithm, never counts as vanished.
+    A term whose amplitude is not stored as a logarithm never counts as vanished.
     """
-    k = problem.num_terms
-    vanished: NDArray[np.bool_] = theta[:, :k] <= problem.bounds[0][:k] + VANISHED
-    candidates = {*problem.log_amplitude_terms} & {*problem.free_terms}
-    vanished[:, [i for i in range(k) if i not in candidates]] = False
+    vanished = np.zeros((len(theta), problem.num_terms), dtype=bool)
+    k = problem.log_amplitude_terms
+    vanished[:, k] = theta[:, k] <= problem.bounds[0][k] + VANISHED
     return vanished
 
 
@@ -81,7 +80,7 @@ def residuals(problem: Problem, theta: Array) -> Array:
 def log_jacobian(problem: Problem, theta: Array) -> Array:
     """Return the derivatives (P, n) of the log predictions of one parameter vector (P,)."""
     point = _Evaluation.at(problem, theta[None], np.ones((1, 1)), np.inf)
-    jacobian: Array = _jacobian(problem, theta[None], point)[0][0]
+    jacobian: Array = _jacobian(problem, theta[None], point)[0]
     return jacobian
 
 
@@ -93,7 +92,6 @@ class _Evaluation:
     #: amplitude is stored as a logarithm, this is the term's fraction of the sum.
     amplitude_slopes: Array
     residuals: Array
-    log_sum: Array
     objective: Array
 
     @staticmethod
@@ -101,7 +99,7 @@ class _Evaluation:
         shape = (len(theta), problem.num_terms, len(problem.log_target))
         slopes = np.empty(shape)
         total = np.zeros((shape[0], shape[2]))
-        for k, log_value in enumerate(problem.evaluate(theta).log_values):
+        for k, log_value in enumerate(problem.log_values(theta)):
             if k in problem.log_amplitude_terms:
                 np.exp(theta[:, k, None] + log_value, out=slopes[:, k])
                 if problem.signs[k] < 0:
@@ -114,28 +112,20 @@ class _Evaluation:
         negative = total <= 0
         total[negative] = 1.0
         slopes /= total[:, None]
-        log_sum = np.log(total)
-        power = theta[:, [problem.power_index]] if problem.power_index else 1.0
-        errors = power * log_sum - (problem.log_target - problem.log_target_mean)
+        errors = np.log(total) - problem.log_target
         errors[negative] = 1e3
         size = np.abs(errors)
         clipped = np.minimum(size, delta)
         values = (weights * clipped * (size - 0.5 * clipped)).sum(1)
-        return _Evaluation(slopes, errors, log_sum, values)
+        return _Evaluation(slopes, errors, values)
 
     def replace_rows(self, new: "_Evaluation", mask: NDArray[np.bool_]) -> None:
         self.amplitude_slopes[mask] = new.amplitude_slopes[mask]
         self.residuals[mask] = new.residuals[mask]
-        self.log_sum[mask] = new.log_sum[mask]
         self.objective[mask] = new.objective[mask]
 
     def select(self, mask: NDArray[np.bool_]) -> "_Evaluation":
-        return _Evaluation(
-            self.amplitude_slopes[mask],
-            self.residuals[mask],
-            self.log_sum[mask],
-            self.objective[mask],
-        )
+        return _Evaluation(self.amplitude_slopes[mask], self.residuals[mask], self.objective[mask])
 
 
 def _polish_chunk(
@@ -200,28 +190,15 @@ def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> 
     return step
 
 
-#: A term's index, the index in theta of one of its exponents, and the derivative of the term's log
-#: value with respect to that exponent.
-TermDerivative = tuple[int, int, Array]
-
-
-def _jacobian(
-    problem: Problem, theta: Array, point: _Evaluation
-) -> tuple[Array, list[TermDerivative]]:
-    """Return the derivatives of the log predictions (S, P, n), and those of each term."""
+def _jacobian(problem: Problem, theta: Array, point: _Evaluation) -> Array:
+    """Return the derivatives of the log predictions, (S, P, n)."""
     k = problem.num_terms
     jacobian = np.zeros((len(theta), theta.shape[1], len(problem.log_target)))
     jacobian[:, :k] = point.amplitude_slopes
-    derivatives = []
-    terms = problem.evaluate(theta, derivatives=True).log_derivatives
-    for term, by_exponent in enumerate(terms):
-        for j, slope in by_exponent.items():
-            jacobian[:, k + j] += point.amplitude_slopes[:, term] * slope
-            derivatives.append((term, k + j, slope))
-    if problem.power_index:
-        jacobian *= theta[:, [problem.power_index], None]
-        jacobian[:, problem.power_index] += point.log_sum
-    return jacobian, derivatives
+    for i, term in enumerate(problem.terms):
+        for j, slope in term.slopes.items():
+            jacobian[:, k + j] += point.amplitude_slopes[:, i] * slope
+    return jacobian
 
 
 def _derivatives(
@@ -232,44 +209,28 @@ def _derivatives(
     delta: float,
     damping: Array,
 ) -> tuple[Array, Array]:
-    """Return the gradient (S, P) and the damped Hessian (S, P, P) of the objective.
-
-    The undamped Hessian is exact if the log values of the terms are linear in the exponents and the
-    sum is not raised to a power.
-    """
+    """Return the gradient (S, P) and the damped Hessian (S, P, P) of the objective."""
     errors = point.residuals
     size = np.abs(errors)
-    jacobian, derivatives = _jacobian(problem, theta, point)
+    jacobian = _jacobian(problem, theta, point)
     pull = weights * np.clip(errors, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
     # A residual is the logarithm of the law m, so its second derivative is m'' / m - J J'.
-    curvature = np.where(size <= delta, weights, 0.0) + damping[:, None] * reweighted
-    if problem.power_index:
-        power = theta[:, [problem.power_index]]
-        curvature = curvature - pull / power
-        term_pull = pull * power
-    else:
-        curvature = curvature - pull
-        term_pull = pull
+    curvature = np.where(size <= delta, weights, 0.0) + damping[:, None] * reweighted - pull
     gradient = (jacobian @ pull[..., None])[..., 0]
     hessian = (jacobian * curvature[:, None]) @ jacobian.transpose(0, 2, 1)
+    # m'' / m is nonzero only between the log amplitude and the exponents of one term.
     for k in problem.log_amplitude_terms:
-        second = term_pull * point.amplitude_slopes[:, k]
+        second = pull * point.amplitude_slopes[:, k]
         hessian[:, k, k] += second.sum(1)
-        of_term = [(i, slope) for term, i, slope in derivatives if term == k]
-        for position, (i, slope) in enumerate(of_term):
-            moment = _weighted_sum(second, slope)
+        slopes = [(problem.num_terms + j, slope) for j, slope in problem.terms[k].slopes.items()]
+        for position, (i, slope) in enumerate(slopes):
+            moment = second @ slope
             hessian[:, k, i] += moment
             hessian[:, i, k] += moment
-            for j, other in of_term[position:]:
-                both = _weighted_sum(second, slope * other)
+            for j, other in slopes[position:]:
+                both = second @ (slope * other)
                 hessian[:, i, j] += both
                 if j != i:
                     hessian[:, j, i] += both
     return gradient, hessian
-
-
-def _weighted_sum(weights: Array, values: Array) -> Array:
-    """Return the weighted sums (S,) over the rows; `values` is (S, n) or (1, n)."""
-    total: Array = weights @ values[0] if len(values) == 1 else (weights * values).sum(1)
-    return total

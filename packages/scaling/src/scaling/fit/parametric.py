@@ -11,16 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from scaling.fit import newton
-from scaling.fit.identifiability import require_identified
-from scaling.fit.search import (
-    Estimate,
-    Loss,
-    Proof,
-    objective_value,
-    search,
-    validate_objective,
-)
+from scaling.fit.search import FEWEST_RUNS, Estimate, Loss, Proof, estimate, objective_value
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Optimum
 from scaling.runs import Runs, ScalingWarning
@@ -34,9 +25,6 @@ from scaling.uncertainty.diagnostics import (
 from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import Array
-
-#: Minimum number of runs of a fit: one per constant.
-FEWEST_RUNS = len(CONSTANTS)
 
 #: A run is reported as an outlier if its residual exceeds this many spreads.
 OUTLIER_SPREADS = 10
@@ -66,7 +54,7 @@ class ParametricFit(Estimate):
 
     def _refit(self, runs: Runs) -> Estimate:
         """Return a fit of some of the runs, without warnings."""
-        return _estimate(runs, self.loss, self.delta, prove=False)[0]
+        return estimate(runs, self.loss, self.delta, prove=False)[0]
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
@@ -106,30 +94,13 @@ def fit_parametric(
     A `ScalingWarning` reports several optima, a constant at its bound, curved residuals and
     outliers.
     """
-    part, theta, proof = _estimate(runs, loss, delta, prove)
+    part, theta, proof = estimate(runs, loss, delta, prove)
     errors = part.residuals
     messages = tuple(_fit_messages(runs, part.problem, theta, errors, proof))
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     value = objective_value(errors, loss, delta)
     return ParametricFit(runs, part.law, loss, delta, errors, value, proof, messages)
-
-
-def _estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
-    """Return a fit with its parameters and proof; raise `ValueError` if no law is identified."""
-    validate_objective(loss, delta)
-    if len(runs) < FEWEST_RUNS:
-        raise ValueError(
-            f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
-        )
-    if np.ptp(runs.loss) == 0:
-        raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
-    require_identified(runs.parameters, runs.tokens)
-    problem = Problem.chinchilla(runs)
-    theta, proof = search(problem, loss, delta, prove)
-    errors = newton.residuals(problem, theta)[0]
-    part = Estimate(runs, problem.to_law(theta[0]), loss, delta, errors)
-    return part, theta[0], proof
 
 
 def _fit_messages(

@@ -19,12 +19,16 @@ from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
+from scaling.fit.identifiability import require_identified
 from scaling.fit.varpro import Problem, grid_starts
-from scaling.law import Law
+from scaling.law import CONSTANTS, Law
 from scaling.runs import Runs
 from scaling.units import Array
 
 Loss = Literal["huber", "lad", "squares"]
+
+#: Minimum number of runs of a parametric fit: one per constant.
+FEWEST_RUNS = len(CONSTANTS)
 
 #: Results whose objectives have a smaller relative difference count as the same optimum.
 SAME_OBJECTIVE = 1e-8
@@ -84,6 +88,23 @@ class Estimate(ComparesArrays):
         return Problem.chinchilla(self.runs)
 
 
+def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
+    """Return a fit with its parameters and proof; raise `ValueError` if no law is identified."""
+    validate_objective(loss, delta)
+    if len(runs) < FEWEST_RUNS:
+        raise ValueError(
+            f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
+        )
+    if np.ptp(runs.loss) == 0:
+        raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
+    require_identified(runs.parameters, runs.tokens)
+    problem = Problem.chinchilla(runs)
+    theta, proof = search(problem, loss, delta, prove)
+    errors = newton.residuals(problem, theta)[0]
+    part = Estimate(runs, Law(*problem.to_constants(theta[0]).tolist()), loss, delta, errors)
+    return part, theta[0], proof
+
+
 def search(
     problem: Problem,
     loss: Loss,
@@ -99,7 +120,7 @@ def search(
     """
     first_delta = _initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
-    if len(problem.log_target) > SEARCH_ROWS and not (prove or problem.power_index):
+    if len(problem.log_target) > SEARCH_ROWS and not prove:
         starts = _optima_of_a_sample(problem, first_delta, dimensions)
     else:
         starts = grid_starts(problem)
@@ -137,13 +158,13 @@ def _optima_of_a_sample(problem: Problem, delta: float, dimensions: int) -> Arra
         problem,
         columns={name: values[rows] for name, values in problem.columns.items()},
         log_target=problem.log_target[rows],
-        centering_columns=problem.centering_columns or problem.columns,
     )
     starts = grid_starts(sample)
     starts = starts[_promising_starts(sample, starts, delta, dimensions)]
     ends = newton.polish(sample, starts, delta=delta, max_steps=MAX_STEPS)
     _revive(sample, ends, delta)
-    best_first = ends.theta[np.argsort(ends.objective)]
+    constants = sample.to_constants(ends.theta[np.argsort(ends.objective)])
+    best_first = problem.from_constants(constants)
     first = np.unique(np.round(best_first, 3), axis=0, return_index=True)[1]
     clipped: Array = np.clip(best_first[np.sort(first)[: BEST_STARTS // 2]], *problem.bounds)
     return clipped
@@ -242,10 +263,10 @@ def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> 
     sizes = np.log(REVIVAL_SIZES * problem.target_spread)
     for i, term in np.argwhere(newton.vanished_terms(problem, ends.theta)):
         shared: set[int] = set()
-        for k, exponents in enumerate(problem.term_exponents):
+        for k, other in enumerate(problem.terms):
             if k != term:
-                shared.update(exponents)
-        private = [j for j in problem.term_exponents[term] if j not in shared][:2]
+                shared.update(other.slopes)
+        private = [j for j in problem.terms[term].slopes if j not in shared][:2]
         grids = [problem.exponent_grid[j] for j in private]
         values = np.array(list(itertools.product(sizes, *grids)))
         trials = np.tile(ends.theta[i], (len(values), 1))

@@ -1,4 +1,4 @@
-"""Fits of any form of law, optionally with fixed constants, and selection by held-out error.
+"""Fits of any form of law, and selection by held-out error.
 
 The method is that of `fit_parametric`, for the terms of any `Form`: amplitudes by linear algebra,
 exponents from a grid, then Newton steps on all constants.
@@ -52,7 +52,7 @@ class LawFit(ComparesArrays):
     @property
     def freedom(self) -> int:
         """Number of rows minus the number of fitted constants."""
-        return len(self.residuals) - len(self.constants) + len(self.problem.fixed)
+        return len(self.residuals) - len(self.constants)
 
     def resampled_constants(self, seed: int = 0) -> Array:
         """Return the constants (RESAMPLES, P) of refits to resampled rows."""
@@ -89,7 +89,7 @@ class LawFit(ComparesArrays):
 
         The interval is given by quantiles of 400 resamples, widened by sqrt(n / (n - P)) for n rows
         and P fitted constants. Positive quantities are widened in logarithms. Without degrees of
-        freedom the interval is infinite. The interval of a fixed constant is its value.
+        freedom the interval is infinite.
 
         Raises:
             ValueError: The constant is unknown, the level is too high for 400 resamples, or the
@@ -108,8 +108,6 @@ class LawFit(ComparesArrays):
             return constants[target] if isinstance(target, str) else target(constants)
 
         estimate = evaluate(self.constants)
-        if isinstance(target, str) and target in self.problem.fixed:
-            return Interval(estimate, estimate, level)
         n = len(self.residuals)
         if self.freedom <= 0:
             return Interval(-math.inf, math.inf, level)
@@ -133,7 +131,6 @@ def fit_law(
     *,
     target: str | None = None,
     delta: float = 1e-3,
-    fixed: Mapping[str, float] | None = None,
     prove: bool = False,
 ) -> LawFit:
     """Fit the constants of a form to the logarithms of a target.
@@ -144,28 +141,25 @@ def fit_law(
         loss: "huber", "lad" or "squares", as in `fit_parametric`.
         target: The name of the column of the target; the default is the target of the form.
         delta: The width of the Huber loss.
-        fixed: Values of constants that are not fitted.
         prove: Refine the fit from every point of the exponent grid, not only from the best ones.
 
     Raises:
         ValueError: Columns are missing or of unequal length, a value is not positive (or is
-            negative, for inputs that may be zero), a constant is unknown, there are fewer rows than
-            constants, or the rows do not identify the law.
+            negative, for inputs that may be zero), there are fewer rows than constants, or the rows
+            do not identify the law.
 
     A `ScalingWarning` reports constants at a bound.
     """
     form = _resolve_form(form)
-    fixed = dict(fixed or {})
     columns, log_target = _columns(form, rows, target or form.target)
-    _check_constants(form, fixed)
     validate_objective(loss, delta)
-    needed = len(form.constants) - len(fixed)
+    needed = len(form.constants)
     if len(log_target) < needed:
         raise ValueError(
             f"expected at least {needed} rows to fit {form.name}, got {len(log_target)}"
         )
-    _require_identified(form, columns, fixed)
-    problem = Problem(form, columns, log_target, fixed)
+    _require_identified(form, columns)
+    problem = Problem(form, columns, log_target)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
     if at_bound := _constants_at_bound(problem, theta):
@@ -189,41 +183,18 @@ def fit_law(
     )
 
 
-def _check_constants(form: Form, fixed: Mapping[str, float]) -> None:
-    """Raise `ValueError` if fixed constants are unknown or invalid."""
-    if unknown := {*fixed} - {*form.constants}:
-        raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
-    for name, value in fixed.items():
-        if not math.isfinite(value) or (name in form.terms and value < 0):
-            raise ValueError(
-                f"expected fixed[{name!r}] to be finite, and an amplitude not to be negative, got"
-                f" {value}"
-            )
-        if value == 0 and name == form.power:
-            raise ValueError(f"expected fixed[{name!r}] not to be 0, because it is a power")
-    for name, exponents in zip(form.terms, form.term_exponents, strict=True):
-        if fixed.get(name) == 0 and (exponents or form.power):
-            raise ValueError(
-                f"expected fixed[{name!r}] > 0, got 0; for a law without this term pass a Form"
-                " without it"
-            )
-
-
 def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
-    """Return the names of fitted constants that are at a bound or whose term has vanished."""
+    """Return the names of constants that are at a bound or whose term has vanished."""
     low, high = problem.bounds
     at_bound = (theta[0] <= low) | (theta[0] >= high)
     at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
-    names = zip(problem.constant_names, at_bound, strict=True)
-    return [name for name, flag in names if flag and name not in problem.fixed]
+    return [name for name, flag in zip(problem.form.constants, at_bound, strict=True) if flag]
 
 
-def _require_identified(
-    form: Form, columns: Mapping[str, Array], fixed: Mapping[str, float]
-) -> None:
+def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:
     """Raise `ValueError` if the sizes and tokens of the rows do not identify the exponents."""
     present = [k for k in ("parameters", "tokens") if k in form.inputs]
-    if not present or all(name in fixed for name in form.exponents):
+    if not present or not form.exponents:
         return
     if len(present) == 2 and len(form.terms) > 1:
         require_identified(columns["parameters"], columns["tokens"])
@@ -232,8 +203,8 @@ def _require_identified(
     if singular_values(logs).min() < MIN_SINGULAR_VALUE:
         raise ValueError(
             f"these {logs.shape[1]} rows do not identify {form.name}: the logarithms of"
-            f" {' and '.join(present)} do not vary independently; add rows that do, or fix"
-            " the exponents"
+            f" {' and '.join(present)} do not vary independently; add rows that do, or pass a Form"
+            " with numbers instead of the exponents"
         )
 
 

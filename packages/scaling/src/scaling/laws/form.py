@@ -1,13 +1,14 @@
-"""Scaling laws as data: positive terms with linear amplitudes and nonlinear exponents.
+"""Scaling laws as data: sums of power laws with linear amplitudes and nonlinear exponents.
 
 Note [Form of a law]
 Every law of this package has the form
 
-    y = (sum_k sign_k a_k g_k(x; exponents))^power,   a_k >= 0.
+    y = sum_k sign_k a_k g_k(x; exponents),   a_k >= 0,
 
-Laws differ only in log g_k, so a law is defined by one expression per term. `fit_law` can fit and
-resample any such law, and `select_law` compares them. catalog.toml contains published laws in this
-notation, and `fit_parametric` fits its first entry.
+where log g_k is linear in the exponents, as in log N^-alpha = -alpha log N. Laws differ only in
+log g_k, so a law is defined by one expression per term. `fit_law` can fit and resample any such
+law, and `select_law` compares them. catalog.toml contains published laws in this notation, and
+`fit_parametric` fits its first entry.
 """
 
 import ast
@@ -33,23 +34,20 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    Raises `ValueError` for repeated or unknown names and for invalid bounds or signs.
+    Raises `ValueError` for repeated or unknown names, for invalid bounds or signs, and for terms
+    whose logarithm is not linear in the exponents.
     """
 
     name: str
     inputs: Sequence[str]
     #: Maps the name of each amplitude a_k to the expression of log g_k. It may use inputs,
-    #: exponents, definitions of `where` and `FUNCTIONS`.
+    #: exponents and `FUNCTIONS`.
     terms: Mapping[str, str]
     #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
     #: search is evenly spaced in the logarithm of the exponent.
     exponents: Mapping[str, Sequence[float]]
-    #: Definitions of names that later definitions and the terms use, as (name, expression).
-    where: Sequence[tuple[str, str]] = ()
     #: The sign of each negative term.
     signs: Mapping[str, int] = field(default_factory=dict)
-    #: The name of the exponent to which the sum is raised; None means a power of one.
-    power: str | None = None
     target: str = "loss"
     #: Inputs that may be zero.
     zero: Sequence[str] = ()
@@ -57,16 +55,11 @@ class Form:
     source: str = ""
 
     def __post_init__(self) -> None:
-        defined = [name for name, _ in self.where]
-        names = [*FUNCTIONS, *self.inputs, *self.exponents, *self.terms, *defined]
+        names = [*FUNCTIONS, *self.inputs, *self.exponents, *self.terms]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{self.name}: the names {sorted(repeated)} are used twice")
-        known = {*FUNCTIONS, *self.inputs, *self.exponents}
-        for name, text in self.where:
-            self._check_names(text, known)
-            known.add(name)
         for text in self.terms.values():
-            self._check_names(text, known)
+            self._check_names(text, {*FUNCTIONS, *self.inputs, *self.exponents})
         for name, bounds in self.exponents.items():
             if not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
                 raise ValueError(
@@ -78,10 +71,27 @@ class Form:
                 raise ValueError(
                     f"{self.name}: expected a sign 1 or -1 of a term, got {name!r}: {sign}"
                 )
-        if self.power is not None and self.power not in self.exponents:
-            raise ValueError(f"{self.name}: the power {self.power!r} is not an exponent")
         if unknown := {*self.zero} - {*self.inputs}:
             raise ValueError(f"{self.name}: {sorted(unknown)} in `zero` are not inputs")
+        self._check_linearity()
+
+    def _check_linearity(self) -> None:
+        """Raise `ValueError` unless the logarithm of each term is linear in the exponents."""
+        random = np.random.default_rng(0)
+        columns = {name: random.uniform(1.5, 3.0, 7) for name in self.inputs}
+        with np.errstate(all="ignore"):
+            terms = self.decompose(columns)
+            for end in (0, 1):
+                exponents = {k: np.float64(v[end]) for k, v in self.exponents.items()}
+                values = [*exponents.values()]
+                for k, (constant, slopes) in enumerate(terms):
+                    linear = constant + sum(values[j] * slope for j, slope in slopes.items())
+                    if not np.allclose(self._log_term(k, columns, exponents), linear, rtol=1e-9):
+                        text = [*self.terms.values()][k]
+                        raise ValueError(
+                            f"{self.name}: expected the logarithm of each term to be linear in the"
+                            f" exponents, as in '-alpha * log(tokens)', got {text!r}"
+                        )
 
     def _check_names(self, text: str, known: Set[str]) -> None:
         """Raise `ValueError` unless a text is an expression of known names."""
@@ -101,50 +111,49 @@ class Form:
         return (*self.terms, *self.exponents)
 
     @cached_property
-    def term_exponents(self) -> list[list[int]]:
-        """Indices of the exponents that occur in each term."""
-        return [
-            [i for i, name in enumerate(self.exponents) if name in needed]
-            for needed, _, _ in self._compiled
-        ]
-
-    @cached_property
-    def _compiled(self) -> list[tuple[set[str], list[tuple[str, CodeType]], CodeType]]:
-        """For each term, the names it needs, the compiled definitions it uses, and its code."""
-        result = []
-        for text in self.terms.values():
-            needed = _names_in(text)
-            definitions: list[tuple[str, CodeType]] = []
-            for name, expression in reversed(self.where):
-                if name in needed:
-                    needed |= _names_in(expression)
-                    definitions.insert(0, (name, compile(expression, self.name, "eval")))
-            result.append((needed, definitions, compile(text, self.name, "eval")))
-        return result
+    def _compiled(self) -> list[CodeType]:
+        return [compile(text, self.name, "eval") for text in self.terms.values()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return only the fields, because compiled code cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name in _FIELDS}
 
-    def log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
-        """Return log g_k for inputs (n,) and exponents (S, 1), which may be complex."""
+    def _log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
+        """Return log g_k for inputs and exponents, which broadcast with each other."""
         scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
-        _, definitions, term = self._compiled[k]
-        for name, code in definitions:
-            scope[name] = eval(code, scope)
         with np.errstate(divide="ignore"):  # log 0 is -inf, and such a term is zero
-            return eval(term, scope)
+            return eval(self._compiled[k], scope)
+
+    def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
+        """Return for each term the part of log g_k without exponents, and its slopes, each (n,).
+
+        The slopes are keyed by the index of their exponent, for the exponents that the term uses.
+        """
+        zeros = np.zeros(np.shape(next(iter(columns.values()))))
+        at_zero = dict.fromkeys(self.exponents, np.float64(0.0))
+        result = []
+        for k, text in enumerate(self.terms.values()):
+            constant = zeros + self._log_term(k, columns, at_zero)
+            slopes = {}
+            for j, name in enumerate(self.exponents):
+                if name in _names_in(text):
+                    slopes[j] = (
+                        self._log_term(k, columns, {**at_zero, name: np.float64(1.0)}) - constant
+                    )
+            result.append((constant, slopes))
+        return result
 
     def predict(self, constants: Mapping[str, Any], **inputs: ArrayLike) -> Array:
         """Return y for these constants, which broadcast with the inputs."""
         columns = {k: np.asarray(inputs[k], np.float64) for k in self.inputs}
         exponents = {k: constants[k] for k in self.exponents}
         total = sum(
-            self.signs.get(name, 1) * constants[name] * np.exp(self.log_term(k, columns, exponents))
+            self.signs.get(name, 1)
+            * constants[name]
+            * np.exp(self._log_term(k, columns, exponents))
             for k, name in enumerate(self.terms)
         )
-        y: Array = np.asarray(total) ** (constants[self.power] if self.power else 1.0)
-        return y
+        return np.asarray(total)
 
 
 _FIELDS = frozenset(f.name for f in fields(Form))

@@ -99,7 +99,7 @@ def bootstrap(
     group_counts = random.multinomial(count, np.full(count, 1 / count), resamples)
     weights = group_counts[:, group].astype(np.float64)
     problem = fit.problem
-    starts = np.tile(problem.from_law(fit.law), (resamples, 1))
+    starts = np.tile(problem.from_constants(fit.law.constants), (resamples, 1))
     ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
     settled = ends.converged & ~vanished_terms(problem, ends.theta).any(1)
     failed = int((~settled).sum())

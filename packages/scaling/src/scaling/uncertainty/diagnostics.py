@@ -16,10 +16,9 @@ import numpy as np
 from scipy.special import fdtrc
 
 from scaling.fit import newton
-from scaling.fit.identifiability import design_defect
-from scaling.fit.search import Estimate, search
+from scaling.fit.search import FEWEST_RUNS, estimate
 from scaling.fit.varpro import Problem
-from scaling.law import CONSTANTS, Optimum
+from scaling.law import Optimum
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.posterior import Posterior, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
@@ -68,13 +67,12 @@ class Diagnostics:
 
 def parametric_posterior(runs: Runs) -> Posterior | None:
     """Return the posterior of the parametric law; None if the runs do not identify the law."""
-    freedom = len(runs) - len(CONSTANTS)
-    if freedom < 3 or design_defect(runs.parameters, runs.tokens):
+    if len(runs) < FEWEST_RUNS + 3:
         return None
-    problem = Problem.chinchilla(runs)
-    theta, _ = search(problem, "huber", 1e-3, prove=False)
-    errors = newton.residuals(problem, theta)[0]
-    return sample_posterior(Estimate(runs, problem.to_law(theta[0]), "huber", 1e-3, errors))
+    try:
+        return sample_posterior(estimate(runs, "huber", 1e-3, prove=False)[0])
+    except ValueError:
+        return None
 
 
 def warn_of_optimum(best: Optimum, runs: Runs, other: Optimum | None = None) -> None:
@@ -188,11 +186,10 @@ def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
     terms = bend_terms((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
     spread = 1.4826 * float(np.median(np.abs(errors)))
-    fitted = [name not in problem.fixed for name in problem.constant_names]
-    freedom = len(errors) - sum(fitted) - NUM_BEND_TERMS
+    freedom = len(errors) - len(theta) - NUM_BEND_TERMS
     if freedom < 5 or spread < 1e-7:
         return None
-    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta)[fitted].T)
+    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta).T)
     clipped = np.clip(errors, -4 * spread, 4 * spread)
     clipped = clipped - basis @ (basis.T @ clipped)
     terms = terms - basis @ (basis.T @ terms)

@@ -175,7 +175,7 @@ def _propose_exponents(
 ) -> _Exponents:
     """Draw exponents from a t distribution about the maximum of likelihood times prior."""
     problem = fit.problem
-    theta = problem.from_law(fit.law)
+    theta = problem.from_constants(fit.law.constants)
     jacobian = newton.log_jacobian(problem, theta).copy()
     jacobian[3:] *= theta[3:, None]  # derivatives in the logarithms of the exponents
     information = jacobian @ jacobian.T / noise**2

@@ -180,7 +180,7 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
     if isinstance(fit, ParametricFit):
         constants = fit.law.constants
         sample = fit.posterior.resample(PAIRS, seed)
-        theta = problem.from_law(fit.law)
+        theta = problem.from_constants(fit.law.constants)
         start = fit.drift.start
         drift = fit.drift.loss
     else:
