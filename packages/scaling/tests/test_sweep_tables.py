@@ -223,7 +223,7 @@ def test_published_exponents_of_step_law_lie_in_the_intervals_of_its_runs():
 
 def test_batch_sizes_with_points_are_refused_if_these_may_separate_thousands():
     rows = [{"lr": rate, "bs": "1.024", "loss": 2.0 + rate} for rate in (0.1, 0.2, 0.4)]
-    with pytest.raises(ValueError, match=r"'1.024' may be 1.024 or 1024; write it without"):
+    with pytest.raises(ValueError, match=r"'1.024' may be 1.024 or 1024; write the column without"):
         fit_sweep(rows)
 
 

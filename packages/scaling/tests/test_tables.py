@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import re
 import time
 import warnings
 from pathlib import Path
@@ -71,9 +70,9 @@ def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     columns, digits = table
     draw = data.draw
     comma = draw(st.booleans(), label="decimal comma")
-    mark = draw(st.sampled_from([";", "\t"] if comma else [",", ";", "\t", "|"]), label="delimiter")
-    styles = [suffixed, scientific, powers, grouped("." if comma else ","), grouped(" ")]
-    styles += [grouped("_"), grouped("'")]
+    mark = draw(st.sampled_from([";"] if comma else [",", ";", "\t", "|"]), label="delimiter")
+    styles = [suffixed, scientific, powers, grouped(" "), grouped("_"), grouped("'")]
+    styles += [] if comma else [grouped(",")]
     names = {ours: draw(st.sampled_from(NAMES[ours]), label=ours) for ours in COLUMNS}
     unit = {}
     for ours in ("parameters", "tokens"):
@@ -107,7 +106,7 @@ def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     lines = out.getvalue().splitlines()
     for at in sorted(draw(st.lists(st.integers(0, len(lines)), max_size=3)), reverse=True):
         lines.insert(at, draw(st.sampled_from(["# made by hand", "", "   "])))
-    encoding = draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]))
+    encoding = draw(st.sampled_from(["utf-8", "utf-8-sig"]))
     path = tmp_path_factory.mktemp("table") / "runs.csv"
     path.write_text("\n".join(lines), encoding=encoding)
     with warnings.catch_warnings(record=True) as caught:
@@ -156,7 +155,6 @@ class Frame:
     [
         Frame(),
         {"runs": [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]},
-        {"columns": list(BASE), "data": list(zip(*BASE.values(), strict=True))},
         {k: dict(enumerate(v)) for k, v in BASE.items()},
         {f"run-{i}": {k: v[i] for k, v in BASE.items()} for i in range(3)},
     ],
@@ -231,9 +229,9 @@ def test_rows_of_one_metric_each_are_read():
 
 
 def test_files_of_other_formats_are_refused_with_the_remedy(tmp_path):
-    for name in ("events.out.tfevents.1700000000.host", "runs.parquet", "mlflow.db"):
-        (tmp_path / name).write_bytes(b"\x00")
-        with pytest.raises(ValueError, match=r"is not a text file: .* pass the DataFrame"):
+    for name in ("events.out.tfevents.1700000000.host", "runs.parquet", "latin.csv"):
+        (tmp_path / name).write_bytes(b"N,D,loss\n1e8,2e9,3\xe9\n" if "latin" in name else b"\x00")
+        with pytest.raises(ValueError, match=r"is not text in UTF-8: .* pass the DataFrame"):
             load_runs(tmp_path / name)
 
 
@@ -401,38 +399,41 @@ def test_column_that_rises_during_a_training_shows_a_history(column):
 THOUSANDS = {"N": [125_000_000, 250_000_000, 500_000_000], "loss": [3.2, 3.0, 2.9]}
 
 
-@pytest.mark.parametrize("mark", [".", ","])
-def test_thousands_of_steps_are_not_read_as_decimals(mark):
-    """1.000 steps may be one step or a thousand, and 1,000 in a table with decimal commas."""
-    other = {".": ",", ",": "."}[mark]
-    steps = [f"{s}{mark}000" for s in (1, 2, 4)]
-    table = THOUSANDS | {"steps": steps, "tokens_per_step": [2**20] * 3}
-    if mark == ",":
-        assert load_runs(table).tokens.tolist() == [s * 1000 * 2.0**20 for s in (1, 2, 4)]
-        table["loss"] = ["3,2157", "3,0123", "2,9"]
-    with pytest.raises(
-        ValueError, match=rf"'steps', row 1: '1{re.escape(mark)}000' may be 1 or 1000; .*decimal="
-    ):
+def test_thousands_of_steps_are_not_read_as_decimals():
+    """1.000 steps may be one step or a thousand."""
+    table = THOUSANDS | {"steps": ["1.000", "2.000", "4.000"], "tokens_per_step": [2**20] * 3}
+    with pytest.raises(ValueError, match=r"'steps', row 1: '1\.000' may be 1\.000 or 1000; write"):
         load_runs(table)
-    thousands = load_runs(table, decimal=other)
-    assert thousands.tokens.tolist() == [s * 1000 * 2.0**20 for s in (1, 2, 4)]
-    np.testing.assert_allclose(thousands.loss[2], 2.9)
+    commas = table | {"steps": ["1,000", "2,000", "4,000"]}
+    assert load_runs(commas).tokens.tolist() == [s * 1000 * 2.0**20 for s in (1, 2, 4)]
     # A step with another number of decimals shows that the mark starts decimals.
-    assert load_runs(table | {"steps": ["1000.0", "2000.0", "4000.0"]}, decimal=".").tokens[0] > 1e9
+    assert load_runs(table | {"steps": ["1000.0", "2000.0", "4000.0"]}).tokens[0] > 1e9
 
 
 def test_numbers_in_units_with_three_decimals_need_evidence_of_the_mark():
     table = {"params_M": ["125", "250", "500"], "tokens_M": ["2.500", "5.000", "9.500"]}
-    with pytest.raises(ValueError, match=r"'tokens_M', row 1: '2.500' may be 2.5 or 2500"):
+    with pytest.raises(ValueError, match=r"'tokens_M', row 1: '2.500' may be 2.500 or 2500"):
         load_runs(table | {"loss": [3.2, 3.0, 2.9]})
-    runs = load_runs(table | {"loss": [3.2, 3.0, 2.9]}, decimal=",")
-    assert runs.tokens.tolist() == [2.5e9, 5e9, 9.5e9]
     billions = {"params_B": ["1.300", "2.700", "6.700"], "tokens_B": ["26.000", "54.000", "99.000"]}
     assert load_runs(billions | {"loss": ["2.215", "2.101", "2.004"]}).tokens[0] == 26e9
     commas = {k: [c.replace(".", ",") for c in v] for k, v in billions.items()}
-    assert load_runs(commas | {"loss": ["2,215", "2,101", "2,004"]}).tokens[0] == 26e9
-    with pytest.raises(ValueError, match=r"may be 1\.3 or 1300"):
+    with pytest.raises(ValueError, match=r"may be 1\.300 or 1300"):
         load_runs(commas | {"loss": [2.215, 2.101, 2.004]})
+
+
+@pytest.mark.parametrize("name", ["N", "D", "loss"])
+def test_decimal_commas_are_refused_unless_semicolons_separate_the_cells(tmp_path, name):
+    table = {"N": ["1e8", "2e8"], "D": ["2e9", "4e9"], "loss": ["3", "2"]}
+    cell = {"N": "1,5e8", "D": "2,5B", "loss": "2,859"}[name]
+    with pytest.raises(
+        ValueError, match=f"column '{name}' .* row 1: '{cell}'; decimals start with"
+    ):
+        load_runs(table | {name: [cell, table[name][1]]})
+    path = tmp_path / "runs.csv"
+    path.write_text("N;D;loss\n1,5e8;2,5B;2,859\n2e8;4e9;2,7\n")
+    runs = load_runs(path)
+    assert (runs.parameters[0], runs.tokens[0], runs.loss[0]) == (1.5e8, 2.5e9, 2.859)
+    assert "a comma in a number starts its decimals" in runs.explanation
 
 
 def test_sweep_is_recognized_if_tokens_differ_by_rounding():
@@ -652,7 +653,7 @@ def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message)
 
 def test_compute_on_the_wrong_scale_is_refused_without_other_columns():
     runs = {"N": BASE["N"], "loss": BASE["loss"], "C": [0.006, 0.024, 0.048]}
-    with pytest.raises(ValueError, match=r"'C' is 0.006 in row 1, which leaves .*'compute': 1e21"):
+    with pytest.raises(ValueError, match=r"'C' is 0.006 in row 1, which leaves .*'compute': 1e18"):
         load_runs(runs)
     runs["C"] = [6e12, 2.4e13, 4.8e13]
     with pytest.raises(ValueError, match=r"columns 'N' and 'C' are .* not on one scale"):
@@ -731,12 +732,6 @@ def test_masked_cells_are_blank():
         assert 2 not in load_runs({**BASE, "loss": loss}).rows
 
 
-def test_repeated_header_is_skipped(tmp_path):
-    path = tmp_path / "runs.csv"
-    path.write_text("params,tokens,loss\n1e8,1e10,3.4\nParams, Tokens,LOSS\n2e8,2e10,3.1\n")
-    assert load_runs(path).rows == (2, 4)
-
-
 def test_index_levels_of_a_dataframe_are_columns_and_repeated_columns_are_refused():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
     frame = pandas.DataFrame(BASE)
@@ -764,10 +759,13 @@ def test_unit_can_be_passed():
     [
         (
             "N;D;loss\n1,5e8;1e10;3.2157\n",
-            "the decimal mark is a comma in .*'1,5e8' and a point in",
+            "column 'N' .* row 2: '1,5e8'; decimals start with a point",
         ),
         ("N,D,loss,loss\n1e8,1e10,3,3\n", r"several columns \['loss'\]"),
         ("1e8,1e10,3\n2e8,1e10,3\n", "the first line holds numbers"),
+        ("N D loss\n1e8 1e10 3\n", "is one column; separate cells by a comma"),
+        ("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\n", "column 'N' .* row 2: '---'"),
+        ("N,D,loss\n1e8,1e10,3\nN,D,loss\n", "column 'N' .* row 3: 'N'"),
         ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; choose one"),
         ("N,D,loss\n1e8,1e10,\n", "no runs with a loss"),
         ("N,D,loss\n1e8,7 parrots,3\n", "column 'D' .* row 2: '7 parrots'"),
@@ -795,14 +793,6 @@ def test_several_data_sets_in_one_table_are_reported():
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
     with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
         load_runs(rows, where={"dataset": "pile"})
-
-
-def test_markdown_and_numpy_tables_are_read(tmp_path):
-    path = tmp_path / "runs.md"
-    path.write_text("| params | tokens | loss |\n|---|---:|---|\n| 100M | 10B | 3.4 |\n")
-    assert load_runs(path).parameters[0] == 1e8
-    np.savetxt(path, np.transpose(list(BASE.values())), header="N D loss")
-    np.testing.assert_allclose(load_runs(path).tokens, BASE["D"])
 
 
 FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "messy_tables"
@@ -917,22 +907,17 @@ TWO_RUNS = ([1e9, 2e9], [2.5, 2.3])
         'note,N,D,loss\n"a\n\n# b",1B,20B,2.5\nc,2B,40B,2.3\n',
         "N,D,loss,note\n1B,20B,2.5,a\u2028b\n2B,40B,2.3,c\x0cd\n",
         "N,D,loss\r1B,20B,2.5\r2B,40B,2.3\r",
-        "| N | D | loss\n|---|---|---\n| 1B | 20B | 2.5\n| 2B | 40B | 2.3\n",
-        "N | D | loss\n---|---|---\n1B | 20B | 2.5\n2B | 40B | 2.3\n",
     ],
-    ids=["comment", "blank line", "odd breaks", "carriage returns", "no last pipe", "no pipes"],
+    ids=["comment", "blank line", "odd breaks", "carriage returns"],
 )
-def test_no_row_is_lost_to_line_breaks_or_missing_pipes(tmp_path, text):
+def test_no_row_is_lost_to_line_breaks(tmp_path, text):
     path = tmp_path / "runs.csv"
     path.write_text(text, encoding="utf-8", newline="")
     runs = load_runs(path)
     assert (runs.parameters.tolist(), runs.loss.tolist()) == TWO_RUNS
 
 
-def test_other_encodings_and_json_values_have_no_line_breaks_of_their_own(tmp_path):
-    path = tmp_path / "runs.csv"
-    path.write_bytes(b"N,D,loss,note\n1B,20B,2.5,a\x85b\n2B,40B,2.3,c\n")
-    assert load_runs(path).loss.tolist() == TWO_RUNS[1]
+def test_json_values_have_no_line_breaks_of_their_own(tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_text(
         '{"N": 1e9, "D": 2e10, "loss": 2.5, "note": "a\u2028b"}\n'
@@ -940,16 +925,6 @@ def test_other_encodings_and_json_values_have_no_line_breaks_of_their_own(tmp_pa
         encoding="utf-8",
     )
     assert load_runs(path).loss.tolist() == TWO_RUNS[1]
-
-
-def test_last_column_of_a_table_without_trailing_pipes_is_read(tmp_path):
-    path = tmp_path / "runs.md"
-    path.write_text("| N | D | loss | state\n|---|---|---|---\n| 1B | 20B | 2.5 | crashed\n")
-    with pytest.raises(ValueError, match="1 runs are not 'finished'"):
-        load_runs(path)
-    path.write_text("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\nTable 1\n")
-    with pytest.raises(ValueError, match="line 4 has 0 cells under 3 columns"):
-        load_runs(path)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '"runs.csv"', "3"])

@@ -50,8 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     source = argparse.ArgumentParser(add_help=False)
     add = source.add_argument
     add("runs", metavar="RUNS", help="CSV, JSON or JSONL")
-    add("--delimiter", help="delimiter of a CSV; by default it is detected")
-    add("--decimal", choices=[".", ","], help="decimal mark; by default it is detected")
     add("--history", metavar="COLUMN", help="column of run names; 'no' if every row is a run")
     for option, example, description in (
         ("--column", "loss=NAME", "the name of a column"),
@@ -90,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
     sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
     sweep.add_argument("--seeds", type=int, help="runs per rate and batch size")
-    sweep.add_argument("--device", default="cpu")
+    sweep.add_argument("--device", default="cpu", help="torch device of the training")
     sweep.add_argument("--plot", **file)
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
     sweep.set_defaults(command=_sweep)
@@ -102,12 +100,10 @@ def _load(arguments: argparse.Namespace) -> Runs:
     units = {name: float(unit) for name, unit in _pairs(arguments.unit).items()}
     runs = load_runs(
         arguments.runs,
-        delimiter=arguments.delimiter,
         columns=_pairs(arguments.column),
         units=units,
         where=_pairs(arguments.where),
         history=False if arguments.history == "no" else arguments.history,
-        decimal=arguments.decimal,
     )
     return runs.without_highest(arguments.without_highest)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -92,24 +92,21 @@ class Runs(ComparesArrays):
 def load_runs(
     source: str | Path | Mapping[str, ArrayLike] | Iterable[Mapping[str, Any]] | Any,
     *,
-    delimiter: str | None = None,
     columns: Mapping[str, str] | None = None,
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
     history: str | bool | None = None,
-    decimal: Literal[".", ","] | None = None,
     tolerance: float = 0.1,
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
-    The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T,
-    49,893,420 or 3,2157. Data frames are those of pandas, polars and pyarrow. Exports of wandb,
+    The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T
+    or 49,893,420. Data frames are those of pandas, polars and pyarrow. Exports of wandb,
     levanter, MLflow and TensorBoard (by tbparse) may have nested columns or one row per metric.
     `Runs.explanation` describes each choice that was made.
 
     Args:
         source: The table.
-        delimiter: The delimiter of a CSV; by default it is detected.
         columns: Names of columns that do not have a usual name (`N`, `params_B`, `train_tokens`,
             `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`. Tokens may be a
             product, as in `{"tokens": "steps * batch_size * seq_len"}`.
@@ -119,7 +116,6 @@ def load_runs(
         history: The column of run names, if the table has several rows per run; the last row of
             each run is kept. False if every row is a run. By default, a column of run names is
             detected.
-        decimal: The decimal mark; by default it is detected.
         tolerance: Largest relative difference between compute and 6 N D that is not reported.
 
     Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
@@ -141,7 +137,7 @@ def load_runs(
             raise ValueError(f"expected units[{column!r}] to be a positive number, got {unit!r}")
     _check_tolerance(tolerance)
     name = str(source) if isinstance(source, str | Path) else "the table"
-    table = read_table(source, delimiter)
+    table = read_table(source)
     total = len(table)
     table = table.where(where or {}, name)
     exclusions: list[str] = []
@@ -154,12 +150,12 @@ def load_runs(
         columns["tokens"] = TIMES.join(factors)
         present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
-    reading = Reading(name, table, matched.chosen, units or {}, decimal, exclusions=exclusions)
+    reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
     require_whole_counts(reading, columns)
     dataset_warnings = datasets_message(reading)
     drop_rows_without_loss(reading)
-    reading.values, choices = parse_columns(reading, reading.columns)
-    reading.choices = [*table.choices, *choices, *reading.choices]
+    reading.values = parse_columns(reading, reading.columns)
+    reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched, tolerance)
     keep_last_rows(reading, history)

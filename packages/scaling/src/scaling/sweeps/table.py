@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
-from scaling.tables.cells import (
-    blank_cells,
-    list_some,
-    parse_numbers,
-    require_unambiguous,
-    uses_decimal_comma,
-)
+from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_unambiguous
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import read_table
@@ -99,7 +93,7 @@ def fit_sweeps(
 
 def _read(source: Any, where: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
-    table = read_table(source, None).where(where, "the table")
+    table = read_table(source).where(where, "the table")
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
     if not len(table):
@@ -192,7 +186,7 @@ def _groups(cells: Any, codes: NDArray[np.intp]) -> list[Any]:
 
 def _relative_range(cells: Any) -> float:
     """Return largest / smallest - 1 of the numbers in cells; inf if one is not a number."""
-    values = parse_numbers(cells[~blank_cells(cells)].tolist(), False)
+    values = parse_numbers(cells[~blank_cells(cells)].tolist())
     if not len(values):
         return 0.0
     if not (np.isfinite(values).all() and (values > 0).all()):
@@ -253,16 +247,12 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     """Return the losses by batch size and rate; the loss of a diverged run is inf."""
     rows = table.rows.tolist()
     cells = {ours: table.cells(name) for ours, name in chosen.items()}
-    comma = uses_decimal_comma(
-        [(name, rows, cells[ours]) for ours, name in chosen.items()], {chosen["loss"]}
-    )
-    sizes_of_rows = (chosen["batch_size"], rows, cells["batch_size"])
-    require_unambiguous(sizes_of_rows, "," if comma else ".", "write it without separators")
+    require_unambiguous(chosen["batch_size"], rows, cells["batch_size"], ".")
     texts = [str(cell).strip().lower() for cell in cells["loss"]]
     # A blank cell means that the loss is missing, but "nan" means that the run diverged.
     blank = blank_cells(table.columns[chosen["loss"]])
     trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
-    numbers = {ours: parse_numbers(c, comma, ours != "loss") for ours, c in cells.items()}
+    numbers = {ours: parse_numbers(c, is_count=ours == "batch_size") for ours, c in cells.items()}
     numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
     for i in np.flatnonzero(trained):
         for ours, name in chosen.items():

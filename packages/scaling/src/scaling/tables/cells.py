@@ -1,12 +1,8 @@
-"""Conversion of cells to numbers: 7B, 1.4T, 49,893,420, 3,2157, 6x10^18, 300B tokens.
-
-A comma may separate thousands or start the decimals. A single cell such as 2,859 is ambiguous, so
-the decision is made for the whole table, and a table with contradictory cells is refused.
-"""
+"""Conversion of cells to numbers: 7B, 1.4T, 49,893,420, 6x10^18, 300B tokens."""
 
 import math
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +22,10 @@ NUMBER = re.compile(
 )
 SEPARATORS = re.compile(r"(?<=\d)[_'\u2019\u00a0\u202f ](?=\d{3})")
 DIGITS = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
+
+#: A number whose mark may start decimals or separate thousands.
+AMBIGUOUS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 
 def is_blank(cell: Any) -> bool:
@@ -40,108 +40,31 @@ def is_blank(cell: Any) -> bool:
         return str(cell) in ("<NA>", "NaT")
 
 
-#: The name of a column, the number of each row, and the cells.
-NumberedCells = tuple[str, Sequence[int], Sequence[Any]]
+def require_unambiguous(name: str, rows: Sequence[int], cells: Sequence[Any], marks: str) -> None:
+    """Raise `ValueError` if a mark may be a decimal mark or a thousands separator.
 
-
-def uses_decimal_comma(columns: Sequence[NumberedCells], losses: Container[str] = ()) -> bool:
-    """Return True if the decimal mark of a table is a comma.
-
-    Raises `ValueError` if some cells have a decimal comma and others a decimal point. Losses are
-    below a thousand, so if no other cell implies a mark, 2,859 in a column of `losses` implies a
-    comma.
+    A mark is ambiguous if three digits follow it in every cell that has it, as in 1.000 and 26.500.
     """
-    comma = ""
-    point = ""
-    texts = [cell for _, _, cells in columns for cell in cells if isinstance(cell, str)]
-    # Only such cells can imply a decimal comma, and most tables have none.
-    if not any("," in text or text.count(".") > 1 for text in texts):
-        return False
-    for name, rows, cells in columns:
-        for row, cell in zip(rows, cells, strict=True):
-            parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
-            if not parsed:
-                continue
-            mark, is_certain = _decimal_mark(parsed["digits"].strip(), bool(parsed["power"]))
-            location = f"column {name!r}, row {row}: {cell!r}"
-            if mark == "," and (is_certain or not comma):
-                comma = location
-            elif mark == "." and (is_certain or not point):
-                point = location
-    if comma and point:
-        raise ValueError(
-            f"the decimal mark is a comma in {comma} and a point in {point}: use one of them"
-        )
-    in_losses = (cell for name, _, cells in columns if name in losses for cell in cells)
-    return bool(comma) or (not point and any("," in str(cell) for cell in in_losses))
-
-
-def require_unambiguous(column: NumberedCells, mark: str, remedy: str = "") -> None:
-    """Raise `ValueError` if the mark in a column may be a decimal or a thousands separator.
-
-    The mark is ambiguous if three digits follow it in every cell that has it, as in 1.000 and
-    26.500. By default the message proposes to pass `decimal`.
-    """
-    name, rows, cells = column
-    example = None
+    marked = []
     for row, cell in zip(rows, cells, strict=True):
-        if not isinstance(cell, str) or mark not in cell:
-            continue
-        parsed = NUMBER.match(cell.strip())
-        if not parsed or _decimal_mark(parsed["digits"].strip(), bool(parsed["power"]))[0]:
-            return
-        example = example or (row, cell, parsed["digits"].strip())
-    if example:
-        row, cell, digits = example
-        decimal = digits.replace(mark, ".")
-        thousands = digits.replace(mark, "")
-        other = "," if mark == "." else "."
-        remedy = remedy or (
-            f"pass decimal={mark!r} for the first reading, or decimal={other!r} for the second"
-        )
+        if isinstance(cell, str) and any(mark in cell for mark in marks):
+            parsed = NUMBER.match(cell.strip())
+            if not parsed or parsed["power"] or not AMBIGUOUS.fullmatch(parsed["digits"].strip()):
+                return
+            marked.append((row, cell))
+    if marked:
+        row, cell = marked[0]
         raise ValueError(
-            f"column {name!r}, row {row}: {cell!r} may be {float(decimal):g} or {thousands};"
-            f" {remedy}"
+            f"column {name!r}, row {row}: {cell!r} may be {cell.replace(',', '.')} or"
+            f" {cell.replace(',', '').replace('.', '')}; write the column without separators"
         )
 
 
-def shows_decimals(columns: Iterable[NumberedCells], losses: Container[str]) -> bool:
-    """Return True if any cell, or any loss, has an unmistakable decimal mark."""
-    for name, _, cells in columns:
-        for cell in cells:
-            parsed = NUMBER.match(cell.strip()) if isinstance(cell, str) else None
-            if not parsed:
-                continue
-            digits = parsed["digits"].strip()
-            mark, is_certain = _decimal_mark(digits, bool(parsed["power"]))
-            if (mark and is_certain) or (name in losses and ("." in digits or "," in digits)):
-                return True
-    return False
-
-
-def _decimal_mark(digits: str, has_power: bool) -> tuple[str, bool]:
-    """Return the decimal mark that a number implies ("" if it implies none).
-
-    The second value is False if the mark is only inferred because the other mark separates
-    thousands.
-    """
-    if "," in digits and "." in digits:
-        return ("," if digits.rfind(",") > digits.rfind(".") else "."), True
-    for mark, other in ((",", "."), (".", ",")):
-        if digits.count(mark) == 1:
-            is_grouped = re.fullmatch(rf"[-+]?[1-9]\d{{0,2}}(?:\{mark}\d{{3}})+", digits)
-            return (mark if has_power or not is_grouped else ""), True
-        if digits.count(mark) > 1:
-            return other, False
-    return "", True
-
-
-def parse_number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) -> float:
+def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
     """Return a cell as a float; nan if it is not a number.
 
     A suffix such as B multiplies the number; a number without a suffix is multiplied by `unit`.
-    `comma` is True if the decimal mark is a comma. If `thousands` is False, a single mark before
-    three digits is a decimal mark even if it contradicts `comma`, as in a loss of 2,859.
+    Decimals start with a point. Commas separate the thousands of counts.
     """
     if not isinstance(cell, str):
         try:
@@ -154,13 +77,8 @@ def parse_number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1
         return float(text) if text.lower() in ("inf", "-inf", "infinity") else math.nan
     suffix_unit = _suffix_unit(parsed["unit"])
     digits = SEPARATORS.sub("", parsed["digits"].strip())
-    mark, other = (",", ".") if comma else (".", ",")
-    if other in digits:
-        if not thousands and re.fullmatch(rf"[-+]?\d{{1,2}}\{other}\d+", digits):
-            digits = digits.replace(other, mark)
-        elif re.fullmatch(rf"[-+]?\d{{1,3}}(?:\{other}\d{{3}})+(?:\{mark}\d*)?", digits):
-            digits = digits.replace(other, "")
-    digits = digits.replace(mark, ".")
+    if is_count and not parsed["power"] and THOUSANDS.fullmatch(digits):
+        digits = digits.replace(",", "")
     if not DIGITS.fullmatch(digits) or math.isnan(suffix_unit):
         return math.nan
     return float(f"{digits}e{parsed['power'] or 0}") * (suffix_unit or unit)
@@ -186,16 +104,14 @@ def _suffix_unit(text: str | None) -> float:
 
 
 def parse_numbers(
-    cells: Sequence[Any], comma: bool, thousands: bool = True, unit: float = 1.0
+    cells: Sequence[Any], unit: float = 1.0, is_count: bool = True
 ) -> NDArray[np.float64]:
     """Return all cells of a column as floats: see `parse_number`."""
-    if not comma:
-        try:
-            # For plain numbers, `float` gives the result of `parse_number` faster.
-            return np.array([float(cell) for cell in cells]) * unit
-        except (TypeError, ValueError):
-            pass  # At least one cell has a unit, separators or no value.
-    return np.array([parse_number(cell, comma, thousands, unit) for cell in cells], np.float64)
+    try:
+        # For plain numbers, `float` gives the result of `parse_number` faster.
+        return np.array([float(cell) for cell in cells]) * unit
+    except (TypeError, ValueError):  # At least one cell has a unit, separators or no value.
+        return np.array([parse_number(cell, unit, is_count) for cell in cells], np.float64)
 
 
 def blank_cells(column: NDArray[Any]) -> NDArray[np.bool_]:

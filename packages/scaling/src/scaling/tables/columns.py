@@ -1,18 +1,11 @@
 """The numbers of the chosen columns, and the reasons for choosing them over other columns."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from scaling.tables.cells import (
-    NumberedCells,
-    list_some,
-    parse_numbers,
-    require_unambiguous,
-    shows_decimals,
-    uses_decimal_comma,
-)
+from scaling.tables.cells import list_some, parse_numbers, require_unambiguous
 from scaling.tables.derived import TIMES
 from scaling.tables.names import Column, Match, ambiguity
 from scaling.tables.scales import SMALLEST_MEDIAN
@@ -23,65 +16,51 @@ from scaling.units import Array
 ROUNDING = 0.01
 
 
-def parse_columns(
-    reading: Reading, columns: Mapping[str, Column]
-) -> tuple[dict[str, Array], list[str]]:
-    """Return columns in parameters, tokens, FLOPs and nats, and notes on how cells were read."""
-    rows = reading.rows
-    factors = {k: c.name.split(TIMES) if TIMES in c.name else [c.name] for k, c in columns.items()}
-    for k, column in columns.items():
-        if column.name in reading.table.columns:
-            factors[k] = [column.name]
-    cells = {f: (f, rows, reading.table.cells(f)) for names in factors.values() for f in names}
-    losses = {columns["loss"].name} if "loss" in columns else set()
-    comma = reading.decimal == ","
-    if reading.decimal is None:
-        comma = uses_decimal_comma(list(cells.values()), losses)
-        _require_unambiguous(reading, columns, factors, cells, comma)
-    choices = ["a comma in a number starts its decimals"] if comma else []
+def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, Array]:
+    """Return columns in parameters, tokens, FLOPs and nats."""
     values = {}
     for k, column in columns.items():
         unit = reading.units.get(k, column.unit)
-        numbers = np.full(len(rows), 1.0 if len(factors[k]) == 1 else unit)
-        for name in factors[k]:
-            of_factor = unit if len(factors[k]) == 1 else 1.0
-            numbers = numbers * parse_numbers(cells[name][2], comma, k != "loss", of_factor)
-            invalid = ~(np.isfinite(numbers) & (numbers > 0))
-            if invalid.any():
-                bad = [f"row {rows[i]}: {cells[name][2][i]!r}" for i in np.flatnonzero(invalid)]
-                raise ValueError(
-                    f"column {name!r} must be positive and finite, but {list_some(bad)}"
+        if column.name in reading.table.columns:
+            if k != "loss" and column.unit != 1 and not _shows_decimal_points(reading):
+                require_unambiguous(
+                    column.name, reading.rows, reading.table.cells(column.name), ".,"
                 )
+            numbers = _parse_positive(reading, column.name, unit, k != "loss")
+        else:
+            numbers = np.full(len(reading.rows), unit)
+            for name in column.name.split(TIMES):
+                # Numbers of steps and batches have no decimals.
+                require_unambiguous(name, reading.rows, reading.table.cells(name), ".")
+                numbers = numbers * _parse_positive(reading, name, 1.0, True)
         values[k] = numbers
         if "perplexity" in column.description:
             values[k] = np.log(numbers)
             if not (values[k] > 0).all():
                 raise ValueError(f"column {column.name!r}: a perplexity is above 1")
-    return values, choices
+    return values
 
 
-def _require_unambiguous(
-    reading: Reading,
-    columns: Mapping[str, Column],
-    factors: Mapping[str, Sequence[str]],
-    cells: Mapping[str, NumberedCells],
-    comma: bool,
-) -> None:
-    """Raise `ValueError` for numbers whose mark may be a decimal or a thousands separator.
+def _shows_decimal_points(reading: Reading) -> bool:
+    """Return True if a loss is written with a decimal point."""
+    losses = reading.table.cells(reading.columns["loss"].name)
+    return any(isinstance(cell, str) and "." in cell for cell in losses)
 
-    Counts such as steps have no decimals, so the marks of other columns do not resolve them.
-    Numbers without a unit are not checked, because one of the two readings is refused for its
-    scale.
-    """
-    counts = [name for names in factors.values() if len(names) > 1 for name in names]
-    with_unit = [c.name for k, c in columns.items() if k != "loss" and c.unit != 1]
-    for name in counts:
-        require_unambiguous(cells[name], "," if comma else ".")
-    losses = {columns["loss"].name} if "loss" in columns else set()
-    if with_unit and not shows_decimals(cells.values(), losses):
-        for name in with_unit:
-            require_unambiguous(cells[name], ".")
-            require_unambiguous(cells[name], ",")
+
+def _parse_positive(reading: Reading, name: str, unit: float, is_count: bool) -> Array:
+    """Return the numbers of a column; raise `ValueError` unless all are positive and finite."""
+    cells = reading.table.cells(name)
+    numbers = parse_numbers(cells, unit, is_count)
+    invalid = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
+    if len(invalid):
+        bad = [f"row {reading.rows[i]}: {cells[i]!r}" for i in invalid]
+        remedy = ""
+        if any("," in text for text in bad):
+            remedy = "; decimals start with a point, and commas separate only thousands of counts"
+        raise ValueError(
+            f"column {name!r} must be positive and finite, but {list_some(bad)}{remedy}"
+        )
+    return numbers
 
 
 def compare_columns(reading: Reading, matched: Match, tolerance: float) -> list[str]:
@@ -153,6 +132,6 @@ def _compare_alternative(reading: Reading, ours: str, column: Column, other: Col
 def _parse_or_none(reading: Reading, ours: str, column: Column) -> Array | None:
     """Return the numbers of a column; None if a cell is not positive and finite."""
     try:
-        return parse_columns(reading, {ours: column})[0][ours]
+        return parse_columns(reading, {ours: column})[ours]
     except ValueError:
         return None

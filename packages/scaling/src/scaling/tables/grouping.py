@@ -50,7 +50,7 @@ def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
     keys = []
     for name in names:
         codes = table.codes([name])
-        numbers = parse_numbers(table.cells(name), False)
+        numbers = parse_numbers(table.cells(name))
         is_positive = np.isfinite(numbers) & (numbers > 0)
         groups = cluster(numbers[is_positive], SAME_SETTING, 1 + SAME_SETTING)
         codes[is_positive] = len(table) + groups

@@ -101,7 +101,7 @@ def _report_missing_ends(reading: Reading, column: str) -> None:
         return
     rows = replace(reading, table=reading.without_loss)
     try:
-        later = parse_columns(rows, {progress: reading.columns[progress]})[0][progress]
+        later = parse_columns(rows, {progress: reading.columns[progress]})[progress]
     except ValueError:
         return  # Rows without a loss may have no tokens either.
     trained: dict[str, float] = {}
@@ -179,7 +179,7 @@ def _counts_rows(reading: Reading, column: str) -> bool:
     """Return True if a column `id` numbers the rows, like a database key or an index."""
     if column.lower() not in ("id", "uid"):
         return False
-    numbers = parse_numbers(reading.table.cells(column), False)
+    numbers = parse_numbers(reading.table.cells(column))
     return bool((np.diff(numbers) > 0).all())
 
 
@@ -200,7 +200,7 @@ def _refuse_checkpoints(
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
     """Return True if a column rises with the tokens of a size, for at least half of all rows."""
-    steps = parse_numbers(reading.table.cells(column), False)
+    steps = parse_numbers(reading.table.cells(column))
     order = np.lexsort((steps, size))
     rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
     later = int((rises & (np.diff(size[order]) == 0)).sum())

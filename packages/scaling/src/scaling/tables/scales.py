@@ -1,11 +1,11 @@
 """Checks that numbers are on the scale of training runs, and the missing column by C = 6 N D."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container
 
 import numpy as np
 
 from scaling.tables.table import Reading
-from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 20.0
@@ -18,8 +18,8 @@ TOKENS_PER_PARAMETER = (0.1, 2000.0)
 #: rows by more than this factor. Published tables have gaps of at most a factor of five.
 SCALE_GAP = 100.0
 
-#: Usual ratio of tokens to parameters, from which messages guess the unit of a column.
-USUAL_TOKENS_PER_PARAMETER = 20
+#: Units that messages propose for numbers that are too small.
+USUAL_UNITS = {"parameters": "1e6", "tokens": "1e9", "compute": "1e18"}
 
 #: Smallest plausible median of a column. Columns in millions have at most a tenth of it.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
@@ -67,7 +67,6 @@ def _check_smallest(reading: Reading) -> None:
     if not small:
         return
     cells = []
-    powers = {}
     for k in small:
         i = int(np.argmin(values[k]))
         origin = origins[k]
@@ -76,11 +75,11 @@ def _check_smallest(reading: Reading) -> None:
         if origin != k:
             cell += f", which leaves {values[k][i]:.3g} {k}"
         cells.append(cell)
-        powers[origin] = f"1e{_likely_power(k, values, small)}"
     if all(np.median(values[k]) >= FEWEST for k in small):
         remedy = "other rows are on another scale: correct the cell"
     else:
-        units = ", ".join(f"{k!r}: {power}" for k, power in powers.items())
+        wrong = dict.fromkeys(origins[k] for k in small)
+        units = ", ".join(f"{origin!r}: {USUAL_UNITS[origin]}" for origin in wrong)
         remedy = f"they count thousands, millions or billions: pass units={{{units}}}, for example"
     raise ValueError(
         f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are not a run;"
@@ -183,21 +182,3 @@ def _check_loss(reading: Reading) -> None:
             f" and above {LARGEST_LOSS:g} nats in most rows: worse than guessing; for hundredths"
             " pass units={'loss': 0.01}, name a perplexity so, and confirm nats with {'loss': 1}"
         )
-
-
-def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) -> int:
-    """Return the power of ten that gives about 20 tokens per parameter as the unit."""
-    if name == "parameters":
-        other = "tokens"
-        default = 6
-    else:
-        other = "parameters"
-        default = 9
-    if other in small:
-        return default
-    if name == "tokens":
-        usual = values[other] * USUAL_TOKENS_PER_PARAMETER
-    else:
-        usual = values[other] / USUAL_TOKENS_PER_PARAMETER
-    power = 3 * round(float(np.median(np.log10(usual / values[name]))) / 3)
-    return power if power > 0 else default

@@ -38,7 +38,7 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
             continue
         # Trained tokens already count every epoch, unlike the tokens of a data set.
         is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
-        if is_whole or not (parse_numbers(reading.table.cells(name), False) > 1).any():
+        if is_whole or not (parse_numbers(reading.table.cells(name)) > 1).any():
             continue
         other = "tokens" if ours == "parameters" else "parameters"
         if not {"compute", other} <= {*reading.columns}:

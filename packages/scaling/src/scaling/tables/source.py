@@ -19,14 +19,14 @@ from scaling.tables.table import Table, object_cells, require_unique_names
 RECORD_KEYS = ("runs", "data", "rows", "results", "records")
 
 
-def read_table(source: Any, delimiter: str | None) -> Table:
+def read_table(source: Any) -> Table:
     """Return the table of a path, a data frame, a mapping of columns or an iterable of records."""
-    return pivot(flatten_cells(_read(source, delimiter)))
+    return pivot(flatten_cells(_read(source)))
 
 
-def _read(source: Any, delimiter: str | None) -> Table:
+def _read(source: Any) -> Table:
     if isinstance(source, str | Path):
-        return _read_file(Path(source), delimiter)
+        return _read_file(Path(source))
     if hasattr(source, "collect"):
         source = source.collect()  # a LazyFrame of polars
     if hasattr(source, "columns") and not isinstance(source, Mapping):
@@ -40,25 +40,21 @@ def _read(source: Any, delimiter: str | None) -> Table:
     return from_records(list(source))
 
 
-def _read_file(path: Path, delimiter: str | None) -> Table:
+def _read_file(path: Path) -> Table:
     """Return the table of a CSV, JSON or JSONL file."""
-    suffix = path.suffix.lower()
-    text, choices = read_text(path)
-    if suffix in (".json", ".jsonl", ".ndjson") or text.lstrip()[:1] in ("{", "["):
-        content, lines = parse_json(path, text)
-        try:
-            if isinstance(content, list):
-                table = from_records(content, lines)
-            elif isinstance(content, dict):
-                table = _read_mapping(content)
-            else:
-                raise TypeError(f"expected records or columns, got {content!r}")
-        except TypeError as error:
-            raise ValueError(f"{path}: {error}") from None
-    else:
-        mark = "\t" if suffix == ".tsv" and delimiter is None else delimiter
-        table = parse_csv(path, text, mark)
-    return Table(table.columns, table.rows, [*choices, *table.choices])
+    text = read_text(path)
+    is_json = path.suffix.lower() in (".json", ".jsonl", ".ndjson")
+    if not is_json and text.lstrip()[:1] not in ("{", "["):
+        return parse_csv(path, text)
+    content, lines = parse_json(path, text)
+    try:
+        if isinstance(content, list):
+            return from_records(content, lines)
+        if isinstance(content, dict):
+            return _read_mapping(content)
+        raise TypeError(f"expected records or columns, got {content!r}")
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_frame(frame: Any) -> Table:
@@ -76,13 +72,10 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
     """Return the table of a mapping.
 
     The mapping may map names to columns, one key to a list of records, or run names to records, or
-    follow pandas' JSON orientations.
+    be the JSON of a data frame of pandas.
     """
     if not content:
         return from_records([])
-    if {"columns", "data"} <= set(content):
-        names = content["columns"]
-        return from_records([dict(zip(names, row, strict=True)) for row in content["data"]])
     for key in RECORD_KEYS:
         records = content.get(key)
         if isinstance(records, list) and records and isinstance(records[0], Mapping):

@@ -70,8 +70,6 @@ class Reading:
     columns: dict[str, Column]
     #: The user's unit for each name of `Runs`.
     units: Mapping[str, float]
-    #: The user's decimal mark.
-    decimal: str | None
     values: dict[str, Array] = field(default_factory=dict)
     #: The rows that were left out because they have no loss.
     without_loss: Table | None = None
