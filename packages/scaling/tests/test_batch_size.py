@@ -246,7 +246,7 @@ def test_table_of_runs_is_a_sweep(tmp_path):
     [
         *((cell, np.inf) for cell in ("nan", "NaN", "inf", "diverged", float("nan"))),
         *((cell, None) for cell in ("", " ", "NA", "-", "null", None)),
-        *((cell, 2.859) for cell in ("2,859", "2.859", 2.859)),
+        *((cell, 2.859) for cell in ("2.859", 2.859)),
     ],
 )
 def test_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):

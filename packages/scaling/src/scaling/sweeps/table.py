@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
@@ -40,8 +39,8 @@ def fit_sweep(
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
-    Runs at one batch size and rate are repetitions, identified by a column such as `seed`. Without
-    such a column, the k-th rows of all rates are one repetition in the jackknife. Rows without a
+    Runs at one batch size and rate are repetitions. In the jackknife, the k-th runs of all rates are
+    one repetition, in the order of a column such as `seed` or otherwise of the rows. Rows without a
     loss and runs that did not finish are left out. Diverged runs are left out too, with a warning
     and a count. Their loss is nan, inf or "diverged", or a number that no curve through the other
     rates explains, such as the logarithm of the vocabulary size.
@@ -134,8 +133,9 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
             )
     settings = {}
     for name in table.columns:
-        if name not in chosen.values() and (values := _setting_values(name, table, chosen)):
-            settings[name] = values
+        is_repetition = _normalize(name) in WORDS["repetitions"]
+        if name not in chosen.values() and not is_repetition and _is_setting(name, table, chosen):
+            settings[name] = list(dict.fromkeys(map(str, table.cells(name))))
     if not settings:
         return
     sizes = [n for n in settings if recognize(n, "parameters") or recognize(n, "tokens")]
@@ -160,38 +160,24 @@ def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
     return count < len(runs) and np.unique(pairs, axis=1).shape[1] == count
 
 
-def _setting_values(name: str, table: Table, chosen: Mapping[str, str]) -> list[str]:
-    """Return the values of a column that distinguishes settings, or an empty list."""
-    cells = table.columns[name]
-    values = list(dict.fromkeys(map(str, table.cells(name))))
-    if len(values) < 2 or _normalize(name) in WORDS["repetitions"]:
-        return []
+def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
+    """Return True if a column distinguishes settings, such as sizes, rather than repetitions."""
+    is_quantity = True
     if recognize(name, "parameters"):
-        return values if _relative_range(cells) > SAME_SIZE else []
-    if recognize(name, "tokens") or recognize(name, "compute"):
+        codes = setting_codes(table, [name], SAME_SIZE)
+        within = np.zeros(len(table), np.intp)
+    elif recognize(name, "tokens") or recognize(name, "compute"):
         # With a fixed number of steps, larger batches use more tokens, so compare within one size.
-        batches = _groups(cells, setting_codes(table, [chosen["batch_size"]]))
-        return values if any(_relative_range(group) > SAME_TOKENS for group in batches) else []
-    # Any other column is a setting if repetitions differ in it and it has few values. A name, a
-    # date or a measurement has about as many values as there are rows.
-    repetitions = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
-    differs = any(len({*map(str, group)}) > 1 for group in _groups(cells, repetitions))
-    return values if differs and len(values) * 3 <= len(table) else []
-
-
-def _groups(cells: Any, codes: NDArray[np.intp]) -> list[Any]:
-    """Return the cells grouped by their codes."""
-    return [cells[codes == code] for code in range(codes.max() + 1)]
-
-
-def _relative_range(cells: Any) -> float:
-    """Return largest / smallest - 1 of the numbers in cells; inf if one is not a number."""
-    values = parse_numbers(cells[~blank_cells(cells)].tolist())
-    if not len(values):
-        return 0.0
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        return math.inf
-    return float(values.max() / values.min() - 1)
+        codes = setting_codes(table, [name], SAME_TOKENS)
+        within = setting_codes(table, [chosen["batch_size"]])
+    else:
+        is_quantity = False
+        codes = table.codes([name])
+        within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
+    pairs = np.unique(np.stack([within, codes]), axis=1)
+    differs = pairs.shape[1] > within.max() + 1
+    # A name, a date or a measurement has about as many values as there are rows.
+    return differs and (is_quantity or (codes.max() + 1) * 3 <= len(table))
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
@@ -210,37 +196,14 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
         warnings.warn(messages[-1], ScalingWarning, stacklevel=3)
     sizes = np.array(sorted({size for size, _ in runs}))
     rates = np.array(sorted({rate for _, rate in runs}))
-    repetitions = _index_repetitions(table, runs)
-    log_losses = np.full((len(sizes), max(repetitions.values()) + 1, len(rates)), np.nan)
+    log_losses = np.full((len(sizes), max(map(len, runs.values())), len(rates)), np.nan)
     for (size, rate), losses in runs.items():
         i = int(np.searchsorted(sizes, size))
         j = int(np.searchsorted(rates, rate))
-        for row, loss in losses:
-            log_losses[i, repetitions[row], j] = math.log(loss)
+        log_losses[i, : len(losses), j] = np.log([loss for _, loss in losses])
     sweep = build_sweep("table", "table", rates, sizes, log_losses)
     read = ", ".join(f"{ours} by {name!r}" for ours, name in chosen.items())
     return replace(sweep, explanation="\n".join([read, *messages]))
-
-
-def _index_repetitions(table: Table, runs: RunsBySetting) -> dict[int, int]:
-    """Return the index of each row among the repetitions of its batch size.
-
-    Rows with one seed have the same index at all rates. Without a column of seeds, or if the rates
-    do not have the same seeds, the k-th row of each rate is the k-th repetition.
-    """
-    indices = {row: k for losses in runs.values() for k, (row, _) in enumerate(losses)}
-    names = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
-    if not names:
-        return indices
-    seeds = dict(zip(table.rows.tolist(), setting_codes(table, names).tolist(), strict=True))
-    for size in {size for size, _ in runs}:
-        of_size = [losses for (batch_size, _), losses in runs.items() if batch_size == size]
-        groups = [{row: seeds[row] for row, _ in losses} for losses in of_size]
-        seen = sorted({seed for group in groups for seed in group.values()})
-        is_unique = all(len({*group.values()}) == len(group) for group in groups)
-        if is_unique and len(seen) == max(map(len, groups)):
-            indices |= {row: seen.index(seed) for group in groups for row, seed in group.items()}
-    return indices
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
@@ -263,10 +226,16 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
                     f" but row {rows[i]}: {cells[ours][i]!r}"
                 )
     runs: RunsBySetting = {}
-    sizes, rates = (_merge_rounded(numbers[k][trained]) for k in ("batch_size", "rate"))
-    for i, size, rate in zip(np.flatnonzero(trained), sizes, rates, strict=True):
-        setting = (float(size), float(rate))
-        runs.setdefault(setting, []).append((rows[i], float(numbers["loss"][i])))
+    index = np.flatnonzero(trained)
+    sizes, rates = (_merge_rounded(numbers[k][index]) for k in ("batch_size", "rate"))
+    # The k-th run of each rate is the k-th repetition, so the runs are in the order of their seeds.
+    seeds = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
+    order = range(len(index))
+    if seeds:
+        order = np.argsort(setting_codes(table, seeds)[index], kind="stable").tolist()
+    for k in order:
+        setting = (float(sizes[k]), float(rates[k]))
+        runs.setdefault(setting, []).append((rows[index[k]], float(numbers["loss"][index[k]])))
     return runs
 
 

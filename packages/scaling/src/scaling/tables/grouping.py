@@ -41,18 +41,20 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
     return codes
 
 
-def setting_codes(table: Table, names: Sequence[str]) -> NDArray[np.intp]:
+def setting_codes(
+    table: Table, names: Sequence[str], tolerance: float = SAME_SETTING
+) -> NDArray[np.intp]:
     """Return the index, counted from 0, of each row's combination of values in some columns.
 
-    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, and numbers that differ by
-    rounding to float32 are one setting.
+    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, are one setting, and so are
+    numbers that differ by at most `tolerance`, by default that of float32.
     """
     keys = []
     for name in names:
         codes = table.codes([name])
         numbers = parse_numbers(table.cells(name))
         is_positive = np.isfinite(numbers) & (numbers > 0)
-        groups = cluster(numbers[is_positive], SAME_SETTING, 1 + SAME_SETTING)
+        groups = cluster(numbers[is_positive], tolerance, 1 + tolerance)
         codes[is_positive] = len(table) + groups
         codes[numbers == 0] = -1
         keys.append(codes)
