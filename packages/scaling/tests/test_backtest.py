@@ -18,7 +18,6 @@ from scaling import (
     fit_parametric,
     isoflop_runs,
     load_runs,
-    select_law,
 )
 from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.drift import (
@@ -120,18 +119,6 @@ def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise():
             assert best[name].high > noise[name].high
         within = fit.optimal(1e20).intervals["parameters"]
         assert within == fit.posterior.optimal(1e20).intervals["parameters"]
-
-
-def test_interval_of_a_run_covers_new_runs():
-    covered = 0
-    for seed in range(2):
-        fit = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed))
-        random = np.random.default_rng(seed)
-        for compute in np.geomspace(1e20, 1e23, 10):
-            best = LAW.optimal(compute)
-            loss = best.loss * np.exp(3e-3 * random.standard_normal())
-            covered += loss in fit.predict(best.parameters, best.tokens).interval
-    assert covered >= 0.85 * 20
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
@@ -294,8 +281,7 @@ def size_coverage(fit, later, top, truth, prior):
         # `optimal` would also fit a parametric law for its diagnostics.
         low, high = scaled._size_interval(top, fit.scale * top**fit.exponent)
         return float(low <= truth <= high)
-    errors = [(c.decades, c.size_error, c.size_deviation, c.weight) for c in fit.drift.cuts]
-    drift = dataclasses.replace(fit.drift, size=drift_per_decade(errors, prior))
+    drift = dataclasses.replace(fit.drift, size=drift_per_decade(fit.drift.cuts, prior))
     return float(truth in drift.widen(fit.posterior.optimal(top)).intervals["parameters"])
 
 
@@ -402,7 +388,6 @@ def test_fits_that_agree_below_1b_disagree_at_7b(text):
     (large,) = np.flatnonzero(runs.parameters > 6e9)
     scatter = []
     errors = []
-    scores = []
     for smallest in (0, 2e7):
         part = runs[(runs.parameters < 1e9) & (runs.parameters > smallest)]
         for name in ("chinchilla", "tied"):
@@ -411,13 +396,12 @@ def test_fits_that_agree_below_1b_disagree_at_7b(text):
             predicted = float(fit.predict(parameters=n, tokens=d))
             errors.append(predicted / runs.loss[large] - 1)
             scatter.append(np.sqrt(np.mean(fit.residuals**2)))
-            scores.append(select_law(part, [name])[0][0])
     assert min(scatter) > 0.01
     assert max(scatter) < 2.5 * min(scatter)
     assert max(errors) - min(errors) > 0.15
     assert np.median(np.abs(errors)) > 0.03
-    # Neither the residuals nor the held-out error within the small runs selects the best law.
-    assert max(abs(errors[np.argmin(of)]) for of in (scatter, scores)) > 0.015
+    # The residuals within the small runs do not select the best law.
+    assert abs(errors[np.argmin(scatter)]) > 0.015
 
 
 def test_cuts_do_not_split_budgets_that_are_equal_up_to_rounding():

@@ -27,7 +27,6 @@ def test_sgd_on_linear_regression_follows_the_exact_law():
     assert sweep.law.shape == "saturating"
     assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
     assert sweep.law.highest_rate == pytest.approx(1, rel=0.1)
-    assert [sweep.law.regime(b) for b in (1, 64, 1024)] == ["linear", "saturating", "saturated"]
 
 
 @pytest.mark.filterwarnings("ignore:the least loss at batch sizes")
@@ -104,14 +103,6 @@ def test_gradients_and_updates_are_those_of_torch(optimizer):
     torch.testing.assert_close(model.parameters[1][1, 2], outer.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_rates_that_diverge_are_infinite_and_never_best():
-    sweep = sweep_learning_rate(
-        rates=[0.01, 0.02, 50.0, 1e5], batch_sizes=(4,), seeds=2, steps=60, dimension=8
-    )
-    assert np.isinf(sweep.loss[0, -1])
-    assert sweep.best_rates[0] <= 0.02
-
-
 @pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.exhaustive)])
 def test_best_rate_is_found_if_the_loss_underflows(steps):
     """The loss underflows: 0.06^400 is below float64, and its square below float32 earlier."""
@@ -131,13 +122,6 @@ def test_minimum_at_the_edge_of_the_rates_has_no_best_rate():
         _ = sweep.law
 
 
-@pytest.mark.parametrize("noise", [0.0, 4.0])
-def test_exact_loss_takes_any_number_of_steps(noise):
-    rates = np.array([0.05, 0.2])
-    loss = exact_loss(rates, 1024, 16, steps=5000, noise=noise)
-    assert np.isfinite(loss).all()
-
-
 def test_rate_laws_are_recovered():
     b = 2.0 ** np.arange(10)
     law = fit_rate_law(b, 0.7 * b / (b + 20))
@@ -149,7 +133,6 @@ def test_rate_laws_are_recovered():
     assert surge.shape == "surge"
     assert 16 <= surge.batch_size <= 40
     np.testing.assert_allclose(surge.predict(surge.batch_size), surge.highest_rate)
-    assert surge.regime(1.0) == "square root"
 
 
 @pytest.mark.timing
@@ -296,11 +279,6 @@ def test_function_as_task_refuses_options_of_built_in_tasks(option):
         sweep_learning_rate(lambda rate, size, seed: rate, **grid, **{option: 7})
     with pytest.raises(ValueError, match="expected seeds to be an integer >= 1, got 0"):
         sweep_learning_rate(lambda rate, size, seed: rate, **grid, seeds=0)
-
-
-def test_batch_sizes_may_be_an_array():
-    sweep = sweep_learning_rate(batch_sizes=np.array([4, 16]), seeds=2, steps=3)
-    assert sweep.batch_sizes.tolist() == [4, 16]
 
 
 def test_diverged_runs_of_a_function_are_counted():

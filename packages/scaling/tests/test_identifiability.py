@@ -10,7 +10,6 @@ from scaling import (
     fit_parametric,
     isoflop_runs,
     load_runs,
-    select_law,
 )
 from scaling.fit.identifiability import MIN_SINGULAR_VALUE, design_defect, singular_values
 
@@ -52,9 +51,8 @@ def test_design_that_does_not_identify_the_law_is_refused_with_its_cause(name, n
     for call in (
         fit_parametric,
         lambda runs: fit_law("chinchilla", runs),
-        lambda runs: select_law(runs, ["chinchilla", "tied"], by="parameters", fraction=0.5),
     ):
-        with pytest.raises(ValueError, match=r"do not identify|leaves no rows"):
+        with pytest.raises(ValueError, match="do not identify"):
             call(runs)
     with pytest.raises(ValueError, match=cause if jitter == 0 else "do not identify"):
         fit_parametric(runs)

@@ -11,7 +11,6 @@ from scaling import (
     ScalingWarning,
     fit_law,
     isoflop_runs,
-    select_law,
 )
 from scipy.optimize import differential_evolution
 
@@ -55,22 +54,6 @@ def test_fit_takes_50_ms(name):
         times.append(time.process_time() - start)
     milliseconds = 1000 * float(np.median(times))
     assert_at_most(f"scaling: fit of the law {name}", 50, milliseconds, "ms")
-
-
-def test_select_law_finds_the_law_that_generated_the_rows():
-    runs = isoflop_runs(noise=2e-3, seed=2)
-    ranking = select_law(runs)
-    assert {fit.form.name for _, fit in ranking} == {"chinchilla", "tied"}
-    assert ranking[0][1].form.name == "chinchilla"
-    interval = ranking[0][1].interval("alpha")
-    assert 0.34 in interval
-    assert interval.high < 0.6
-    # Any column can be the axis along which rows are fixed_fit out.
-    rows = {"parameters": runs.parameters, "tokens": runs.tokens, "loss": runs.loss}
-    by_flops = select_law(
-        {**rows, "flops": 8 * runs.parameters * runs.tokens}, ["tied", "chinchilla"], by="flops"
-    )
-    assert by_flops[0][1].form.name == "chinchilla"
 
 
 @pytest.mark.parametrize(
@@ -155,17 +138,6 @@ def test_undetermined_constants_and_bad_options_are_reported():
             fit_law("chinchilla", runs, **options)
     with pytest.raises(ValueError, match="got 'zeta'"):
         fit_law("chinchilla", runs).interval("zeta")
-    with pytest.raises(ValueError, match="no form to compare"):
-        select_law({"x": [1.0, 2.0], "compute": [1.0, 2.0], "loss": [2.0, 1.0]})
-
-
-def test_forms_of_different_targets_are_not_compared():
-    """Each form used to be scored on its own target, and all scores were ranked together."""
-    rows = {name: np.geomspace(1, 10, 8) for name in ("parameters", "tokens", "loss", "compute")}
-    rows["error"] = rows["loss"] / 20
-    forms = ["tied", next(f for f in CATALOG.values() if f.target == "error")]
-    with pytest.raises(ValueError, match=r"forms of one target, got \['error', 'loss'\]"):
-        select_law(rows, forms)
 
 
 CONSTANT = "0*log(parameters)"
@@ -175,26 +147,6 @@ RISING = Form(
     {"E": CONSTANT, "A": "-alpha*log(parameters)"},
     {"alpha": (0.01, 2)},
 )
-FALLING = Form(
-    "falling",
-    ("parameters",),
-    {"C": CONSTANT, "a": "alpha*log(parameters)"},
-    {"alpha": (0.01, 2)},
-    signs={"a": -1},
-)
-
-
-@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-@pytest.mark.parametrize(
-    "forms",
-    [[FALLING, RISING], pytest.param([RISING, FALLING], marks=pytest.mark.exhaustive)],
-)
-def test_form_that_predicts_negative_values_is_last(forms):
-    n = np.geomspace(1e6, 1e9, 12)
-    rows = {"parameters": n, "loss": np.maximum(10 - 1e-5 * n**0.75, 0.2)}
-    (best, first), (worst, last) = select_law(rows, forms, by="parameters")
-    assert (first.form.name, last.form.name) == ("rising", "falling")
-    assert best < worst == np.inf
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")

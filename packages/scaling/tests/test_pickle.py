@@ -44,7 +44,6 @@ RESULTS = {
     "step law": lambda: fit_law("step_batch", STEPS),
     "tied law": lambda: fit_law("tied", RUNS),
     "form": lambda: scaling.CATALOG["tied"],
-    "plan": lambda: scaling.plan(fitted(), 1e23),
     "sweep": lambda: scaling.fit_sweep(SWEPT),
     "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),
     "speedup": lambda: scaling.effective_speedup(fitted(), fitted(), 1e22),

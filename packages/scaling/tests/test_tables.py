@@ -129,31 +129,9 @@ def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
 BASE = {"N": [1e8, 2e8, 4e8], "D": [1e10, 2e10, 2e10], "loss": [3.4, 3.2, 3.1]}
 
 
-def test_dataframe_is_a_table():
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
-    frame = pandas.DataFrame(
-        {"n_params": ["100M", "200M", "0.4B"], "D": BASE["D"], "loss": BASE["loss"]}
-    )
-    frame.index = [7, 8, 9]
-    np.testing.assert_allclose(load_runs(frame).parameters, BASE["N"])
-    frame.loc[8, "loss"] = None
-    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(2\)"):
-        assert len(load_runs(frame)) == 2
-
-
-class Frame:
-    """The part of a DataFrame that is used: columns by name."""
-
-    columns = tuple(BASE)
-
-    def __getitem__(self, name):
-        return np.array(BASE[name])
-
-
 @pytest.mark.parametrize(
     "source",
     [
-        Frame(),
         {"runs": [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]},
         {k: dict(enumerate(v)) for k, v in BASE.items()},
         {f"run-{i}": {k: v[i] for k, v in BASE.items()} for i in range(3)},
@@ -295,19 +273,6 @@ def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path)
     np.testing.assert_allclose(runs.loss, BASE["loss"])
     np.testing.assert_allclose(runs.compute, 6 * np.multiply(BASE["N"], BASE["D"]))
     assert "'summary.throughput/total_gflops'" in runs.explanation
-
-
-def test_only_the_last_row_of_a_training_history_is_kept():
-    rows = [
-        {"run": r, "N": BASE["N"][r], "D": BASE["D"][r] * s, "loss": BASE["loss"][r] + 1 - s}
-        for r in range(3)
-        for s in (0.25, 0.5, 1.0)
-    ]
-    with pytest.warns(ScalingWarning, match="6 earlier ones are left out"):
-        runs = load_runs(rows)
-    np.testing.assert_allclose(runs.loss, BASE["loss"])
-    # Without a column of names, trainings of one model to several lengths are separate runs.
-    assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
 
 
 def test_run_that_diverged_at_the_end_of_a_history_is_reported():
@@ -489,25 +454,6 @@ def test_tokens_of_a_data_set_beside_epochs_are_refused():
     assert len(load_runs(table, columns={"tokens": "dataset_tokens"})) == 3
     assert len(load_runs(base | {"num_epochs": [1, 1, 1]})) == 3
     assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
-
-
-def test_counts_that_compute_contradicts_follow_from_it():
-    """C = 6 N D holds for active parameters and for the tokens of all epochs."""
-    n, d = np.array(BASE["N"]), np.array(BASE["D"])
-    experts = {"params": n, "num_experts": [8, 8, 8], "flops": 6 * (n / 4) * d}
-    epochs = {"dataset_tokens": d, "num_epochs": [1, 2, 4], "flops": 6 * n * d * [1, 2, 4]}
-    loss = {"loss": BASE["loss"]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        active = load_runs({**experts, "D": d, **loss})
-        trained = load_runs({**epochs, "N": n, **loss})
-    np.testing.assert_allclose(active.parameters, n / 4)
-    np.testing.assert_allclose(trained.tokens, d * [1, 2, 4])
-    assert "by C / 6 of the tokens, not 'params'" in active.explanation
-    # Without the other column, compute and a wrong count would give a wrong other count.
-    for table in ({**experts, **loss}, {**epochs, **loss}):
-        with pytest.raises(ValueError, match="may count"):
-            load_runs(table)
 
 
 def test_total_parameters_of_a_mixture_of_experts_are_refused():
@@ -745,13 +691,6 @@ def test_unit_of_an_unknown_name_is_refused():
     for name in ("N", "loss_bits"):
         with pytest.raises(ValueError, match=rf"in units=…, got \['{name}'\]"):
             load_runs(BASE, units={name: 1e6})
-
-
-def test_unit_can_be_passed():
-    millions = {"N": [100, 200, 400], "D": [10, 20, 20], "loss": BASE["loss"]}
-    runs = load_runs(millions, units={"parameters": 1e6, "tokens": 1e9})
-    np.testing.assert_allclose(runs.tokens, BASE["D"])
-    np.testing.assert_allclose(runs.parameters, BASE["N"])
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
-from scaling.laws.fit import LawFit, fit_law, select_law
+from scaling.laws.fit import LawFit, fit_law
 from scaling.laws.form import CATALOG, Form
-from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
@@ -35,7 +34,6 @@ __all__ = [
     "LawFit",
     "Optimum",
     "ParametricFit",
-    "Plan",
     "Posterior",
     "Prediction",
     "Quantity",
@@ -60,8 +58,6 @@ __all__ = [
     "load_runs",
     "loss_at",
     "optimum",
-    "plan",
     "plot",
-    "select_law",
     "sweep_learning_rate",
 ]

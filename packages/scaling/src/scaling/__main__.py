@@ -1,4 +1,4 @@
-"""Command line: fit, plan with or report on runs; sweep learning rates."""
+"""Command line: fit or report on runs; sweep learning rates."""
 
 import argparse
 import json
@@ -16,7 +16,6 @@ import numpy as np
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
-from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 
@@ -71,13 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
-
-    planned = commands.add_parser("plan", parents=[source], help="a model for a budget and a load")
-    planned.add_argument("--loss", choices=get_args(Loss), help="default: huber")
-    planned.add_argument("--budget", required=True, **flops)
-    planned.add_argument("--served", type=float, default=0.0, metavar="TOKENS")
-    planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the optimum")
-    planned.set_defaults(command=_plan)
 
     page = commands.add_parser("report", parents=[source], help="one HTML page about the runs")
     page.add_argument("--at", nargs="+", default=[], **flops)
@@ -159,20 +151,6 @@ def _fit(arguments: argparse.Namespace) -> Output:
     return lines, result | {"at": [asdict(optimum) for optimum in best]}
 
 
-def _plan(arguments: argparse.Namespace) -> Output:
-    runs = _load(arguments)
-    fit = fit_parametric(runs, arguments.loss or "huber")
-    model = plan(fit, arguments.budget, served_tokens=arguments.served, parameters=arguments.size)
-    lines = [
-        runs.explanation,
-        f"for {model.budget:.4g} FLOPs, serving {model.served_tokens:.4g} tokens",
-    ]
-    for k in ("parameters", "tokens", "loss"):
-        lines.append(f"  {k:<12}{getattr(model, k):<12.5g}{model.intervals[k]}")
-    lines.append(f"  training {model.training:.4g} FLOPs, serving {model.serving:.4g}")
-    return lines, asdict(model)
-
-
 def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
@@ -192,14 +170,13 @@ def _sweep(arguments: argparse.Namespace) -> Output:
         lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
     except ValueError as error:
         lines += [f"no rate law: {error}"]
-    lines += ["batch size  best rate      exact  regime"]
+    lines += ["batch size  best rate      exact"]
     exact = sweep.exact_rates
     if exact is None:
         exact = np.full(len(sweep.batch_sizes), math.nan)
     table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=True)
     for size, rate, exact_rate in table:
-        regime = law.regime(float(size)) if law else "unknown"
-        lines.append(f"{size:10.0f} {rate:10.4g} {exact_rate:10.4g}  {regime}")
+        lines.append(f"{size:10.0f} {rate:10.4g} {exact_rate:10.4g}")
     _save_plot(sweep, arguments.plot)
     result = {"law": asdict(law) if law else None, "critical_batch_size": sweep.critical_batch_size}
     names = ("batch_sizes", "best_rates", "rates", "loss")

@@ -18,7 +18,7 @@ from scaling.sweeps.sweep import Sweep
 from scaling.uncertainty.backtest import BacktestRow
 from scaling.uncertainty.posterior import weighted_quantiles
 from scaling.uncertainty.quantity import optimum
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +33,8 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 
     `up_to` is the compute in FLOPs to which a fit is extrapolated. The panels are:
 
-    - for a parametric fit, N and D over C with their bands, contours of the loss with the efficient
-      frontier, residuals, and the interval of `optimal` at `up_to` next to those of noise alone;
+    - for a parametric fit, N and D over C with their bands, residuals, and the interval of
+      `optimal` at `up_to` next to that of noise alone;
     - for an IsoFLOP fit, the valleys, and N and D over C;
     - for a sweep, loss over rate, and best rate over batch size;
     - for a backtest, the best size predicted from the runs below each cut, relative to a fit of all
@@ -44,11 +44,9 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     from matplotlib.figure import Figure
 
     drawn = panels(result, up_to)
-    columns = min(len(drawn), 2)
-    rows = -(-len(drawn) // columns)
-    figure = Figure(figsize=(11, 8) if rows == 2 else (14, 4.5))
+    figure = Figure(figsize=(14, 4.5))
     figure.set_layout_engine("constrained")
-    for draw, axes in zip(drawn, figure.subplots(rows, columns, squeeze=False).flat, strict=True):
+    for draw, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
         draw(axes)
     return figure
 
@@ -59,7 +57,6 @@ def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
         fit = result
         return [
             lambda axes: _plot_optima(axes, fit, up_to),
-            lambda axes: _plot_contours(axes, fit, up_to),
             lambda axes: _plot_residuals(axes, fit),
             lambda axes: _plot_interval(axes, fit, up_to),
         ]
@@ -152,23 +149,6 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
     axes.set(xlabel="FLOPs of the largest run fitted")
     axes.set(ylabel="predicted best size / that by all runs", title="Backtest, 95 % intervals")
     axes.legend(loc="upper right", fontsize=8)
-
-
-def _plot_contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
-    """Draw contours of equal loss; the efficient frontier passes through their leftmost points."""
-    frontier_c = np.geomspace(fit.runs.compute.min(), up_to, 60)
-    frontier_n = np.array([fit.law.optimal(float(c)).parameters for c in frontier_c])
-    c = np.geomspace(fit.runs.compute.min() / 3, up_to * 3, 120)
-    n = np.geomspace(fit.runs.parameters.min() / 3, frontier_n[-1] * 10, 120)
-    loss = fit.law.predict(n[:, None], c / (FLOPS_PER_PARAMETER_TOKEN * n[:, None]))
-    best = fit.law.predict(frontier_n, frontier_c / (FLOPS_PER_PARAMETER_TOKEN * frontier_n))
-    levels = np.unique(best[::6])
-    axes.clabel(axes.contour(c, n, loss, levels, cmap="viridis", linewidths=1), fontsize=7)
-    axes.plot(frontier_c, frontier_n, "C3", label="efficient frontier")
-    axes.plot(fit.runs.compute, fit.runs.parameters, "k.", ms=3, label="runs")
-    axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", ylabel="parameters")
-    axes.set_title("Loss (nats)")
-    axes.legend(loc="upper left", fontsize=8)
 
 
 def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:

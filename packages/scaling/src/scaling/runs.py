@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.tables.cells import list_some
-from scaling.tables.columns import compare_columns, parse_columns
+from scaling.tables.columns import COMPUTE_TOLERANCE, compare_columns, parse_columns
 from scaling.tables.derived import TIMES, token_factors
 from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
@@ -26,7 +26,6 @@ from scaling.tables.scales import LARGEST_LOSS, complete
 from scaling.tables.selection import (
     datasets_message,
     drop_rows_without_loss,
-    drop_small_letters,
     keep_best_settings,
     require_whole_counts,
 )
@@ -83,7 +82,8 @@ class Runs(ComparesArrays):
         may have no such gaps, so a group that spans more than a factor of two is divided into
         groups that span at most `tolerance`.
         """
-        _check_tolerance(tolerance)
+        if not tolerance >= 0:
+            raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
         codes = cluster(self.compute, tolerance)
         groups = [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
         return [self[group[np.argsort(self.compute[group], kind="stable")]] for group in groups]
@@ -96,7 +96,6 @@ def load_runs(
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
     history: str | bool | None = None,
-    tolerance: float = 0.1,
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
@@ -116,7 +115,6 @@ def load_runs(
         history: The column of run names, if the table has several rows per run; the last row of
             each run is kept. False if every row is a run. By default, a column of run names is
             detected.
-        tolerance: Largest relative difference between compute and 6 N D that is not reported.
 
     Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
     `failed` or `exit_code`), and all but the last row of each run of a history are left out. A
@@ -135,7 +133,6 @@ def load_runs(
     for column, unit in (units or {}).items():
         if not (isinstance(unit, Real) and 0 < unit < math.inf):
             raise ValueError(f"expected units[{column!r}] to be a positive number, got {unit!r}")
-    _check_tolerance(tolerance)
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source)
     total = len(table)
@@ -157,10 +154,9 @@ def load_runs(
     reading.values = parse_columns(reading, reading.columns)
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
-    reading.choices += compare_columns(reading, matched, tolerance)
+    reading.choices += compare_columns(reading, matched)
     keep_last_rows(reading, history)
     keep_best_settings(reading)
-    drop_small_letters(reading)
     complete(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]
     values = {"compute": expected, **reading.values}
@@ -174,17 +170,11 @@ def load_runs(
         loss=values["loss"],
         rows=tuple(reading.rows),
     )
-    for message in _suspicions(runs, runs.compute / expected, reading.columns, tolerance):
+    for message in _suspicions(runs, runs.compute / expected, reading.columns):
         warnings.warn(message, ScalingWarning, stacklevel=2)
     lines = [f"{len(runs)} of {total} rows of {name}", *_explain(runs, reading)]
     lines += [f"  chosen: {choice}" for choice in reading.choices]
     return replace(runs, explanation="\n".join([*lines, *reading.exclusions]))
-
-
-def _check_tolerance(tolerance: float) -> None:
-    """Raise `ValueError` unless a tolerance is a number that is not negative."""
-    if not tolerance >= 0:
-        raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
 
 
 def _explain(runs: Runs, reading: Reading) -> list[str]:
@@ -211,22 +201,20 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
     return lines
 
 
-def _suspicions(
-    runs: Runs, compute_ratio: Array, columns: Mapping[str, Column], tolerance: float
-) -> list[str]:
+def _suspicions(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column]) -> list[str]:
     """Return the warnings about values that are possible but unlikely.
 
     `compute_ratio` is C / (6 N D) of each run.
     """
     rows = np.array(runs.rows)
     messages = []
-    off = np.abs(compute_ratio - 1) > tolerance
+    off = np.abs(compute_ratio - 1) > COMPUTE_TOLERANCE
     if off.any():
         worst = compute_ratio[np.argmax(np.abs(np.log(compute_ratio)))]
         messages.append(
-            f"column {columns['compute'].name!r} is not 6 N D within {tolerance:.0%} in rows"
-            f" {list_some(rows[off])} (worst: {worst:.3g} times); a parametric fit uses N and D, an"
-            " IsoFLOP fit takes budgets from this column"
+            f"column {columns['compute'].name!r} is not 6 N D within {COMPUTE_TOLERANCE:.0%} in"
+            f" rows {list_some(rows[off])} (worst: {worst:.3g} times); a parametric fit uses N and"
+            " D, an IsoFLOP fit takes budgets from this column"
         )
     high = runs.loss > LARGEST_LOSS
     if high.any():

@@ -59,7 +59,7 @@ class ParametricFit(Estimate):
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
         best = self.posterior.optimal(compute, inference_tokens=inference_tokens)
-        warn_of_optimum(best, self.runs)
+        warn_of_optimum(best, self.runs, "noise alone")
         return self.drift.widen(best)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:

@@ -45,7 +45,7 @@ REVIVAL_SIZES = 4.0 ** -np.arange(13)
 BEST_STARTS = 8
 COARSE_GRID_POINTS = 25
 
-#: For more rows than this, the search starts from the optima of a sample of this many rows.
+#: For more rows than this, the search starts from the optimum of a sample of this many rows.
 SEARCH_ROWS = 4000
 
 
@@ -121,7 +121,7 @@ def search(
     first_delta = _initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
     if len(problem.log_target) > SEARCH_ROWS and not prove:
-        starts = _optima_of_a_sample(problem, first_delta, dimensions)
+        starts = _optimum_of_a_sample(problem, loss, delta)
     else:
         starts = grid_starts(problem)
         if not prove:
@@ -146,28 +146,19 @@ def search(
     return ends.theta[[best]], proof
 
 
-def _optima_of_a_sample(problem: Problem, delta: float, dimensions: int) -> Array:
-    """Return the distinct results of a search over `SEARCH_ROWS` rows, as starts for all rows.
+def _optimum_of_a_sample(problem: Problem, loss: Loss, delta: float) -> Array:
+    """Return the result of a search over `SEARCH_ROWS` rows, as a start for all rows.
 
-    An even sample of a large table has the same basins, and its optima are only a few steps from
-    those of the table.
+    An even sample of a large table has the same basins, and its optimum is only a few steps from
+    that of the table.
     """
     order = np.argsort(problem.log_target, kind="stable")
     rows = np.sort(order[np.linspace(0, len(order) - 1, SEARCH_ROWS).astype(int)])
-    sample = replace(
-        problem,
-        columns={name: values[rows] for name, values in problem.columns.items()},
-        log_target=problem.log_target[rows],
-    )
-    starts = grid_starts(sample)
-    starts = starts[_promising_starts(sample, starts, delta, dimensions)]
-    ends = newton.polish(sample, starts, delta=delta, max_steps=MAX_STEPS)
-    _revive(sample, ends, delta)
-    constants = sample.to_constants(ends.theta[np.argsort(ends.objective)])
-    best_first = problem.from_constants(constants)
-    first = np.unique(np.round(best_first, 3), axis=0, return_index=True)[1]
-    clipped: Array = np.clip(best_first[np.sort(first)[: BEST_STARTS // 2]], *problem.bounds)
-    return clipped
+    columns = {name: values[rows] for name, values in problem.columns.items()}
+    sample = replace(problem, columns=columns, log_target=problem.log_target[rows])
+    theta, _ = search(sample, loss, delta, False)
+    start: Array = np.clip(problem.from_constants(sample.to_constants(theta)), *problem.bounds)
+    return start
 
 
 def _promising_starts(

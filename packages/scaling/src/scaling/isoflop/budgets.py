@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from scaling.fit.identifiability import singular_values
-from scaling.isoflop.valley import Valley, fit_common_shape, polynomial_bottom
+from scaling.isoflop.valley import Valley, fit_common_shape, parabola_bottom
 from scaling.runs import Runs
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import Diagnostics
@@ -58,10 +58,8 @@ def sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
     return group
 
 
-def polynomial_valley(
-    group: Runs, nearest: int | None, degree: int, diagnostics: Diagnostics
-) -> Valley | None:
-    """Fit a polynomial to one budget; return None and add a message if it has no bottom."""
+def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) -> Valley | None:
+    """Fit a parabola to one budget; return None and add a message if it has no bottom."""
     location = _location(group)
     x = np.log(group.parameters)
     if nearest is not None:
@@ -69,9 +67,9 @@ def polynomial_valley(
         near = np.sort(np.argsort(np.abs(x - x[best]), kind="stable")[:nearest])
         group = group[near]
         x = x[near]
-    if not _has_enough_sizes(x, degree + 1, location, diagnostics):
+    if not _has_enough_sizes(x, location, diagnostics):
         return None
-    coefficients, bottom = polynomial_bottom(x, group.loss, degree)
+    coefficients, bottom = parabola_bottom(x, group.loss)
     if bottom is None:
         diagnostics.add("'loss' has no bottom within 'parameters'; left out", location)
         return None
@@ -79,10 +77,10 @@ def polynomial_valley(
     return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),))
 
 
-def _has_enough_sizes(x: Array, needed: int, location: str, diagnostics: Diagnostics) -> bool:
-    """Return True if the log sizes of a budget determine `needed` coefficients."""
-    if (sizes := len(np.unique(x))) < needed:
-        diagnostics.add(f"{sizes} sizes do not fix {needed} coefficients; left out", location)
+def _has_enough_sizes(x: Array, location: str, diagnostics: Diagnostics) -> bool:
+    """Return True if the log sizes of a budget determine three coefficients."""
+    if (sizes := len(np.unique(x))) < 3:
+        diagnostics.add(f"{sizes} sizes do not fix 3 coefficients; left out", location)
         return False
     # Repetitions of one size differ by rounding, and a curve through them is noise.
     columns = np.stack([x, (x - x.mean()) ** 2 / 2])
@@ -92,18 +90,6 @@ def _has_enough_sizes(x: Array, needed: int, location: str, diagnostics: Diagnos
     return True
 
 
-def _determine_a_shape(groups: list[Runs], diagnostics: Diagnostics) -> bool:
-    """Return True if there are enough sizes for a common shape; otherwise add a message."""
-    count = sum(len(np.unique(group.parameters)) for group in groups)
-    if count - 3 * len(groups) >= FEWEST_EXTRA_SIZES:
-        return True
-    diagnostics.add(
-        f"{count} sizes at {len(groups)} budgets are too few for a skew that all budgets share,"
-        " which takes four sizes per budget or more: these are plain parabolas"
-    )
-    return False
-
-
 def valleys_of_common_shape(
     groups: list[Runs], diagnostics: Diagnostics
 ) -> tuple[list[Valley], Array] | None:
@@ -111,18 +97,19 @@ def valleys_of_common_shape(
 
     Return None and add a message if the runs do not determine a shape.
     """
-    if not _determine_a_shape(groups, diagnostics):
-        return None
     left_out = Diagnostics()
     usable = []
     for group in groups:
-        if _has_enough_sizes(np.log(group.parameters), 3, _location(group), left_out):
+        if _has_enough_sizes(np.log(group.parameters), _location(group), left_out):
             usable.append(group)
-    if usable and not _determine_a_shape(usable, diagnostics):
+    count = sum(len(np.unique(group.parameters)) for group in usable)
+    if count - 3 * len(usable) < FEWEST_EXTRA_SIZES:
+        diagnostics.add(
+            f"{count} sizes at {len(usable)} budgets are too few for a skew that all budgets"
+            " share, which takes four sizes per budget or more: these are plain parabolas"
+        )
         return None
     diagnostics.occurrences |= left_out.occurrences
-    if not usable:
-        return [], np.empty((0, 0))
     log_sizes = [np.log(group.parameters) for group in usable]
     shape = fit_common_shape([x - x.mean() for x in log_sizes], [g.loss for g in usable])
     if shape.is_at_bound:

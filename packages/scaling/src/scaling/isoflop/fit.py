@@ -10,22 +10,17 @@ import itertools
 import math
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from scaling.equality import ComparesArrays
-from scaling.isoflop.budgets import polynomial_valley, sort_and_check, valleys_of_common_shape
+from scaling.isoflop.budgets import parabola_valley, sort_and_check, valleys_of_common_shape
 from scaling.isoflop.valley import Valley
-from scaling.law import Interval, Optimum, check_level, require_numbers
+from scaling.law import Interval, Optimum, require_numbers
 from scaling.runs import Runs, ScalingWarning
-from scaling.uncertainty.diagnostics import (
-    Diagnostics,
-    parametric_posterior,
-    warn_of_optimum,
-)
+from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
     PRIOR_VALLEY_DRIFT,
     VALLEY_COVERAGE,
@@ -34,8 +29,7 @@ from scaling.uncertainty.drift import (
     drift_start,
     normal_quantile,
 )
-from scaling.uncertainty.posterior import Posterior
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +44,10 @@ class IsoflopFit(ComparesArrays):
     covariance: Array
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
-    level: float
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
-        """Return the best N and D of a budget, with intervals from the line through the valleys.
+        """Return the best N and D of a budget, with 95 % intervals by the line through the valleys.
 
         The interval of N combines the scatter of the valleys about the line, with Student's t, and
         the drift beyond the largest budget. The interval of D follows from it. A line through two
@@ -66,16 +59,12 @@ class IsoflopFit(ComparesArrays):
         n = self.scale * compute**self.exponent
         low, high = self._size_interval(compute, n)
         pairs = compute / self.flops_per_parameter_token(compute)
-        tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
-        intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
+        tokens = Interval(pairs / high, pairs / low if low else math.inf)
+        intervals = {"parameters": Interval(low, high), "tokens": tokens}
         is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
-        # Coverage was measured only for intervals at the level 0.95.
-        coverage = VALLEY_COVERAGE if is_beyond and self.level == 0.95 else ""
+        coverage = VALLEY_COVERAGE if is_beyond else ""
         best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
-        # The parametric law assumes C = 6 N D, so it is evaluated at the same N D.
-        law = self._parametric
-        other = law.optimal(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
-        warn_of_optimum(best, self.runs, other)
+        warn_of_optimum(best, self.runs, "noise and drift")
         return best
 
     @property
@@ -83,10 +72,10 @@ class IsoflopFit(ComparesArrays):
         """The interval of `exponent` from the scatter of the valleys, without drift."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
-            return Interval(-math.inf, math.inf, self.level)
-        student = float(stdtrit(freedom, 0.5 + self.level / 2))
+            return Interval(-math.inf, math.inf)
+        student = float(stdtrit(freedom, 0.975))
         half = student * math.sqrt(float(self.covariance[1, 1]))
-        return Interval(self.exponent - half, self.exponent + half, self.level)
+        return Interval(self.exponent - half, self.exponent + half)
 
     def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
         """Return the limits of the interval of the best size `n` at a compute."""
@@ -99,14 +88,9 @@ class IsoflopFit(ComparesArrays):
         start = drift_start(np.array([valley.compute for valley in self.valleys]))
         lowest = self.valleys[0].compute
         decades = max(math.log10(compute / start), math.log10(lowest / compute), 0.0)
-        student = float(stdtrit(freedom, 0.5 + self.level / 2))
-        half = math.hypot(student * scatter, normal_quantile(self.level) * self.drift * decades)
+        student = float(stdtrit(freedom, 0.975))
+        half = math.hypot(student * scatter, normal_quantile(0.95) * self.drift * decades)
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
-
-    @cached_property
-    def _parametric(self) -> Posterior | None:
-        """The posterior of a parametric law of the same runs; None if they do not identify one."""
-        return parametric_posterior(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""
@@ -121,7 +105,6 @@ def fit_isoflop(
     nearest: int | None = None,
     degree: int | None = None,
     tolerance: float = 0.05,
-    level: float = 0.95,
 ) -> IsoflopFit:
     """Fit a power law through the bottoms of the valleys of all budgets.
 
@@ -132,10 +115,8 @@ def fit_isoflop(
         runs: The runs, at least five at two budgets.
         nearest: Number of runs next to the best run with which each budget is fitted; by default
             all.
-        degree: Degree (2, 3 or 4) of a separate polynomial for each budget. With `nearest`, the
-            default is 2.
+        degree: 2 fits a separate parabola to each budget, as `nearest` does.
         tolerance: The relative difference in compute within one budget.
-        level: The level of the intervals.
 
     Raises:
         ValueError: There are fewer than five runs, one budget, or too few runs per budget, or the
@@ -144,7 +125,6 @@ def fit_isoflop(
     A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, sizes that do not
     grow with compute, and fewer than four budgets.
     """
-    check_level(level)
     _check_options(nearest, degree)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
@@ -161,7 +141,7 @@ def fit_isoflop(
     if common is None:
         valleys = []
         for group in groups:
-            valley = polynomial_valley(group, nearest, degree or 2, diagnostics)
+            valley = parabola_valley(group, nearest, diagnostics)
             if valley is not None:
                 valleys.append(valley)
         covariance = np.eye(len(valleys))
@@ -177,16 +157,15 @@ def fit_isoflop(
     messages = tuple(diagnostics)
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, level, messages)
+    return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, messages)
 
 
 def _check_options(nearest: int | None, degree: int | None) -> None:
     """Raise `ValueError` unless the options of a fit are valid."""
-    least = 3 if degree is None else degree + 1
-    if degree not in (None, 2, 3, 4):
-        raise ValueError(f"expected degree to be 2, 3 or 4, got degree = {degree}")
-    if nearest is not None and nearest < least:
-        raise ValueError(f"expected nearest to be {least} or more, got nearest = {nearest}")
+    if degree not in (None, 2):
+        raise ValueError(f"expected degree to be 2, got degree = {degree}")
+    if nearest is not None and nearest < 3:
+        raise ValueError(f"expected nearest to be 3 or more, got nearest = {nearest}")
 
 
 def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:

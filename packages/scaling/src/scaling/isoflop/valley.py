@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq, least_squares
+from scipy.optimize import least_squares
 
 from scaling.equality import ComparesArrays
 from scaling.runs import Runs
@@ -55,7 +55,7 @@ class Valley(ComparesArrays):
     loss: float
     runs: Runs
     #: Coefficients in u = log N - mean(log N), of the curve in Note [Common shape] if `shape` is
-    #: set, and otherwise of a polynomial.
+    #: set, and otherwise of a parabola.
     coefficients: tuple[float, ...]
     shape: tuple[float, float] | None = None
 
@@ -79,24 +79,16 @@ class Valley(ComparesArrays):
         return curve
 
 
-def polynomial_bottom(x: Array, loss: Array, degree: int) -> tuple[Array, float | None]:
-    """Fit a polynomial of loss over x = log N; return its coefficients and its lowest minimum.
+def parabola_bottom(x: Array, loss: Array) -> tuple[Array, float | None]:
+    """Fit a parabola of loss over x = log N; return its coefficients and its bottom.
 
-    The coefficients apply to x - mean(x). The minimum is None if the curve has none within the
-    runs.
+    The coefficients apply to x - mean(x). The bottom is None if it is not within the runs.
     """
     u = x - x.mean()
-    grid = np.linspace(u[0], u[-1], 1001)
-    coefficients = np.polynomial.polynomial.polyfit(u, loss, degree)
-    curve = np.polynomial.Polynomial(coefficients)
-    slope = curve.deriv()
-    # If the leading coefficient of the slope is nearly zero, its roots are noise.
-    rising = np.flatnonzero((slope(grid[:-1]) < 0) & (slope(grid[1:]) >= 0))
-    if not rising.size:
-        return coefficients, None
-    cell = rising[np.argmin(curve(grid[rising]))]
-    bottom = brentq(slope, grid[cell], grid[cell + 1], xtol=1e-15)
-    return coefficients, float(bottom + x.mean())
+    coefficients = np.polynomial.polynomial.polyfit(u, loss, 2)
+    _, slope, curvature = map(float, coefficients)
+    bottom = -slope / (2 * curvature) if curvature > 0 else math.nan
+    return coefficients, float(bottom + x.mean()) if u[0] <= bottom <= u[-1] else None
 
 
 @dataclass(frozen=True)

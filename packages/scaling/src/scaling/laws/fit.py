@@ -1,4 +1,4 @@
-"""Fits of any form of law, and selection by held-out error.
+"""Fits of any form of law.
 
 The method is that of `fit_parametric`, for the terms of any `Form`: amplitudes by linear algebra,
 exponents from a grid, then Newton steps on all constants.
@@ -6,7 +6,7 @@ exponents from a grid, then Newton steps on all constants.
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,6 @@ from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level, quantile_ends
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
-from scaling.tables.grouping import below_cuts
 from scaling.units import COLUMNS, Array
 
 Rows = Runs | Mapping[str, ArrayLike]
@@ -208,58 +207,6 @@ def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:
         )
 
 
-def select_law(
-    rows: Rows,
-    forms: Sequence[Form | str] | None = None,
-    *,
-    by: str = "compute",
-    fraction: float = 0.7,
-    target: str | None = None,
-) -> list[tuple[float, LawFit]]:
-    """Fit several forms and return (score, fit) pairs, the lowest score first.
-
-    The score is the root mean square of log(predicted / observed) on the rows more than 1 % above
-    the `fraction` quantile of column `by`, for a fit of the rows below. The returned fits use all
-    rows. By default, `forms` are all forms of `CATALOG` for the target ("loss" unless set) whose
-    inputs are columns of the rows. Raises `ValueError` if there are none, or if the forms have
-    different targets, because their scores cannot be compared.
-    """
-    axis = _column(rows, by)
-    masks = below_cuts(axis, [fraction])
-    if not masks:
-        raise ValueError(f"fraction = {fraction} leaves no rows above the quantile of {by!r}")
-    below = masks[0]
-    if forms is None:
-        wanted = target or "loss"
-        chosen = []
-        for form in CATALOG.values():
-            if form.target == wanted and all(_has_column(rows, name) for name in form.inputs):
-                chosen.append(form)
-    else:
-        chosen = [_resolve_form(form) for form in forms]
-    if not chosen:
-        raise ValueError("no form to compare: none was passed, or the rows have the inputs of none")
-    targets = {target or form.target for form in chosen}
-    if len(targets) > 1:
-        raise ValueError(
-            f"expected forms of one target, got {sorted(targets)}; compare the forms of each target"
-            " separately, or pass target="
-        )
-    scored = []
-    for form in chosen:
-        name = target or form.target
-        columns, log_target = _columns(form, rows, name)
-        table = {**columns, name: np.exp(log_target)}
-        part = fit_law(form, {k: v[below] for k, v in table.items()}, target=name)
-        predicted = part.predict(**{k: columns[k][~below] for k in form.inputs})
-        # The logarithmic error of a negative prediction is undefined.
-        score = math.inf
-        if (predicted > 0).all():
-            score = float(np.sqrt(np.mean((np.log(predicted) - log_target[~below]) ** 2)))
-        scored.append((score, fit_law(form, table, target=name)))
-    return sorted(scored, key=lambda pair: pair[0])
-
-
 def _resolve_form(form: Form | str) -> Form:
     if isinstance(form, Form):
         return form
@@ -270,18 +217,12 @@ def _resolve_form(form: Form | str) -> Form:
     return CATALOG[form]
 
 
-def _has_column(rows: Rows, name: str) -> bool:
-    return name in rows if isinstance(rows, Mapping) else hasattr(rows, name)
-
-
-def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
+def _column(rows: Mapping[str, ArrayLike], name: str, zero_allowed: bool = False) -> Array:
     """Return a column; raise `ValueError` if it is missing or a value is not valid."""
-    if not _has_column(rows, name):
-        present = [*rows] if isinstance(rows, Mapping) else list(COLUMNS)
-        raise ValueError(f"the rows have no {name!r}; they have {present}")
-    cells = rows[name] if isinstance(rows, Mapping) else getattr(rows, name)
+    if name not in rows:
+        raise ValueError(f"the rows have no {name!r}; they have {[*rows]}")
     # Masked cells become nan, which is refused; np.asarray would return the masked number.
-    column: Array = np.asarray(np.ma.filled(np.ma.asarray(cells, float), math.nan))
+    column: Array = np.asarray(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
     valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
     for row in np.flatnonzero(~valid):
         raise ValueError(
@@ -293,6 +234,8 @@ def _column(rows: Rows, name: str, zero_allowed: bool = False) -> Array:
 
 def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Array]:
     """Return the inputs of a form and the logarithm of the target."""
+    if isinstance(rows, Runs):
+        rows = {name: getattr(rows, name) for name in COLUMNS}
     columns = {k: _column(rows, k, k in form.zero) for k in form.inputs}
     y = _column(rows, target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:

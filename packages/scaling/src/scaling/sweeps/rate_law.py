@@ -20,13 +20,6 @@ RateShape = Literal["saturating", "surge"]
 #: Values of `RateLaw.surge` that are tried in a fit.
 SURGES = np.geomspace(1.05, 30, 40)
 
-#: For each shape, descriptions of the regime below, near and above the characteristic batch size.
-REGIMES = {
-    "saturating": ("linear", "saturating", "saturated"),
-    "surge": ("square root", "peak", "falling"),
-}
-
-
 #: The rate far from the characteristic batch size, by its exponent in the batch size.
 LIMITS = {0.0: "a constant", 0.5: "a multiple of sqrt(B)", 1.0: "a multiple of B"}
 
@@ -56,14 +49,6 @@ class RateLaw:
         u = np.asarray(batch_size, np.float64) / self.batch_size
         form = _saturating(u) if self.shape == "saturating" else _surging(u, self.surge)
         return self.highest_rate * form
-
-    def regime(self, batch_size: float) -> str:
-        """Return a description of how the best rate changes with the batch size near this size."""
-        u = batch_size / self.batch_size
-        below, about, above = REGIMES[self.shape]
-        if u < 0.2:
-            return below
-        return above if u > 5 else about
 
 
 def _saturating(u: Array) -> Array:

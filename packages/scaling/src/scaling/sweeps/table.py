@@ -39,8 +39,8 @@ def fit_sweep(
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
-    Runs at one batch size and rate are repetitions. In the jackknife, the k-th runs of all rates are
-    one repetition, in the order of a column such as `seed` or otherwise of the rows. Rows without a
+    Runs at one batch size and rate are repetitions. The k-th runs of all rates are one repetition,
+    in the order of a column such as `seed`, or otherwise in the order of the rows. Rows without a
     loss and runs that did not finish are left out. Diverged runs are left out too, with a warning
     and a count. Their loss is nan, inf or "diverged", or a number that no curve through the other
     rates explains, such as the logarithm of the vocabulary size.

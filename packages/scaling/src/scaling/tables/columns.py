@@ -12,6 +12,10 @@ from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.table import Reading
 from scaling.units import Array
 
+#: Largest relative difference between columns of compute, or between compute and 6 N D, that is not
+#: reported.
+COMPUTE_TOLERANCE = 0.1
+
 #: Largest relative difference that rounding may cause between columns of the same numbers.
 ROUNDING = 0.01
 
@@ -63,7 +67,7 @@ def _parse_positive(reading: Reading, name: str, unit: float, is_count: bool) ->
     return numbers
 
 
-def compare_columns(reading: Reading, matched: Match, tolerance: float) -> list[str]:
+def compare_columns(reading: Reading, matched: Match) -> list[str]:
     """Return the reason why each column was read rather than another candidate.
 
     Raise `ValueError` with both readings if columns that should contain the same numbers differ, if
@@ -73,15 +77,13 @@ def compare_columns(reading: Reading, matched: Match, tolerance: float) -> list[
     choices = []
     for ours, column in matched.chosen.items():
         for rival in matched.rivals.get(ours, []):
-            choices.append(_compare_rival(reading, ours, column, rival, tolerance))
+            choices.append(_compare_rival(reading, ours, column, rival))
         for other in matched.alternatives.get(ours, []):
             choices.append(_compare_alternative(reading, ours, column, other))
     return choices
 
 
-def _compare_rival(
-    reading: Reading, ours: str, column: Column, rival: Column, tolerance: float
-) -> str:
+def _compare_rival(reading: Reading, ours: str, column: Column, rival: Column) -> str:
     """Return the reason why a column is read rather than one that should be equal.
 
     Raise `ValueError` if the two differ.
@@ -92,7 +94,7 @@ def _compare_rival(
     if rival.is_letter and np.median(theirs) < SMALLEST_MEDIAN[ours]:
         return f"{ours} by {column.name!r}: {rival.name!r} is too small to be that"
     values = reading.values[ours]
-    allowed = tolerance if ours == "compute" else ROUNDING
+    allowed = COMPUTE_TOLERANCE if ours == "compute" else ROUNDING
     difference = np.abs(np.log(theirs / values))
     if (difference > math.log1p(allowed)).any():
         i = int(np.argmax(difference))

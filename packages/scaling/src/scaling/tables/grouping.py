@@ -46,8 +46,8 @@ def setting_codes(
 ) -> NDArray[np.intp]:
     """Return the index, counted from 0, of each row's combination of values in some columns.
 
-    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, are one setting, and so are
-    numbers that differ by at most `tolerance`, by default that of float32.
+    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, are one setting. So are
+    numbers whose relative difference is at most `tolerance`.
     """
     keys = []
     for name in names:

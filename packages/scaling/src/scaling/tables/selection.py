@@ -1,6 +1,6 @@
 """Rows that are left out: those without a loss, and all but the best setting of a sweep.
 
-Columns that count other quantities than the N and D of C = 6 N D are left out too.
+Columns that may count other quantities than the N and D of C = 6 N D are refused.
 """
 
 from collections.abc import Container, Sequence
@@ -13,7 +13,6 @@ from scaling.tables.derived import TIMES
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.table import Reading
-from scaling.units import COLUMNS, FEWEST
 
 #: Number of rows that are searched for unknown settings, because a million would take seconds.
 MOST_ROWS = 5000
@@ -26,10 +25,9 @@ COUNTS = {
 
 
 def require_whole_counts(reading: Reading, named: Container[str]) -> None:
-    """Leave out an N that may include idle experts, or a D that may count only one epoch.
+    """Raise `ValueError` for an N that may include idle experts, or a D of only one epoch.
 
-    C = 6 N D needs the active parameters and all trained tokens. Each of them follows from compute
-    and the other. Raise `ValueError` if the compute or the other one is missing.
+    C = 6 N D needs the active parameters and all trained tokens.
     """
     for name in reading.table.columns:
         ours, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
@@ -40,15 +38,9 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
         is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
         if is_whole or not (parse_numbers(reading.table.cells(name)) > 1).any():
             continue
-        other = "tokens" if ours == "parameters" else "parameters"
-        if not {"compute", other} <= {*reading.columns}:
-            raise ValueError(
-                f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r},"
-                f" or confirm with columns={{{ours!r}: {column.name!r}}}"
-            )
-        del reading.columns[ours]
-        reading.choices.append(
-            f"{ours} by C / 6 of the {other}, not {column.name!r}, which {reason}"
+        raise ValueError(
+            f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
+            f" this one out, or confirm with columns={{{ours!r}: {column.name!r}}}"
         )
 
 
@@ -177,23 +169,6 @@ def _report_unknown_settings(
             f"columns {unknown} differ between runs of one size and tokens, which are read as"
             f" repetitions: select one setting with where={{{unknown[0]!r}: …}} if they are not"
         )
-
-
-def drop_small_letters(reading: Reading) -> None:
-    """Ignore columns n and d if they may be layers and widths and the other columns suffice."""
-    for k in ("parameters", "tokens"):
-        is_redundant_letter = (
-            k in reading.values
-            and len(reading.values) == len(COLUMNS)
-            and len(reading.columns[k].name) == 1
-        )
-        if is_redundant_letter and reading.values[k].min() < FEWEST:
-            reading.choices.append(
-                f"column {reading.columns[k].name!r} is too small for {k}: they follow from the"
-                " compute"
-            )
-            del reading.values[k]
-            del reading.columns[k]
 
 
 def datasets_message(reading: Reading) -> list[str]:

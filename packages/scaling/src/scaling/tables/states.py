@@ -19,21 +19,8 @@ from scaling.tables.table import Table
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
 ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]")
 
-BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "t": True,
-    "y": True,
-    "x": True,
-    "1": True,
-    "1.0": True,
-    "false": False,
-    "no": False,
-    "f": False,
-    "n": False,
-    "0": False,
-    "0.0": False,
-}
+TRUE = frozenset(("true", "yes", "t", "y", "x", "1", "1.0"))
+FALSE = frozenset(("false", "no", "f", "n", "0", "0.0"))
 
 
 def keep_finished(table: Table, selected_by: Container[str], messages: list[str]) -> Table:
@@ -75,11 +62,9 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
         finished = _finished_states(name, texts, table)
     elif is_code:
         finished = {"0", "0.0"}
-    elif is_flag and present <= {*BOOLEANS}:
-        means_finished = words[-1] in STATES["finished"]
-        finished = {text for text, flag in BOOLEANS.items() if flag == means_finished}
+    elif is_flag and present <= TRUE | FALSE:
         # A blank cell in a column of failures means that the run did not fail.
-        finished |= set() if means_finished else {""}
+        finished = {*TRUE} if words[-1] in STATES["finished"] else {*FALSE, ""}
     elif present <= known:
         # With any other name (outcome, phase, result), the values must be unambiguous states.
         has_both = present & STATES["finished"] and present & STATES["unfinished"]

@@ -11,16 +11,15 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import fdtrc
 
 from scaling.fit import newton
-from scaling.fit.search import FEWEST_RUNS, estimate
 from scaling.fit.varpro import Problem
 from scaling.law import Optimum
 from scaling.runs import Runs, ScalingWarning
-from scaling.uncertainty.posterior import Posterior, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: An interval is reported as wide if its ends differ by more than this factor.
@@ -32,9 +31,6 @@ FAR_COMPUTE = 1e4
 #: The corresponding factor for models smaller than all runs, and for tokens per parameter outside
 #: the range of the runs.
 FAR_SHAPE = 10.0
-
-#: Two methods agree if their log sizes differ by less than this.
-SAME_LOG_SIZE = math.log(1.1)
 
 #: Residuals are reported as curved if the p value of the F test is smaller than this.
 BEND_P_VALUE = 1e-3
@@ -65,22 +61,24 @@ class Diagnostics:
             yield text
 
 
-def parametric_posterior(runs: Runs) -> Posterior | None:
-    """Return the posterior of the parametric law; None if the runs do not identify the law."""
-    if len(runs) < FEWEST_RUNS + 3:
-        return None
-    try:
-        return sample_posterior(estimate(runs, "huber", 1e-3, prove=False)[0])
-    except ValueError:
-        return None
+def warn_of_optimum(best: Optimum, runs: Runs, cause: str) -> None:
+    """Issue a `ScalingWarning` if an optimum has a wide interval, or is far from all runs.
 
-
-def warn_of_optimum(best: Optimum, runs: Runs, other: Optimum | None = None) -> None:
-    """Issue a `ScalingWarning` for each diagnostic of an optimum.
-
-    `other` is the optimum by the parametric law, with which an IsoFLOP optimum is compared.
+    `cause` names the sources of uncertainty that the interval includes.
     """
-    for message in _optimum_messages(best, runs, other):
+    prefix = f"at {best.compute:.3g} FLOPs the best size"
+    interval = best.intervals["parameters"] if best.intervals else None
+    messages = []
+    if interval and interval.high > WIDE_INTERVAL * interval.low:
+        messages.append(
+            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by {cause}: the"
+            " runs do not determine it better; train at larger budgets"
+        )
+    if distances := _distances(best, runs):
+        messages.append(
+            f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"
+        )
+    for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=3)
 
 
@@ -95,32 +93,6 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
             ScalingWarning,
             stacklevel=3,
         )
-
-
-def _optimum_messages(best: Optimum, runs: Runs, other: Optimum | None) -> Iterator[str]:
-    interval = best.intervals["parameters"] if best.intervals else None
-    # Intervals of a posterior's optimum do not include drift; those of an IsoFLOP fit do.
-    cause = "noise and drift" if other or math.isnan(best.loss) else "noise alone"
-    prefix = f"at {best.compute:.3g} FLOPs the best size"
-    if interval and interval.high > WIDE_INTERVAL * interval.low:
-        yield (
-            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by {cause}: the"
-            " runs do not determine it better; train at larger budgets"
-        )
-    if distances := _distances(best, runs):
-        yield f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"
-    if other and interval and 0 < interval.low <= interval.high < math.inf:
-        theirs = (other.intervals or {})["parameters"]
-        halves = [math.log(i.high / i.low) / 2 for i in (interval, theirs)]
-        difference = abs(math.log(best.parameters / other.parameters))
-        if difference > max(math.hypot(*halves), SAME_LOG_SIZE):
-            yield (
-                f"the methods contradict each other: {prefix} is {best.parameters:.3g}"
-                f" [{interval.low:.3g}, {interval.high:.3g}], by the parametric fit"
-                f" {other.parameters:.3g} [{theirs.low:.3g}, {theirs.high:.3g}]; the losses do not"
-                " follow the law exactly, or the budgets are skewed; run a backtest before you"
-                " trust either"
-            )
 
 
 def _distances(best: Optimum, runs: Runs) -> list[str]:
@@ -140,8 +112,7 @@ def _distances(best: Optimum, runs: Runs) -> list[str]:
     return distances
 
 
-@dataclass(frozen=True)
-class BendTest:
+class BendTest(NamedTuple):
     """The sums of squares of the test in Note [Lack of fit]."""
 
     explained: float
@@ -150,19 +121,19 @@ class BendTest:
     explained_freedom: int
     remaining_freedom: int
 
-    @property
-    def p_value(self) -> float:
-        """The probability of residuals this curved if the losses follow the law."""
-        mean_explained = self.explained / self.explained_freedom
-        mean_remaining = self.remaining / self.remaining_freedom
-        ratio = mean_explained / mean_remaining
-        return float(fdtrc(self.explained_freedom, self.remaining_freedom, ratio))
-
 
 def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
-    """Return the p value of the bend test; 1 if there are too few runs or no noise."""
+    """Return the probability of residuals this curved if the losses follow the law.
+
+    It is 1 if there are too few runs or no noise.
+    """
     test = _bend_test(problem, theta, errors)
-    return 1.0 if test is None else test.p_value
+    if test is None:
+        return 1.0
+    mean_explained = test.explained / test.explained_freedom
+    mean_remaining = test.remaining / test.remaining_freedom
+    ratio = mean_explained / mean_remaining
+    return float(fdtrc(test.explained_freedom, test.remaining_freedom, ratio))
 
 
 def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:

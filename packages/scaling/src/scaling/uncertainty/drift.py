@@ -82,37 +82,15 @@ FEWEST_RUNS = 10
 FULL_WEIGHT_RUNS = 22
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The errors, in logarithms, of a fit of the runs below a cut."""
-
-    #: Compute at which the drift of the fitted runs starts.
-    compute: float
-    runs: int
-    #: Decades from `compute` to the largest run.
-    decades: float
-    #: Error of the best size at the largest compute, and the standard deviation that noise
-    #: explains.
-    size_error: float
-    size_deviation: float
-    #: Median error of the loss of runs beyond the cut, and the standard deviation that noise
-    #: explains.
-    loss_error: float
-    loss_deviation: float
-
-    @property
-    def weight(self) -> float:
-        """Weight of the cut, from 0 to 1, which depends on its number of runs."""
-        return min(max((self.runs - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 0.0), 1.0)
-
-
 class CutError(NamedTuple):
     """The error of one quantity at one cut, in logarithms."""
 
+    #: Decades from the start of the drift of the fitted runs to the largest run.
     decades: float
     error: float
     #: Standard deviation of the error that noise explains.
     deviation: float
+    #: Weight of the cut, from 0 to 1, which depends on its number of runs.
     weight: float
 
 
@@ -124,7 +102,8 @@ class Drift(ComparesArrays):
     start: float
     #: Smallest and largest compute, parameters and tokens of the runs.
     ranges: tuple[tuple[float, float], ...]
-    cuts: tuple[Cut, ...]
+    #: The errors of the best size.
+    cuts: tuple[CutError, ...]
     size: float
     loss: float
 
@@ -211,7 +190,8 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
     of_whole = sample_posterior(whole, draws=CUT_DRAWS)
     deviation = of_whole.log_deviation(of_whole.sizes(highest))
-    cuts = []
+    sizes = []
+    losses = []
     for below in below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
             continue
@@ -219,29 +199,19 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
             part = refit(runs[below])
         except ValueError:
             continue
-        limit = drift_start(compute[below])
-        size_error = math.log(
-            part.law.optimal(highest).parameters / whole.law.optimal(highest).parameters
-        )
+        decades = math.log10(highest / drift_start(compute[below]))
+        weight = min((len(part.runs) - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 1.0)
         posterior = sample_posterior(part, draws=CUT_DRAWS)
+        predicted = part.law.optimal(highest).parameters
+        size_error = math.log(predicted / whole.law.optimal(highest).parameters)
         size_deviation = posterior.log_deviation(posterior.sizes(highest))
-        loss_error, loss_deviation = _loss_error(part, posterior, runs[~below])
-        cut = Cut(
-            compute=limit,
-            runs=len(part.runs),
-            decades=math.log10(highest / limit),
-            size_error=size_error,
-            size_deviation=math.hypot(size_deviation, deviation, 1e-12),
-            loss_error=loss_error,
-            loss_deviation=loss_deviation,
-        )
-        cuts.append(cut)
-    sizes = [CutError(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts]
-    losses = [CutError(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts]
+        noise = math.hypot(size_deviation, deviation, 1e-12)
+        sizes.append(CutError(decades, size_error, noise, weight))
+        losses.append(CutError(decades, *_loss_error(part, posterior, runs[~below]), weight))
     return Drift(
         start,
         ranges,
-        tuple(cuts),
+        tuple(sizes),
         drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
         drift_per_decade(losses, PRIOR_LOSS_DRIFT),
     )
