@@ -159,6 +159,7 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: f.optimal(1e22, inference_tokens=-1.0), "inference_tokens = -1"),
         (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
+        (lambda f: fit_isoflop(f.runs, nearest=5.5), "an integer >= 3, got nearest = 5.5"),
         (lambda f: load_runs(GOOD, units={"parameters": "1e6"}), "positive number, got '1e6'"),
         (lambda f: load_runs(GOOD, units={"loss": -1}), "positive number, got -1"),
         (lambda f: f.runs.budgets(math.nan), "expected tolerance >= 0, got tolerance = nan"),

@@ -175,6 +175,8 @@ def test_interval_of_a_function_that_is_infinite_for_some_resamples():
             {"exponents": {"alpha": [2.0, 0.02]}},
             r"larger upper bound of 'alpha', got \[2.0, 0.02\]",
         ),
+        ({"exponents": {"alpha": [0.02, 2.0], "beta": [0.1, 1]}}, r"no term uses .* \['beta'\]"),
+        ({"inputs": [], "terms": {"E": "0"}, "exponents": {}}, "expected at least one input"),
         ({"signs": {"A": -2}}, "expected a sign 1 or -1 of a term, got 'A': -2"),
         ({"zero": ["bits"]}, r"\['bits'\] in `zero` are not inputs"),
     ],
@@ -184,6 +186,14 @@ def test_inconsistent_form_is_refused(changes, message):
     fields = {"inputs": ["tokens"], "terms": terms, "exponents": {"alpha": [0.02, 2.0]}}
     with pytest.raises(ValueError, match=message):
         Form("own", **fields | changes)
+
+
+def test_input_of_zero_in_a_term_with_exponents_is_refused():
+    terms = {"E": "0", "B": "p * log(x)"}
+    form = Form("power", ["x"], terms, {"p": [0.1, 1.0]}, zero=["x"])
+    rows = {"x": [0.0, 1.0, 2.0, 3.0], "loss": [3.0, 4.0, 4.5, 5.0]}
+    with np.errstate(invalid="ignore"), pytest.raises(ValueError, match="'B' is not finite in"):
+        fit_law(form, rows)
 
 
 def test_form_without_exponents_is_least_squares():

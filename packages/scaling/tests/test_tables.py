@@ -399,6 +399,8 @@ def test_decimal_commas_are_refused_unless_semicolons_separate_the_cells(tmp_pat
     runs = load_runs(path)
     assert (runs.parameters[0], runs.tokens[0], runs.loss[0]) == (1.5e8, 2.5e9, 2.859)
     assert "a comma in a number starts its decimals" in runs.explanation
+    path.write_text("N;D;loss\n49,893,420;2,000,000,000;3\n82,260,344;4,000,000,000;2\n")
+    assert load_runs(path).parameters[0] == 49_893_420
 
 
 def test_sweep_is_recognized_if_tokens_differ_by_rounding():

@@ -87,7 +87,13 @@ class Problem(ComparesArrays):
     def terms(self) -> list[Term]:
         """The terms, centered over the rows if they depend on an exponent."""
         terms = []
-        for constant, slopes in self.form.decompose(self.columns):
+        decomposed = self.form.decompose(self.columns)
+        for name, (constant, slopes) in zip(self.form.terms, decomposed, strict=True):
+            if slopes and not np.isfinite([constant, *slopes.values()]).all():
+                raise ValueError(
+                    f"{self.form.name}: the logarithm of term {name!r} is not finite in every row;"
+                    " only a term without exponents may be zero"
+                )
             center_slopes = np.zeros(len(self.form.exponents))
             center_constant = 0.0
             if slopes:

@@ -10,6 +10,7 @@ import itertools
 import math
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -164,8 +165,8 @@ def _check_options(nearest: int | None, degree: int | None) -> None:
     """Raise `ValueError` unless the options of a fit are valid."""
     if degree not in (None, 2):
         raise ValueError(f"expected degree to be 2, got degree = {degree}")
-    if nearest is not None and nearest < 3:
-        raise ValueError(f"expected nearest to be 3 or more, got nearest = {nearest}")
+    if nearest is not None and not (isinstance(nearest, Integral) and nearest >= 3):
+        raise ValueError(f"expected nearest to be an integer >= 3, got nearest = {nearest}")
 
 
 def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:

@@ -58,8 +58,13 @@ class Form:
         names = [*FUNCTIONS, *self.inputs, *self.exponents, *self.terms]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{self.name}: the names {sorted(repeated)} are used twice")
+        if not self.inputs:
+            raise ValueError(f"{self.name}: expected at least one input")
+        used = set()
         for text in self.terms.values():
-            self._check_names(text, {*FUNCTIONS, *self.inputs, *self.exponents})
+            used |= self._check_names(text, {*FUNCTIONS, *self.inputs, *self.exponents})
+        if unused := {*self.exponents} - used:
+            raise ValueError(f"{self.name}: no term uses the exponents {sorted(unused)}")
         for name, bounds in self.exponents.items():
             if not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
                 raise ValueError(
@@ -93,17 +98,18 @@ class Form:
                             f" exponents, as in '-alpha * log(tokens)', got {text!r}"
                         )
 
-    def _check_names(self, text: str, known: Set[str]) -> None:
-        """Raise `ValueError` unless a text is an expression of known names."""
+    def _check_names(self, text: str, known: Set[str]) -> set[str]:
+        """Return the names in an expression; raise `ValueError` if one is not known."""
         try:
-            unknown = _names_in(text) - known
+            names = _names_in(text)
         except SyntaxError:
             raise ValueError(f"{self.name}: {text!r} is not an expression") from None
-        if unknown:
+        if unknown := names - known:
             raise ValueError(
                 f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected names"
                 f" among {sorted(known)}"
             )
+        return names
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -137,9 +143,8 @@ class Form:
             slopes = {}
             for j, name in enumerate(self.exponents):
                 if name in _names_in(text):
-                    slopes[j] = (
-                        self._log_term(k, columns, {**at_zero, name: np.float64(1.0)}) - constant
-                    )
+                    at_one = {**at_zero, name: np.float64(1.0)}
+                    slopes[j] = self._log_term(k, columns, at_one) - constant
             result.append((constant, slopes))
         return result
 

@@ -113,13 +113,13 @@ def _read_rows(lines: Sequence[str], mark: str) -> tuple[list[tuple[int, tuple[s
 
 
 def _has_decimal_commas(rows: Sequence[Sequence[str]]) -> bool:
-    """Return True if numbers have commas and none has a point.
+    """Return True if numbers have commas, but none has a point or several commas.
 
     Where decimals start with a comma, spreadsheets separate cells by semicolons.
     """
     cells = [cell for row in rows for cell in row]
     has_comma = any(re.search(r"\d,\d", cell) for cell in cells)
-    return has_comma and not any(re.search(r"\d\.\d", cell) for cell in cells)
+    return has_comma and not any(re.search(r"\d\.\d|,\d+,", cell) for cell in cells)
 
 
 def _check_header(path: Path, names: list[str]) -> None:

@@ -56,35 +56,27 @@ def _columns_with_unit(reading: Reading) -> set[str]:
 
 def _check_smallest(reading: Reading) -> None:
     """Raise `ValueError` for fewer than `FEWEST` parameters or tokens: their unit is wrong."""
-    values = reading.values
-    # A value that was derived from compute is too small if the compute has a wrong scale.
-    origins = {k: k if k in reading.columns else "compute" for k in ("parameters", "tokens")}
-    small = [
-        k
-        for k, origin in origins.items()
-        if origin not in reading.units and values[k].min() < FEWEST
-    ]
-    if not small:
-        return
-    cells = []
-    for k in small:
-        i = int(np.argmin(values[k]))
-        origin = origins[k]
+    for k in ("parameters", "tokens"):
+        # A value that was derived from compute is too small if the compute has a wrong scale.
+        origin = k if k in reading.columns else "compute"
+        values = reading.values[k]
+        if origin in reading.units or values.min() >= FEWEST:
+            continue
+        i = int(np.argmin(values))
         name = reading.columns[origin].name
-        cell = f"column {name!r} is {values[origin][i]:.5g} in row {reading.rows[i]}"
+        cell = f"column {name!r} is {reading.values[origin][i]:.5g} in row {reading.rows[i]}"
         if origin != k:
-            cell += f", which leaves {values[k][i]:.3g} {k}"
-        cells.append(cell)
-    if all(np.median(values[k]) >= FEWEST for k in small):
-        remedy = "other rows are on another scale: correct the cell"
-    else:
-        wrong = dict.fromkeys(origins[k] for k in small)
-        units = ", ".join(f"{origin!r}: {USUAL_UNITS[origin]}" for origin in wrong)
-        remedy = f"they count thousands, millions or billions: pass units={{{units}}}, for example"
-    raise ValueError(
-        f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are not a run;"
-        f" {remedy}"
-    )
+            cell += f", which leaves {values[i]:.3g} {k}"
+        if np.median(values) >= FEWEST:
+            remedy = "other rows are on another scale: correct the cell"
+        else:
+            remedy = (
+                "the column counts thousands, millions or billions: pass"
+                f" units={{{origin!r}: {USUAL_UNITS[origin]}}}, for example"
+            )
+        if len(name) == 1:
+            remedy += ", or leave out a column of layers or widths"
+        raise ValueError(f"{cell}: fewer than {FEWEST:g} {k} are not a run; {remedy}")
 
 
 def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:

@@ -26,6 +26,9 @@ from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
 from scaling.units import Array
 
+#: Level of the intervals.
+LEVEL = 0.95
+
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
@@ -142,10 +145,10 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
     return quantiles
 
 
-def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) -> Posterior:
+def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     """Sample the laws consistent with the runs of a fit: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
-    unbounded = Posterior(fit.law, fit.law.constants[None], level, np.empty(0))
+    unbounded = Posterior(fit.law, fit.law.constants[None], LEVEL, np.empty(0))
     if freedom <= 0:
         return unbounded
     # Noiseless runs have only rounding errors.
@@ -159,7 +162,7 @@ def sample_posterior(fit: Estimate, *, level: float = 0.95, draws: int = DRAWS) 
     if not possible.any():
         return unbounded
     weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
-    return Posterior(fit.law, constants[possible], level, weights[possible] / weights.sum())
+    return Posterior(fit.law, constants[possible], LEVEL, weights[possible] / weights.sum())
 
 
 class _Exponents(NamedTuple):
