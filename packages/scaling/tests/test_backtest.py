@@ -424,25 +424,3 @@ def test_cut_that_cannot_be_fitted_leaves_the_other_cuts():
         assert (row.method, row.runs) == (method, 64)
     with pytest.raises(ValueError, match=r"fractions = \(0.95,\) leave no later runs"):
         backtest(runs, fractions=(0.95,))
-
-
-@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_small_models_for_large_loads_have_the_drift_of_their_size():
-    fit = fit_parametric(isoflop_runs(noise=2e-3))
-    compute = 1e21
-    load = 1e15  # The best model is a hundred times smaller than the smallest run.
-    best = fit.optimal(compute, inference_tokens=load)
-    noise = fit.posterior.optimal(compute, inference_tokens=load)
-
-    def width(interval):
-        return math.log(interval.high / interval.low)
-
-    assert width(best.intervals["loss"]) > 1.5 * width(noise.intervals["loss"])
-    assert width(best.intervals["parameters"]) > 10 * width(noise.intervals["parameters"])
-    assert best.intervals["parameters"].high <= compute / (2 * load)
-    assert best.coverage == ""
-    # A tiny load changes nothing.
-    alone = fit.optimal(1e23)
-    loaded = fit.optimal(1e23, inference_tokens=1e7)
-    for name, interval in alone.intervals.items():
-        assert width(loaded.intervals[name]) == pytest.approx(width(interval), rel=1e-3)

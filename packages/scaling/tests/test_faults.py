@@ -152,11 +152,9 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: bootstrap(f, by="seed"), "expected by='budget' or one label per run"),
         (lambda f: f.runs.without_highest(100), "72 runs, got count = 100"),
         (lambda f: f.optimal(math.inf), "compute = inf"),
-        (lambda f: fit_isoflop(f.runs).optimal(math.nan), "compute, got nan"),
+        (lambda f: fit_isoflop(f.runs).optimal(math.nan), "compute = nan"),
         (lambda f: optimum("loss", -1.0), "compute = -1.0"),
         (lambda f: loss_at(-1.0, 1e9), "parameters = -1.0"),
-        (lambda f: optimum("loss", 1e22, inference_tokens=1e20), "cannot serve inference_tokens"),
-        (lambda f: f.optimal(1e22, inference_tokens=-1.0), "inference_tokens = -1"),
         (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
         (lambda f: fit_isoflop(f.runs, nearest=5.5), "an integer >= 3, got nearest = 5.5"),
@@ -226,8 +224,6 @@ def test_wrong_types_are_refused_with_the_expected_type():
                 call(wrong)
     with pytest.raises(TypeError, match=r"expected parameters to be one number, got"):
         fit.predict(np.array([1e9, 2e9]), 1e11)
-    with pytest.raises(TypeError, match=r"expected inference_tokens to be one number, got '1T'"):
-        fit.optimal(1e24, inference_tokens="1T")
     for wrong in (valleys, fit.law, runs):
         with pytest.raises(TypeError, match=r"expected the result of fit_parametric\(runs\), got"):
             bootstrap(wrong)

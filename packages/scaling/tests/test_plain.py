@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scaling import Law, bootstrap, fit_isoflop, fit_parametric, isoflop_runs, plain
+from scaling import Law, fit_isoflop, fit_parametric, isoflop_runs, plain
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,3 @@ def test_minimal_isoflop_fit_is_degree_two(runs):
     scale, exponent = plain.isoflop_law(runs.parameters, runs.loss, runs.compute)
     fit = fit_isoflop(runs, degree=2)
     assert (fit.scale, fit.exponent) == pytest.approx((scale, exponent), rel=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_bootstrap_interval_agrees_with_minimal_implementation(runs):
-    few = runs[::2]
-    low, high = plain.bootstrap_interval(few.parameters, few.tokens, few.loss, 1e22, resamples=5)
-    ours = bootstrap(fit_parametric(few)).optimal(1e22).intervals["parameters"]
-    assert np.log(ours.high / ours.low) == pytest.approx(np.log(high / low), rel=0.6)
-    assert ours.low < high
-    assert low < ours.high

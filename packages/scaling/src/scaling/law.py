@@ -2,10 +2,7 @@
 
 Note [Closed-form optimum]
 Under C = 6 N D the optimum is N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
-G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4). With T tokens
-served after training, C = 6 N (D + S) with S = T / 3, and D is the root of an increasing function:
-
-    log(alpha A) - alpha log N = log(beta B) + log(D + S) - (beta + 1) log D.
+G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
 """
 
 import math
@@ -18,12 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.equality import ComparesArrays
-from scaling.units import FEWEST, FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
-
-#: FLOPs per parameter and served token: only a forward pass.
-FLOPS_PER_PARAMETER_SERVED_TOKEN = 2.0
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,11 @@ def require_numbers(**named: object) -> None:
             raise TypeError(f"expected {name} to be one number, got {reprlib.repr(value)}")
 
 
-def require_budget(compute: float, inference_tokens: float) -> None:
-    """Raise `ValueError` unless a budget can train and serve at least one model."""
-    require_numbers(compute=compute, inference_tokens=inference_tokens)
-    if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
-        raise ValueError(
-            "expected finite compute > 0 and inference_tokens >= 0, got"
-            f" compute = {compute}, inference_tokens = {inference_tokens}"
-        )
-    if FLOPS_PER_PARAMETER_SERVED_TOKEN * FEWEST * inference_tokens >= compute:
-        raise ValueError(
-            f"{compute:.3g} FLOPs cannot serve inference_tokens = {inference_tokens:.3g} with a"
-            f" model of {FEWEST:g} parameters or more; serve fewer tokens"
-        )
+def require_budget(compute: float) -> None:
+    """Raise an error unless a budget is one positive and finite number."""
+    require_numbers(compute=compute)
+    if not 0 < compute < math.inf:
+        raise ValueError(f"expected a positive and finite compute, got compute = {compute}")
 
 
 def check_level(level: float) -> None:
@@ -161,16 +147,10 @@ class Law:
         """The exponent beta / (alpha + beta) of N_opt in C; the exponent of D_opt is 1 minus it."""
         return self.beta / (self.alpha + self.beta)
 
-    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """Return the model with the lowest loss that `compute` FLOPs can train and serve.
-
-        Training costs 6 N D and serving 2 N T, where T = `inference_tokens` is the number of tokens
-        that the model serves in its lifetime. The more tokens it serves, the smaller the best model
-        and the longer its training (Sardana et al. 2024). Raises `ValueError` if the budget cannot
-        serve even a model of 1000 parameters.
-        """
-        require_budget(compute, inference_tokens)
-        n, d, loss = map(float, optima_of(self.constants, compute, inference_tokens))
+    def optimal(self, compute: float) -> Optimum:
+        """Return the model with the lowest loss that `compute` FLOPs can train, at 6 N D FLOPs."""
+        require_budget(compute)
+        n, d, loss = map(float, optima_of(self.constants, compute))
         return Optimum(compute, n, d, loss)
 
 
@@ -181,40 +161,16 @@ def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array
     return loss
 
 
-def optima_of(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
+def optima_of(constants: Array, compute: float) -> Array:
     """Return N, D and loss of the optima, (3, …), for constants of shape (…, 5).
 
     See Note [Closed-form optimum].
     """
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     log_pairs = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
-    if inference_tokens:
-        served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
-        log_d = _log_tokens_with_serving(constants, log_pairs, math.log(served))
-        log_n = log_pairs - np.logaddexp(log_d, math.log(served))
-    else:
-        log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
-        # An optimum beyond the range of float64 is replaced by the largest representable one.
-        log_n = np.clip(log_n, log_pairs - 700, 700)
-        log_d = log_pairs - log_n
+    log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
+    # An optimum beyond the range of float64 is replaced by the largest representable one.
+    log_n = np.clip(log_n, log_pairs - 700, 700)
     n = np.exp(log_n)
-    d = np.exp(log_d)
+    d = np.exp(log_pairs - log_n)
     return np.stack([n, d, loss_of(constants, n, d)])
-
-
-def _log_tokens_with_serving(constants: Array, log_pairs: float, log_served: float) -> Array:
-    """Return log D of the optima at which N (D + S) = exp(log_pairs), by bisection.
-
-    Bisection is over D rather than N, because a small D would be lost in the rounding of D + S.
-    """
-    _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
-    low = np.full(np.shape(a), -700.0)
-    high = np.full(np.shape(a), 700.0)
-    for _ in range(64):
-        log_d = (low + high) / 2
-        log_sum = np.logaddexp(log_d, log_served)
-        gain_of_size = np.log(alpha * a) - alpha * (log_pairs - log_sum)
-        gain_of_tokens = np.log(beta * b) + log_sum - (beta + 1) * log_d
-        low = np.where(gain_of_size < gain_of_tokens, log_d, low)
-        high = np.where(gain_of_size < gain_of_tokens, high, log_d)
-    return low

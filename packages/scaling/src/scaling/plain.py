@@ -78,16 +78,3 @@ def best_model(constants: Constants, compute: float) -> tuple[float, float]:
     g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
     n = g * pairs ** (beta / (alpha + beta))
     return n, pairs / n
-
-
-def bootstrap_interval(
-    n: Array, d: Array, loss: Array, compute: float, resamples: int = 100, seed: int = 0
-) -> tuple[float, float]:
-    """Return the middle 95 % of the best N over runs resampled with replacement."""
-    random = np.random.default_rng(seed)
-    sizes = []
-    for _ in range(resamples):
-        rows = random.integers(len(loss), size=len(loss))
-        sizes.append(best_model(parametric_law(n[rows], d[rows], loss[rows]), compute)[0])
-    low, high = np.quantile(sizes, [0.025, 0.975])
-    return float(low), float(high)

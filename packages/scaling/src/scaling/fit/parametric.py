@@ -50,15 +50,11 @@ class ParametricFit(Estimate):
     @cached_property
     def drift(self) -> Drift:
         """The drift of the law beyond the runs, measured by fits of smaller runs."""
-        return measure_drift(self, self._refit)
+        return measure_drift(self)
 
-    def _refit(self, runs: Runs) -> Estimate:
-        """Return a fit of some of the runs, without warnings."""
-        return estimate(runs, self.loss, self.delta, prove=False)[0]
-
-    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
+    def optimal(self, compute: float) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
-        best = self.posterior.optimal(compute, inference_tokens=inference_tokens)
+        best = self.posterior.optimal(compute)
         warn_of_optimum(best, self.runs, "noise alone")
         return self.drift.widen(best)
 

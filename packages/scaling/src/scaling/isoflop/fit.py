@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from scaling.equality import ComparesArrays
 from scaling.isoflop.budgets import parabola_valley, sort_and_check, valleys_of_common_shape
 from scaling.isoflop.valley import Valley
-from scaling.law import Interval, Optimum, require_numbers
+from scaling.law import Interval, Optimum, require_budget
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
@@ -54,9 +54,7 @@ class IsoflopFit(ComparesArrays):
         the drift beyond the largest budget. The interval of D follows from it. A line through two
         budgets has no scatter, so the interval is (0, inf).
         """
-        require_numbers(compute=compute)
-        if not 0 < compute < math.inf:
-            raise ValueError(f"expected a positive and finite compute, got {compute}")
+        require_budget(compute)
         n = self.scale * compute**self.exponent
         low, high = self._size_interval(compute, n)
         pairs = compute / self.flops_per_parameter_token(compute)

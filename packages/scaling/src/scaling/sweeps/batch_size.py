@@ -105,17 +105,17 @@ def sweep_learning_rate(
     Built-in tasks need torch. A `ScalingWarning` reports that the least loss of a batch size is at
     the lowest or highest rate.
     """
-    for name, count in (("seeds", seeds), ("steps", steps), ("dimension", dimension)):
-        if count is not None:
-            _require_count(name, count)
-    if callable(task):
-        options = {"steps": steps, "dimension": dimension, "noise": noise}
-        if unused := [name for name, value in options.items() if value is not None]:
+    requested = {"seeds": seeds, "steps": steps, "dimension": dimension, "noise": noise}
+    options: dict[str, Any] = {k: v for k, v in requested.items() if v is not None}
+    for name, value in options.items():
+        if name != "noise":
+            _require_count(name, value)
+        if callable(task) and name != "seeds":
             raise ValueError(
-                f"expected no {unused[0]} with a function as task, which trains by itself, got"
-                f" {options[unused[0]]!r}"
+                f"expected no {name} with a function as task, which trains by itself, got {value!r}"
             )
-        return sweep_function(task, rates, batch_sizes, 1 if seeds is None else seeds, seed)
+    if callable(task):
+        return sweep_function(task, rates, batch_sizes, options.get("seeds", 1), seed)
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"expected one of {sorted(SETTINGS)}, got {task!r} with {optimizer!r}")
     require_module("torch", "sweep")
@@ -129,13 +129,7 @@ def sweep_learning_rate(
     )
     for size in sizes.tolist():
         _require_count("every batch size", size)
-    requested: dict[str, Any] = {
-        "seeds": seeds,
-        "steps": steps,
-        "dimension": dimension,
-        "noise": noise,
-    }
-    setting = default._replace(**{k: v for k, v in requested.items() if v is not None})
+    setting = default._replace(**options)
     if not 0 <= setting.noise < math.inf:
         raise ValueError(f"expected a finite noise >= 0, got {setting.noise}")
     by_seed, squares = training.train(

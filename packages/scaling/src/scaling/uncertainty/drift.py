@@ -22,7 +22,7 @@ then measured on each table with constants that are calibrated on the other tabl
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
-from scaling.fit.search import Estimate
+from scaling.fit.search import Estimate, estimate
 from scaling.law import Interval, Optimum
 from scaling.runs import Runs
 from scaling.tables.grouping import below_cuts
@@ -108,32 +108,13 @@ class Drift(ComparesArrays):
     loss: float
 
     def widen(self, best: Optimum) -> Optimum:
-        """Return an optimum whose intervals include the drift up to its compute.
-
-        If the budget also pays for serving, the model is smaller and is trained with less compute,
-        so the drift towards smaller models is used if it is larger. Coverage was measured without
-        serving.
-        """
+        """Return an optimum whose intervals include the drift up to its compute."""
         decades = self.decades(best.compute)
-        training = FLOPS_PER_PARAMETER_TOKEN * best.parameters * best.tokens
-        is_served = training < best.compute * (1 - 1e-9)
-        if is_served:
-            smallest = self.ranges[1][0]
-            # Along the optima, a decade of parameters is two decades of compute.
-            by_size = 2 * math.log10(smallest / best.parameters)
-            decades = max(decades, by_size, math.log10(self.ranges[0][0] / training))
         per_decade = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
         intervals = {}
         for name, interval in (best.intervals or {}).items():
-            value = getattr(best, name)
-            intervals[name] = _widen(interval, value, per_decade[name] * decades)
-        if is_served and "parameters" in intervals:
-            # Serving a model of this size alone costs the whole budget.
-            largest = best.compute * best.parameters / (best.compute - training)
-            size = intervals["parameters"]
-            intervals["parameters"] = replace(size, high=min(size.high, largest))
-        coverage = COVERAGE if decades and not is_served else ""
-        return replace(best, intervals=intervals, coverage=coverage)
+            intervals[name] = _widen(interval, getattr(best, name), per_decade[name] * decades)
+        return replace(best, intervals=intervals, coverage=COVERAGE if decades else "")
 
     def interval_of_run(
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
@@ -176,11 +157,10 @@ def run_noise(residuals: Array, level: float = 0.95) -> float:
     return quantile * math.sqrt(n / max(n - 5, 1)) / normal_quantile(level)
 
 
-def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
+def measure_drift(whole: Estimate) -> Drift:
     """Measure the drift of a fit by refitting its runs below each of five cuts in compute.
 
-    `refit` fits some of the runs, and raises `ValueError` if they cannot be fitted. A cut is
-    skipped if `refit` fails for it, or if it has `FEWEST_RUNS` or fewer runs.
+    A cut is skipped if its runs cannot be fitted, or if it has `FEWEST_RUNS` or fewer runs.
     """
     runs = whole.runs
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
@@ -196,7 +176,7 @@ def measure_drift(whole: Estimate, refit: Callable[[Runs], Estimate]) -> Drift:
         if below.sum() <= FEWEST_RUNS:
             continue
         try:
-            part = refit(runs[below])
+            part, _, _ = estimate(runs[below], whole.loss, whole.delta, prove=False)
         except ValueError:
             continue
         decades = math.log10(highest / drift_start(compute[below]))

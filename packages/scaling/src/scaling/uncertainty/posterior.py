@@ -76,13 +76,10 @@ class Sample(ComparesArrays):
         """Return the loss that each law predicts for one model, (laws,)."""
         return loss_at(parameters, tokens).evaluate(self.constants)
 
-    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
+    def optimal(self, compute: float) -> Optimum:
         """Return the optimum of the fitted law, with intervals of its N, D and loss."""
-        best = self.law.optimal(compute, inference_tokens=inference_tokens)
-        intervals = {}
-        for name in FIELDS:
-            target = optimum(name, compute, inference_tokens=inference_tokens)
-            intervals[name] = self.interval(target)
+        best = self.law.optimal(compute)
+        intervals = {name: self.interval(optimum(name, compute)) for name in FIELDS}
         return replace(best, intervals=intervals)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:

@@ -29,14 +29,14 @@ def named_quantity(name: str) -> Quantity:
     return Quantity(name, partial(_constant, CONSTANTS.index(name)))
 
 
-def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Quantity:
+def optimum(field: str, compute: float) -> Quantity:
     """Return `field` of the best model for `compute` FLOPs: "parameters", "tokens" or "loss"."""
     if field not in FIELDS:
         raise ValueError(f"expected one of {FIELDS}, got {field!r}")
-    require_budget(compute, inference_tokens)
+    require_budget(compute)
     row = FIELDS.index(field)
     name = f"best {field} at {compute:.3g} FLOPs"
-    return Quantity(name, partial(_optimum, row, compute, inference_tokens))
+    return Quantity(name, partial(_optimum, row, compute))
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
@@ -63,8 +63,8 @@ def _constant(column: int, constants: Array) -> Array:
     return constants[:, column]
 
 
-def _optimum(row: int, compute: float, inference_tokens: float, constants: Array) -> Array:
-    best: Array = optima_of(constants, compute, inference_tokens)[row]
+def _optimum(row: int, compute: float, constants: Array) -> Array:
+    best: Array = optima_of(constants, compute)[row]
     return best
 
 
