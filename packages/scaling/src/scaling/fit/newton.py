@@ -102,18 +102,14 @@ class _Evaluation:
         for k, log_value in enumerate(problem.log_values(theta)):
             if k in problem.log_amplitude_terms:
                 np.exp(theta[:, k, None] + log_value, out=slopes[:, k])
-                if problem.signs[k] < 0:
-                    slopes[:, k] *= -1
                 total += slopes[:, k]
             else:
-                slopes[:, k] = problem.signs[k] * np.exp(log_value)
+                slopes[:, k] = np.exp(log_value)
                 total += theta[:, k, None] * slopes[:, k]
-        # A law that is negative at some row gets a huge residual, so such a step is rejected.
-        negative = total <= 0
-        total[negative] = 1.0
+        # A law that is zero at some row gets a huge residual, so such a step is rejected.
+        np.maximum(total, 1e-300, out=total)
         slopes /= total[:, None]
         errors = np.log(total) - problem.log_target
-        errors[negative] = 1e3
         size = np.abs(errors)
         clipped = np.minimum(size, delta)
         values = (weights * clipped * (size - 0.5 * clipped)).sum(1)

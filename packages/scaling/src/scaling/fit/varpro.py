@@ -79,20 +79,14 @@ class Problem(ComparesArrays):
         return len(self.form.terms)
 
     @cached_property
-    def signs(self) -> Array:
-        """Sign of each term, (K,)."""
-        return np.array([self.form.signs.get(name, 1) for name in self.form.terms], np.float64)
-
-    @cached_property
     def terms(self) -> list[Term]:
         """The terms, centered over the rows if they depend on an exponent."""
         terms = []
         decomposed = self.form.decompose(self.columns)
         for name, (constant, slopes) in zip(self.form.terms, decomposed, strict=True):
-            if slopes and not np.isfinite([constant, *slopes.values()]).all():
+            if not np.isfinite([constant, *slopes.values()]).all():
                 raise ValueError(
-                    f"{self.form.name}: the logarithm of term {name!r} is not finite in every row;"
-                    " only a term without exponents may be zero"
+                    f"{self.form.name}: the logarithm of term {name!r} is not finite in every row"
                 )
             center_slopes = np.zeros(len(self.form.exponents))
             center_constant = 0.0
@@ -189,7 +183,7 @@ def grid_starts(problem: Problem) -> Array:
     ones = np.ones(len(problem.log_target))
     for i in range(len(grid)):
         terms = [ratio[i if len(ratio) > 1 else 0] for ratio in ratios]
-        columns = np.stack(terms, axis=1) * problem.signs
+        columns = np.stack(terms, axis=1)
         # Columns may differ by many orders of magnitude, so they are normalized first.
         lengths = np.linalg.norm(columns, axis=0)
         theta[i, :k] = nnls(columns / lengths, ones)[0] / lengths

@@ -78,7 +78,7 @@ class LawFit(ComparesArrays):
                 f"expected the inputs {[*self.form.inputs]} of {self.form.name}, got {[*inputs]}"
             )
         for name in inputs:
-            _column(inputs, name, name in self.form.zero)
+            _column(inputs, name)
         return self.form.predict(self.constants, **inputs)
 
     def interval(
@@ -128,7 +128,6 @@ def fit_law(
     rows: Rows,
     loss: Loss = "huber",
     *,
-    target: str | None = None,
     delta: float = 1e-3,
     prove: bool = False,
 ) -> LawFit:
@@ -138,19 +137,17 @@ def fit_law(
         form: A `Form`, or the name of one in `CATALOG`.
         rows: The inputs of the form and the target, one vector each.
         loss: "huber", "lad" or "squares", as in `fit_parametric`.
-        target: The name of the column of the target; the default is the target of the form.
         delta: The width of the Huber loss.
         prove: Refine the fit from every point of the exponent grid, not only from the best ones.
 
     Raises:
-        ValueError: Columns are missing or of unequal length, a value is not positive (or is
-            negative, for inputs that may be zero), there are fewer rows than constants, or the rows
-            do not identify the law.
+        ValueError: Columns are missing or of unequal length, a value is not positive, there are
+            fewer rows than constants, or the rows do not identify the law.
 
     A `ScalingWarning` reports constants at a bound.
     """
     form = _resolve_form(form)
-    columns, log_target = _columns(form, rows, target or form.target)
+    columns, log_target = _columns(form, rows)
     validate_objective(loss, delta)
     needed = len(form.constants)
     if len(log_target) < needed:
@@ -217,13 +214,13 @@ def _resolve_form(form: Form | str) -> Form:
     return CATALOG[form]
 
 
-def _column(rows: Mapping[str, ArrayLike], name: str, zero_allowed: bool = False) -> Array:
+def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
     """Return a column; raise `ValueError` if it is missing or a value is not valid."""
     if name not in rows:
         raise ValueError(f"the rows have no {name!r}; they have {[*rows]}")
     # Masked cells become nan, which is refused; np.asarray would return the masked number.
     column: Array = np.asarray(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
-    valid = np.isfinite(column) & ((column > 0) | (zero_allowed & (column == 0)))
+    valid = np.isfinite(column) & (column > 0)
     for row in np.flatnonzero(~valid):
         raise ValueError(
             f"column {name!r} must be positive and finite, but row {row + 1} is"
@@ -232,12 +229,12 @@ def _column(rows: Mapping[str, ArrayLike], name: str, zero_allowed: bool = False
     return column
 
 
-def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Array]:
+def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
     """Return the inputs of a form and the logarithm of the target."""
     if isinstance(rows, Runs):
         rows = {name: getattr(rows, name) for name in COLUMNS}
-    columns = {k: _column(rows, k, k in form.zero) for k in form.inputs}
-    y = _column(rows, target)
+    columns = {k: _column(rows, k) for k in form.inputs}
+    y = _column(rows, form.target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
-        raise ValueError(f"columns {[*columns, target]} differ in length")
+        raise ValueError(f"columns {[*columns, form.target]} differ in length")
     return columns, np.log(y)

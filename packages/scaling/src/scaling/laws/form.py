@@ -3,7 +3,7 @@
 Note [Form of a law]
 Every law of this package has the form
 
-    y = sum_k sign_k a_k g_k(x; exponents),   a_k >= 0,
+    y = sum_k a_k g_k(x; exponents),   a_k >= 0,
 
 where log g_k is linear in the exponents, as in log N^-alpha = -alpha log N. Laws differ only in
 log g_k, so a law is defined by one expression per term. `fit_law` can fit and resample any such
@@ -34,7 +34,7 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    Raises `ValueError` for repeated or unknown names, for invalid bounds or signs, and for terms
+    Raises `ValueError` for repeated or unknown names, for invalid bounds, and for terms
     whose logarithm is not linear in the exponents.
     """
 
@@ -46,11 +46,7 @@ class Form:
     #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
     #: search is evenly spaced in the logarithm of the exponent.
     exponents: Mapping[str, Sequence[float]]
-    #: The sign of each negative term.
-    signs: Mapping[str, int] = field(default_factory=dict)
     target: str = "loss"
-    #: Inputs that may be zero.
-    zero: Sequence[str] = ()
     published: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
@@ -71,13 +67,6 @@ class Form:
                     f"{self.name}: expected a lower and a larger upper bound of {name!r}, got"
                     f" {bounds}"
                 )
-        for name, sign in self.signs.items():
-            if name not in self.terms or sign not in (1, -1):
-                raise ValueError(
-                    f"{self.name}: expected a sign 1 or -1 of a term, got {name!r}: {sign}"
-                )
-        if unknown := {*self.zero} - {*self.inputs}:
-            raise ValueError(f"{self.name}: {sorted(unknown)} in `zero` are not inputs")
         self._check_linearity()
 
     def _check_linearity(self) -> None:
@@ -127,8 +116,7 @@ class Form:
     def _log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
         """Return log g_k for inputs and exponents, which broadcast with each other."""
         scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
-        with np.errstate(divide="ignore"):  # log 0 is -inf, and such a term is zero
-            return eval(self._compiled[k], scope)
+        return eval(self._compiled[k], scope)
 
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
         """Return for each term the part of log g_k without exponents, and its slopes, each (n,).
@@ -153,9 +141,7 @@ class Form:
         columns = {k: np.asarray(inputs[k], np.float64) for k in self.inputs}
         exponents = {k: constants[k] for k in self.exponents}
         total = sum(
-            self.signs.get(name, 1)
-            * constants[name]
-            * np.exp(self._log_term(k, columns, exponents))
+            constants[name] * np.exp(self._log_term(k, columns, exponents))
             for k, name in enumerate(self.terms)
         )
         return np.asarray(total)

@@ -174,7 +174,7 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
     for name in needed:
         value = inputs[name]
         require_numbers(**{name: value})
-        if not (0 < value < math.inf or (value == 0 and name in form.zero)):
+        if not 0 < value < math.inf:
             raise ValueError(f"expected inputs[{name!r}] to be positive and finite, got {value}")
     widening = 1.0
     if isinstance(fit, ParametricFit):
