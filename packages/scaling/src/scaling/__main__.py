@@ -58,30 +58,39 @@ def _parser() -> argparse.ArgumentParser:
         add(option, action="append", default=[], metavar=example, help=description)
     add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
     add("--json", action="store_true", help="print the result as JSON")
-    flops: dict[str, Any] = {"type": float, "metavar": "FLOPS"}
+    flops: dict[str, Any] = {"type": float, "metavar": "FLOPS", "nargs": "+", "default": []}
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
     fit = commands.add_parser("fit", parents=[source], help="the best N and D at a budget")
-    fit.add_argument("--at", nargs="+", default=[], **flops)
-    fit.add_argument("--method", choices=["parametric", "parabola"], default="parametric")
+    fit.add_argument("--at", help="budgets; default: ten times the largest run", **flops)
+    fit.add_argument(
+        "--method",
+        choices=["parametric", "parabola"],
+        default="parametric",
+        help="a law of N and D, or valleys of each budget; default: parametric",
+    )
     fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
     fit.add_argument(
         "--loss", choices=get_args(Loss), help="loss of parametric fits; default: huber"
     )
-    fit.add_argument("--plot", **file)
+    fit.add_argument("--plot", help="save a figure", **file)
     fit.set_defaults(command=_fit)
 
     page = commands.add_parser("report", parents=[source], help="one HTML page about the runs")
-    page.add_argument("--at", nargs="+", default=[], **flops)
-    page.add_argument("--to", default=Path("report.html"), **file)
+    page.add_argument("--at", help="budgets; default: 10 and 100 times the largest run", **flops)
+    page.add_argument("--to", default=Path("report.html"), help="default: report.html", **file)
     page.set_defaults(command=_report)
 
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
-    sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
-    sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
+    sweep.add_argument(
+        "--task", choices=sorted({t for t, _ in SETTINGS}), default="linear", help="the model"
+    )
+    sweep.add_argument(
+        "--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd", help="its optimizer"
+    )
     sweep.add_argument("--seeds", type=int, help="runs per rate and batch size")
     sweep.add_argument("--device", default="cpu", help="torch device of the training")
-    sweep.add_argument("--plot", **file)
+    sweep.add_argument("--plot", help="save a figure", **file)
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
     sweep.set_defaults(command=_sweep)
     return parser
