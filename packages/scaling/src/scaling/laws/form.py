@@ -15,8 +15,8 @@ import ast
 import math
 import tomllib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from types import CodeType
 from typing import Any
@@ -73,15 +73,14 @@ class Form:
         """Raise `ValueError` unless the logarithm of each term is linear in the exponents."""
         random = np.random.default_rng(0)
         columns = {name: random.uniform(1.5, 3.0, 7) for name in self.inputs}
+        ends = [{k: np.float64(v[end]) for k, v in self.exponents.items()} for end in (0, 1)]
         with np.errstate(all="ignore"):
             terms = self.decompose(columns)
-            for end in (0, 1):
-                exponents = {k: np.float64(v[end]) for k, v in self.exponents.items()}
-                values = [*exponents.values()]
-                for k, (constant, slopes) in enumerate(terms):
+            for text, (constant, slopes) in zip(self.terms.values(), terms, strict=True):
+                for exponents in ends:
+                    values = [*exponents.values()]
                     linear = constant + sum(values[j] * slope for j, slope in slopes.items())
-                    if not np.allclose(self._log_term(k, columns, exponents), linear, rtol=1e-9):
-                        text = [*self.terms.values()][k]
+                    if not np.allclose(_evaluate(text, columns, exponents), linear, rtol=1e-9):
                         raise ValueError(
                             f"{self.name}: expected the logarithm of each term to be linear in the"
                             f" exponents, as in '-alpha * log(tokens)', got {text!r}"
@@ -105,19 +104,6 @@ class Form:
         """Names of the constants: the amplitudes, then the exponents."""
         return (*self.terms, *self.exponents)
 
-    @cached_property
-    def _compiled(self) -> list[CodeType]:
-        return [compile(text, self.name, "eval") for text in self.terms.values()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return only the fields, because compiled code cannot be pickled."""
-        return {name: value for name, value in vars(self).items() if name in _FIELDS}
-
-    def _log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
-        """Return log g_k for inputs and exponents, which broadcast with each other."""
-        scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
-        return eval(self._compiled[k], scope)
-
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
         """Return for each term the part of log g_k without exponents, and its slopes, each (n,).
 
@@ -126,13 +112,13 @@ class Form:
         zeros = np.zeros(np.shape(next(iter(columns.values()))))
         at_zero = dict.fromkeys(self.exponents, np.float64(0.0))
         result = []
-        for k, text in enumerate(self.terms.values()):
-            constant = zeros + self._log_term(k, columns, at_zero)
+        for text in self.terms.values():
+            constant = zeros + _evaluate(text, columns, at_zero)
             slopes = {}
             for j, name in enumerate(self.exponents):
                 if name in _names_in(text):
                     at_one = {**at_zero, name: np.float64(1.0)}
-                    slopes[j] = self._log_term(k, columns, at_one) - constant
+                    slopes[j] = _evaluate(text, columns, at_one) - constant
             result.append((constant, slopes))
         return result
 
@@ -141,13 +127,21 @@ class Form:
         columns = {k: np.asarray(inputs[k], np.float64) for k in self.inputs}
         exponents = {k: constants[k] for k in self.exponents}
         total = sum(
-            constants[name] * np.exp(self._log_term(k, columns, exponents))
-            for k, name in enumerate(self.terms)
+            constants[name] * np.exp(_evaluate(text, columns, exponents))
+            for name, text in self.terms.items()
         )
         return np.asarray(total)
 
 
-_FIELDS = frozenset(f.name for f in fields(Form))
+@cache
+def _compile(text: str) -> CodeType:
+    return compile(text, "a term of a law", "eval")
+
+
+def _evaluate(text: str, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
+    """Return log g for inputs and exponents, which broadcast with each other."""
+    scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
+    return eval(_compile(text), scope)
 
 
 def _names_in(text: str) -> set[str]:

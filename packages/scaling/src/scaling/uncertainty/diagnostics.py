@@ -155,7 +155,8 @@ def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None
     Residuals are clipped at four spreads, so that misread runs do not dominate.
     """
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
-    terms = bend_terms((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
+    x, y = (logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]
+    terms = np.stack([x**2, x * y, y**2, x**3, y**3], axis=1)
     spread = 1.4826 * float(np.median(np.abs(errors)))
     freedom = len(errors) - len(theta) - NUM_BEND_TERMS
     if freedom < 5 or spread < 1e-7:
@@ -169,9 +170,3 @@ def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None
     explained = float(((directions.T @ clipped) ** 2).sum())
     remaining = max(float(clipped @ clipped) - explained, 1e-300)
     return BendTest(explained, remaining, directions.shape[1], freedom)
-
-
-def bend_terms(logs: Array) -> Array:
-    """Return the second and third powers (5, n) of the standardized logs (2, n) of N and D."""
-    x, y = logs
-    return np.stack([x**2, x * y, y**2, x**3, y**3])
