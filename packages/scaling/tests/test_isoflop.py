@@ -255,6 +255,18 @@ def test_seeds_of_one_size_are_one_point_of_the_grid(grid, message):
     assert any(message in doubt for doubt in quiet(runs).warnings)
 
 
+@pytest.mark.parametrize("degree", [None, 2])
+def test_equal_losses_of_a_budget_have_no_valley(degree):
+    """Rounding would determine the bottom, with an interval of no width."""
+    runs = isoflop_runs()
+    rounded = dataclasses.replace(runs, loss=np.where(runs.compute < 1e19, 3.0, runs.loss))
+    fit = quiet(rounded, degree=degree)
+    assert any("equal losses do not fix a valley; left out" in m for m in fit.warnings)
+    assert len(fit.valleys) == 8
+    with pytest.raises(ValueError, match="equal losses do not fix a valley"):
+        quiet(dataclasses.replace(runs, loss=np.full(72, 3.0)), degree=degree)
+
+
 def test_shape_at_its_bound_is_reported_and_not_used():
     """Small models are far worse than under any law, so the search ends at its bound."""
     u = np.linspace(-1, 1, 6)

@@ -67,7 +67,7 @@ def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) 
         near = np.sort(np.argsort(np.abs(x - x[best]), kind="stable")[:nearest])
         group = group[near]
         x = x[near]
-    if not _has_enough_sizes(x, location, diagnostics):
+    if not _can_fix_a_valley(group, diagnostics):
         return None
     coefficients, bottom = parabola_bottom(x, group.loss)
     if bottom is None:
@@ -77,8 +77,10 @@ def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) 
     return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),))
 
 
-def _has_enough_sizes(x: Array, location: str, diagnostics: Diagnostics) -> bool:
-    """Return True if the log sizes of a budget determine three coefficients."""
+def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
+    """Return True if the runs of a budget determine a curve of three coefficients."""
+    location = _location(group)
+    x = np.log(group.parameters)
     if (sizes := len(np.unique(x))) < 3:
         diagnostics.add(f"{sizes} sizes do not fix 3 coefficients; left out", location)
         return False
@@ -86,6 +88,10 @@ def _has_enough_sizes(x: Array, location: str, diagnostics: Diagnostics) -> bool
     columns = np.stack([x, (x - x.mean()) ** 2 / 2])
     if singular_values(columns).min() < MIN_BUDGET_SINGULAR_VALUE:
         diagnostics.add("sizes that hardly differ do not fix a valley; left out", location)
+        return False
+    # The bottom of a curve through equal losses is determined by rounding.
+    if np.ptp(group.loss) <= 1e-12 * group.loss.mean():
+        diagnostics.add("equal losses do not fix a valley; left out", location)
         return False
     return True
 
@@ -100,7 +106,7 @@ def valleys_of_common_shape(
     left_out = Diagnostics()
     usable = []
     for group in groups:
-        if _has_enough_sizes(np.log(group.parameters), _location(group), left_out):
+        if _can_fix_a_valley(group, left_out):
             usable.append(group)
     count = sum(len(np.unique(group.parameters)) for group in usable)
     if count - 3 * len(usable) < FEWEST_EXTRA_SIZES:
