@@ -127,6 +127,8 @@ def test_undetermined_constants_and_bad_options_are_reported():
     form = Form("data", ["tokens"], terms, {"beta": [0.02, 3.0]})
     with pytest.warns(ScalingWarning, match="B.* of data ended at a bound"):
         fit_law(form, rising)
+    with pytest.raises(ValueError, match="column 'loss' is 3 in every row"):
+        fit_law(form, rising | {"loss": [3.0] * 6})
     for options, message in (
         ({"loss": "mse"}, "expected loss to be one of"),
         ({"delta": -1.0}, "expected delta > 0"),

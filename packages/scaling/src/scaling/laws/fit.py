@@ -156,6 +156,12 @@ def fit_law(
         )
     _require_identified(form, columns)
     problem = Problem(form, columns, log_target)
+    # A constant term fits equal targets exactly, which leaves the exponents undetermined.
+    if np.ptp(log_target) == 0 and 0 < len(problem.log_amplitude_terms) < problem.num_terms:
+        raise ValueError(
+            f"column {form.target!r} is {math.exp(log_target[0]):g} in every row: there is nothing"
+            " to fit"
+        )
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
     if at_bound := _constants_at_bound(problem, theta):
