@@ -40,8 +40,8 @@ def runs_of(n, d, jitter, noise, seed=0):
 
 
 @pytest.mark.filterwarnings("ignore:rows .* repeat earlier ones")
-@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.02])
-@pytest.mark.parametrize("noise", [0.0, 1e-3, 5e-3])
+@pytest.mark.parametrize("jitter", [0.0, 0.02])
+@pytest.mark.parametrize("noise", [0.0, 5e-3])
 @pytest.mark.parametrize("name", DESIGNS)
 def test_design_that_does_not_identify_the_law_is_refused_with_its_cause(name, noise, jitter):
     n, d, cause = DESIGNS[name]
