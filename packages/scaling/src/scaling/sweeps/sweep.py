@@ -166,14 +166,15 @@ def build_sweep(
 
 def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
     """Issue a warning for batch sizes whose least loss is at the lowest or highest rate."""
-    edges = [_edges(curve) for curve in log_loss]
-    for side, direction in ((1, "below"), (2, "above")):
-        at_edge = [i for i, edge in enumerate(edges) if edge[0] == edge[side]]
+    curves = [_trained(rates, curve) for curve in log_loss]
+    for side, direction in ((0, "below"), (-1, "above")):
+        at_edge = [i for i, (x, y) in enumerate(curves) if np.argmin(y) == range(len(y))[side]]
         if at_edge:
+            edge = math.exp(curves[at_edge[0]][0][side])
             warnings.warn(
                 f"the least loss at batch sizes {', '.join(f'{sizes[i]:g}' for i in at_edge)} is at"
-                f" the edge of the rates: sweep rates {direction}"
-                f" {rates[edges[at_edge[0]][side]]:.3g} too; these have no best rate",
+                f" the edge of the rates: sweep rates {direction} {edge:.3g} too; these have no"
+                " best rate",
                 ScalingWarning,
                 stacklevel=4,
             )
@@ -216,12 +217,12 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
 
 def _parabola_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
     """Return the linearized deviation of the bottom of a parabola around the lowest loss."""
-    x = np.log(rates / best)
-    near = np.isfinite(curve) & _near_best(rates, curve)
+    x, y = _trained(rates, curve)
+    near = _near_best(x, y)
     freedom = int(near.sum()) - 3
     if freedom <= 0:
         return math.inf, freedom
-    (a, b, _), covariance = np.polyfit(x[near], curve[near], 2, cov=True)
+    (a, b, _), covariance = np.polyfit(x[near] - math.log(best), y[near], 2, cov=True)
     if not a > 0:
         return math.inf, freedom
     # The bottom of a x^2 + b x + c is at -b / (2 a).
@@ -229,20 +230,17 @@ def _parabola_deviation(rates: Array, curve: Array, best: float) -> tuple[float,
     return math.sqrt(float(gradient @ covariance @ gradient)), freedom
 
 
-def _edges(log_loss: Array) -> tuple[int, int, int]:
-    """Return the index of the least loss, and of the lowest and highest rates with a loss."""
-    trained = np.flatnonzero(~np.isnan(log_loss))
-    least = int(np.nanargmin(log_loss))
-    return least, int(trained[0]), int(trained[-1])
+def _trained(rates: Array, log_loss: Array) -> tuple[Array, Array]:
+    """Return the log rates that were trained, and their log losses; inf if a run diverged."""
+    is_trained = ~np.isnan(log_loss)
+    return np.log(rates[is_trained]), log_loss[is_trained]
 
 
-def _near_best(rates: Array, log_loss: Array) -> NDArray[np.bool_]:
+def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
     """Return flags of the rates within `FIT_RANGE` of the best, and of two on each side of it."""
-    trained = np.flatnonzero(~np.isnan(log_loss))
-    best = int(np.nanargmin(log_loss))
-    near: NDArray[np.bool_] = np.abs(np.log(rates / rates[best])) < np.log(FIT_RANGE)
-    position = int(np.searchsorted(trained, best))
-    near[trained[max(position - 2, 0) : position + 3]] = True
+    best = int(np.argmin(log_loss))
+    near: NDArray[np.bool_] = np.abs(x - x[best]) < np.log(FIT_RANGE)
+    near[max(best - 2, 0) : best + 3] = True
     return near & np.isfinite(log_loss)
 
 
@@ -252,22 +250,20 @@ def _bottom(rates: Array, log_loss: Array) -> float:
     The polynomial is a quartic over the rates near the best if the grid is fine, and otherwise a
     parabola over five points. The result is nan if the least loss is at an edge.
     """
-    best, *ends = _edges(log_loss)
-    if best in ends:
+    x, y = _trained(rates, log_loss)
+    best = int(np.argmin(y))
+    if best in (0, len(y) - 1):
         return math.nan
-    near = _near_best(rates, log_loss)
+    near = _near_best(x, y)
     if near.sum() < 3:
-        return float(rates[best])
-    x = np.log(rates) - np.log(rates[best])
-    bottom = _polynomial_minimum(x[near], log_loss[near], 4 if near.sum() > 6 else 2)
-    trained = np.flatnonzero(~np.isnan(log_loss))
-    position = int(np.searchsorted(trained, best))
-    neighbors = trained[position - 1 : position + 2]
-    if not x[neighbors[0]] <= bottom <= x[neighbors[-1]]:
+        return math.exp(x[best])
+    bottom = _polynomial_minimum(x[near], y[near], 4 if near.sum() > 6 else 2)
+    neighbors = np.arange(best - 1, best + 2)
+    if not x[best - 1] <= bottom <= x[best + 1]:
         # So far from its bottom the curve is not a parabola, but the neighbors bracket the bottom.
-        neighbors = neighbors[np.isfinite(log_loss[neighbors])]
-        bottom = _polynomial_minimum(x[neighbors], log_loss[neighbors], len(neighbors) - 1)
-    return float(rates[best] * np.exp(bottom))
+        neighbors = neighbors[np.isfinite(y[neighbors])]
+        bottom = _polynomial_minimum(x[neighbors], y[neighbors], len(neighbors) - 1)
+    return math.exp(bottom)
 
 
 def _polynomial_minimum(x: Array, y: Array, degree: int) -> float:
