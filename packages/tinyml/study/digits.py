@@ -30,7 +30,6 @@ from matplotlib.figure import Figure
 from plots import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml import (
     IntegerModel,
-    allocate,
     convert,
     gptq,
     kmeans_quantize,
@@ -38,7 +37,6 @@ from tinyml import (
     prune,
     prune_channels,
     quantize,
-    round_weight,
     sensitivity,
     size_of,
 )
@@ -131,16 +129,7 @@ def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     add("integers, weights 2 bits, values 4", IntegerModel(model, [calibration], **few))
     rounded = prepare_qat(model, batches=[calibration], learn_scale=True, **few)
     add("integers, weights 2 bits, values 4, trained", convert(task.fit(rounded, tune, 1e-3)))
-    batch = [(task.images[task.train], task.labels[task.train])]
-    scan = sensitivity(model, batch, _log_likelihood, amounts=BITS, compress=round_weight)
-    shares = sensitivity(model, batch, _log_likelihood, amounts=AMOUNTS)
-    budget = size_of(quantize(model, 3)).bytes
-    add("mixed, bytes of 3 bits", allocate(model, budget, bits=scan, sparsity=shares).apply(model))
     return results
-
-
-def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    return -F.cross_entropy(logits, labels)
 
 
 @dataclass
@@ -282,7 +271,6 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
         "weights pruned, tuned": [point(f"pruned {s} %, tuned") for s in (90, 80, 50)],
         "channels pruned, tuned": [point(f"channels {s} %, tuned") for s in (50, 30)],
         "integers only": [point(name) for name in _INTEGERS if name in results],
-        "mixed bits and sparsity": [point("mixed, bytes of 3 bits")],
     }
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
     scans = [row for row in rows if row["case"] == "sensitivity"]

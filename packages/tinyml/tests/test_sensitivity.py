@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from tinyml import kmeans_quantize, quantize, round_weight, sensitivity
+from tinyml import kmeans_quantize, quantize, sensitivity
 from tinyml.pruning.sensitivity import prune_weight
+from tinyml.quantization.grid import grid_of
 from tinyml.quantization.kmeans import kmeans
 from torch import nn
 
@@ -72,7 +73,12 @@ def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
     model[0].weight.data *= 30 * torch.rand(16)
     inputs, targets = torch.randn(5, 8), torch.randn(5, 4)
     loss = nn.functional.mse_loss
-    scan = sensitivity(model, [(inputs, targets)], loss, amounts=(2, 3), compress=round_weight)
+
+    def rounded(weight, bits):
+        grid = grid_of(weight, bits)
+        return grid.dequantize(grid.quantize(weight))
+
+    scan = sensitivity(model, [(inputs, targets)], loss, amounts=(2, 3), compress=rounded)
     for name, values in scan.values.items():
         for bits, value in values.items():
             quantized = quantize(model, {name: bits})

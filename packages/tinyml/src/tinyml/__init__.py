@@ -16,7 +16,6 @@ from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import CProgram, to_c
 from tinyml.integer.to_onnx import to_onnx
-from tinyml.pruning.allocation import Allocation, allocate, round_weight
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
@@ -29,7 +28,6 @@ from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import Size, size_of
 
 __all__ = [
-    "Allocation",
     "CProgram",
     "Int4Linear",
     "Int8Linear",
@@ -41,7 +39,6 @@ __all__ = [
     "SoftPrompt",
     "adapt",
     "add_lora",
-    "allocate",
     "convert",
     "gptq",
     "kmeans",
@@ -56,7 +53,6 @@ __all__ = [
     "prune",
     "prune_channels",
     "quantize",
-    "round_weight",
     "save",
     "save_awq",
     "save_gguf",
