@@ -46,7 +46,6 @@ IMAGES = torch.zeros(3, 2, 4, 4)
 FINITE_ONLY = {
     "prune": lambda m: prune(m, 0.5),
     "prune globally": lambda m: prune(m, 0.5, scope="global"),
-    "prune by pattern": lambda m: prune(m, 0.5, pattern="2:4", layers=(nn.Linear,)),
     "prune channels": lambda m: prune_channels(m, 0.5, IMAGES),
     "sort channels": lambda m: sort_channels(m, IMAGES),
     "sensitivity": lambda m: sensitivity(m, [(IMAGES, IMAGES)], lambda a, b: a.sum()),
@@ -88,7 +87,6 @@ BY_LAYER = {
     "kmeans_quantize": lambda m, name: kmeans_quantize(m, {name: 4}),
     "quantize": lambda m, name: quantize(m, {name: 4}),
     "prune": lambda m, name: prune(m, {name: 0.5}),
-    "prune by norms": lambda m, name: prune(m, 0.5, input_norms={name: torch.ones(4)}),
     "prune_channels": lambda m, name: prune_channels(m, {name: 0.5}, torch.zeros(1, 4)),
     "add_lora": lambda m, name: add_lora(m, 2, targets=["0", name]),
     "masks": lambda m, name: Masks({f"{name}.weight": torch.ones(4, 4)}).apply(m),

@@ -16,7 +16,6 @@ from tinyml import (
     quantize,
     save,
     size_of,
-    smoothquant,
 )
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.int4 import Int4Linear
@@ -106,11 +105,10 @@ def test_a_dynamic_linear_is_within_its_rounding():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_dynamic_linear_follows_conversions_with_the_same_codes_and_scales(dtype, divided):
+def test_a_dynamic_linear_follows_conversions_with_the_same_codes_and_scales(dtype):
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)), torch.randn(5, 64)
-    small = smoothquant(model, [inputs]) if divided else quantize(model, activations="dynamic")
+    small = quantize(model, activations="dynamic")
     weights = [layer.weight for layer in small]
     tiny = torch.finfo(dtype).eps
     for converted in (copy.deepcopy(small).to(dtype), copy.deepcopy(small).to("meta", dtype)):
@@ -158,18 +156,13 @@ def int8(model):
     return quantize(model, activations="dynamic")
 
 
-def int8_divided(model):
-    """Return the model with integer products of smoothed inputs."""
-    return smoothquant(model, [torch.randn(9, 16)])
-
-
 def int4(model):
     """Return the model with 4-bit weights."""
     stored = quantize(model[0], 4, group_size=16).parametrizations.weight[0]
     return nn.Sequential(Int4Linear(stored, model[0].bias))
 
 
-@pytest.mark.parametrize("replace", [int8, int8_divided, int4])
+@pytest.mark.parametrize("replace", [int8, int4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_pass_through_replaced_layers_as_through_their_dense_weight(replace, dtype):
     torch.manual_seed(0)
@@ -209,9 +202,8 @@ HOOKS = {
 def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
     model = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
     HOOKS[hook](model[2])
-    for replace in (int8, int8_divided):
-        with pytest.raises(ValueError, match=r"without hooks.* on 2"):
-            replace(model)
+    with pytest.raises(ValueError, match=r"without hooks.* on 2"):
+        int8(model)
     quantized = quantize(model, activations="dynamic", protect=["2"])
     HOOKS[hook](quantized[0])
     with pytest.raises(ValueError, match=r"without hooks.* on 0"):
@@ -279,13 +271,10 @@ def test_matrices_that_are_not_weights_of_layers_are_named(compress):
         compress(nn.Sequential(nn.Linear(8, 16), normalized), [])
 
 
-@pytest.mark.parametrize(
-    "compress", [quantize, lambda m, **_: smoothquant(m, [torch.ones(2, 5, 32)])]
-)
-def test_fused_operators_do_not_bypass_integer_products(compress, monkeypatch):
+def test_fused_operators_do_not_bypass_integer_products(monkeypatch):
     block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     with pytest.warns(UserWarning, match="in_proj_weight"):
-        small = compress(block, activations="dynamic")
+        small = quantize(block, activations="dynamic")
     calls, forward = [], Int8Linear.forward
     monkeypatch.setattr(Int8Linear, "forward", lambda *args: calls.append(args) or forward(*args))
     with torch.no_grad():  # torch would use its fused operator, which reads `weight`
@@ -348,7 +337,6 @@ def test_weights_of_other_kinds_of_layers_are_named(compress, layer):
     [
         lambda model, **options: quantize(model, 8, activations="dynamic", **options),
         lambda model, **options: quantize(model, 4, **options),
-        lambda model, **options: smoothquant(model, [torch.arange(4)], **options),
         lambda model, **options: prune(model, 0.5, **options).model,
     ],
 )

@@ -17,11 +17,9 @@ from tinyml import (
     quantize,
     save,
     size_of,
-    smoothquant,
     unmerge,
 )
 from tinyml.pruning.channels import channel_groups
-from tinyml.pruning.magnitude import input_norms
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -147,8 +145,7 @@ def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
     both(lambda m: quantize(m, 3, symmetric=symmetric))
     both(lambda m: quantize(m, 3, symmetric=symmetric, group_size=8))
     both(lambda m: quantize(m, activations="dynamic"))
-    both(lambda m: prune(m, 0.75, pattern="1:4").model)
-    both(lambda m: prune(m, 0.5, input_norms=input_norms(m, [inputs])).model)
+    both(lambda m: prune(m, 0.5).model)
     both(lambda m: gptq(m, [torch.randn(64, 16, generator=torch.Generator().manual_seed(1))], 3))
     both(lambda m: convert(prepare_qat(m, 3, learn_scale=True)))
 
@@ -325,9 +322,9 @@ def test_what_is_protected_stays_as_it_is(method):
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_transformers_are_calibrated_whole_and_saved(model, tmp_path):
+def test_transformers_with_integer_products_are_saved(model, tmp_path):
     dense = MODELS[model]()
-    small = smoothquant(dense, [TOKENS])
+    small = quantize(dense, activations="dynamic")
     assert size_of(small).bytes < size_of(dense).bytes / 2
     with torch.no_grad():
         exact, ours = dense(TOKENS).logits, small(TOKENS).logits
@@ -338,8 +335,7 @@ def test_transformers_are_calibrated_whole_and_saved(model, tmp_path):
         assert torch.equal(back(TOKENS).logits, ours)
 
 
-@pytest.mark.parametrize("method", [gptq, smoothquant])
-def test_layers_that_are_called_by_keyword_are_seen(method):
+def test_layers_that_are_called_by_keyword_are_seen():
     class Named(nn.Sequential):
         def forward(self, x):
             return self[1](input=torch.relu(self[0](input=x)))
@@ -347,8 +343,8 @@ def test_layers_that_are_called_by_keyword_are_seen(method):
     torch.manual_seed(0)
     named, batch = Named(nn.Linear(32, 32), nn.Linear(32, 16)), torch.randn(40, 32)
     assert torch.equal(
-        method(named, [batch])(batch),
-        method(nn.Sequential(named[0], nn.ReLU(), named[1]), [batch])(batch),
+        gptq(named, [batch])(batch),
+        gptq(nn.Sequential(named[0], nn.ReLU(), named[1]), [batch])(batch),
     )
 
 

@@ -21,7 +21,7 @@ from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
 from tinyml.quantization.gptq import gptq
 from tinyml.quantization.int4 import Int4Linear
-from tinyml.quantization.int8 import Int8Linear, smoothquant
+from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import kmeans, kmeans_quantize
 from tinyml.quantization.linear import quantize
 from tinyml.quantization.qat import convert, prepare_qat
@@ -60,7 +60,6 @@ __all__ = [
     "save_lora",
     "sensitivity",
     "size_of",
-    "smoothquant",
     "sort_channels",
     "to_c",
     "to_onnx",

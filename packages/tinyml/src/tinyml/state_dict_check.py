@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 #: Buffers that only some compressed weights of a class have.
-OPTIONAL = ("zero", "divide")
+OPTIONAL = ("zero",)
 
 
 def check_before_loading(model: nn.Module) -> nn.Module:

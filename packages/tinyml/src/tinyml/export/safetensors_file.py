@@ -216,8 +216,7 @@ def _as_stored(
         return TiedEmbedding(cast(FastestLinear, restored[how["table"]]))
     if kind == "int8":
         if first not in restored:
-            over = state.get(f"{start}divide")
-            restored[first] = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
+            restored[first] = Int8Linear(layer, may_stay_float=how.get("auto", False))
         return restored[first]
     if first not in restored:
         weight = layer.get_parameter("weight").detach()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tinyml.conversion import dense_copy
 from tinyml.layers import PRUNABLE, layers_of, outputs_first, weight_of
-from tinyml.pruning.magnitude import importance, smallest_mask
+from tinyml.pruning.magnitude import smallest_mask
 from tinyml.validation import check_finite
 
 Batch = tuple[Any, Any]
@@ -28,7 +28,7 @@ class Sensitivity:
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
     """Return the weight with its smallest values set to zero; the default of a scan."""
-    return weight * smallest_mask(importance(weight), sparsity)
+    return weight * smallest_mask(weight.abs(), sparsity)
 
 
 @torch.no_grad()

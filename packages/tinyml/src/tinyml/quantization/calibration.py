@@ -29,28 +29,6 @@ from tinyml.validation import Progress
 
 
 @torch.no_grad()
-def watch_inputs(
-    model: nn.Module,
-    batches: Sequence[Any],
-    layers: Mapping[str, nn.Module],
-    on_inputs: Callable[[str, Tensor], None],
-) -> None:
-    """Run `batches` and call `on_inputs(name, inputs)`, with inputs (tokens, width), for each call.
-
-    A batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
-    `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
-    out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
-    """
-    masks: list[Tensor] = []
-    with _input_hooks(
-        layers, lambda name, inputs: on_inputs(name, _without_padding(inputs, masks))
-    ):
-        for batch in batches:
-            masks = _masks_of(model, batch)
-            _run(model, batch)
-
-
-@torch.no_grad()
 def visit_layers(
     model: nn.Module,
     batches: Sequence[Any],
@@ -60,12 +38,15 @@ def visit_layers(
 ) -> None:
     """Call `visit(name, moment)` for each layer that runs, in the order in which it is reached.
 
-    `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch;
-    batches are those of `watch_inputs`. Later layers are calibrated with the layer as `visit`
-    leaves it. Layers that receive the same tensor, such as queries, keys and values, share H.
-    Batches may reach different layers, as in a mixture of experts: a layer is visited after all
-    layers that any batch reaches before it. Which layers a batch reaches is determined before the
-    first one is changed.
+    `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch. A
+    batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
+    `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
+    out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
+
+    Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
+    tensor, such as queries, keys and values, share H. Batches may reach different layers, as in a
+    mixture of experts: a layer is visited after all layers that any batch reaches before it. Which
+    layers a batch reaches is determined before the first one is changed.
     """
     replay = _Replay(model, batches, layers, _paths(model, batches, layers))
     with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):

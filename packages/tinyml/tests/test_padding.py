@@ -1,0 +1,115 @@
+"""Calibration of GPTQ leaves out the tokens that an attention mask marks as padding."""
+
+import pytest
+import torch
+from tinyml import gptq
+from tinyml.quantization.calibration import visit_layers
+from torch import nn
+
+
+def model_and_batches():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16))
+    return model, list(torch.randn(4, 50, 64))
+
+
+class Masked(nn.Module):
+    """A model of tokens that is called with keyword arguments, as those of transformers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs, *, attention_mask=None):
+        return self.layers(inputs)
+
+
+def test_keyword_batches_are_calibrated_on_without_their_padding():
+    model, batches = model_and_batches()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    padded[mask == 0] = 1e4
+    exact = gptq(model, [padded[mask == 1]])
+    batch = {"inputs": padded, "attention_mask": mask}
+    masked = gptq(Masked(model), [batch])
+    assert torch.equal(masked.layers(padded), exact(padded))
+    unmasked = gptq(Masked(model), [{"inputs": padded}])
+    assert torch.equal(unmasked.layers(padded), gptq(model, [padded])(padded))
+    assert not torch.equal(unmasked.layers(padded), masked.layers(padded))
+
+
+class Flattening(nn.Module):
+    """A model whose inner layers receive the tokens of all sequences in one dimension."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs, *, attention_mask=None):
+        return self.layers(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+
+
+def test_padding_does_not_count_after_sequences_are_joined():
+    model, batches = model_and_batches()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    exact = gptq(model, [padded[mask == 1]])
+    masked = gptq(Flattening(model), [{"inputs": padded, "attention_mask": mask}])
+    assert torch.equal(masked.layers(padded), exact(padded))
+
+
+def test_padding_of_an_encoder_is_not_that_of_its_decoder():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens, layers = torch.arange(16).view(2, 8), {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            layers[name] = layer
+
+    def moments(batch):
+        found = {}
+        visit_layers(model, [batch], layers, lambda name, moment: found.update({name: moment}))
+        return found
+
+    mask = (torch.arange(8) < 5).long().expand(2, 8)
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, :6]}
+    trimmed = {"input_ids": tokens[:, :5], "labels": tokens[:, :6]}
+    for _ in range(2):
+        expected = moments(trimmed)
+        for name, moment in moments(batch).items():
+            torch.testing.assert_close(moment, expected[name], rtol=1e-4, atol=1e-4)
+        batch["decoder_attention_mask"] = mask[:, 1:7]
+        trimmed["labels"] = tokens[:, :4]
+    for decoder in ("labels", "decoder_input_ids"):
+        with pytest.raises(ValueError, match="another length"):
+            gptq(model, [{"input_ids": tokens, "attention_mask": mask, decoder: tokens}])
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), -1e9, 0.0])
+def test_additive_masks_are_refused(padding):
+    model, inputs = Masked(nn.Linear(16, 8)), torch.randn(2, 6, 16)
+    additive = torch.zeros(2, 6)
+    additive[:, 4:] = padding
+    with pytest.raises(ValueError, match=r"attention_mask to be 1 at tokens.*\(mask == 0\)"):
+        gptq(model, [{"inputs": inputs, "attention_mask": additive}])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 3), (6,), (2, 1, 6, 6)])
+@pytest.mark.parametrize("wrapper", [Masked, Flattening])
+def test_masks_of_other_shapes_leave_out_no_token(shape, wrapper):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(16, 8)), torch.randn(2, 3, 16)
+    batch = {"inputs": inputs, "attention_mask": torch.zeros(shape)}
+    masked = gptq(wrapper(model), [batch])
+    assert torch.equal(masked.layers(inputs), gptq(model, [inputs])(inputs))
