@@ -125,10 +125,6 @@ def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     calibration = task.images[task.train[:512]]
     add("gptq 2 bits (linear layers)", gptq(model, [calibration], 2))
     add("integers only, 8 bits", IntegerModel(model, [calibration]))
-    few = {"bits": 2, "activation_bits": 4}
-    add("integers, weights 2 bits, values 4", IntegerModel(model, [calibration], **few))
-    rounded = prepare_qat(model, batches=[calibration], learn_scale=True, **few)
-    add("integers, weights 2 bits, values 4, trained", convert(task.fit(rounded, tune, 1e-3)))
     return results
 
 
@@ -194,7 +190,6 @@ def study(
     return [row for row in rows if row not in timed] + results + timed
 
 
-_INTEGERS = ("integers, weights 2 bits, values 4, trained", "integers only, 8 bits")
 _TIMED = ("float32", "pruned 50 %, tuned", "channels 30 %, tuned", "channels 50 %, tuned",
           "palette 4 bits, tuned", "integers only, 8 bits")  # fmt: skip
 
@@ -270,7 +265,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
         "linear, trained": [point(f"linear {bits} bits, trained") for bits in BITS],
         "weights pruned, tuned": [point(f"pruned {s} %, tuned") for s in (90, 80, 50)],
         "channels pruned, tuned": [point(f"channels {s} %, tuned") for s in (50, 30)],
-        "integers only": [point(name) for name in _INTEGERS if name in results],
+        "integers only": [point("integers only, 8 bits")],
     }
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
     scans = [row for row in rows if row["case"] == "sensitivity"]

@@ -27,12 +27,11 @@ class Net(nn.Module):
         return self.head(nn.functional.avg_pool2d(x * gate, 4).flatten(1))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_onnxruntime_gives_the_same_integers(bits, tmp_path):
+def test_onnxruntime_gives_the_same_integers(tmp_path):
     pytest.importorskip("onnx", reason="onnx is not installed")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     images = torch.randn(500, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    model = IntegerModel(Net(), [images], activation_bits=bits)
+    model = IntegerModel(Net(), [images])
     to_onnx(model, tmp_path / "net.onnx")
     codes = model.quantize(images)
     ours = model.integers(codes).numpy().astype(int)

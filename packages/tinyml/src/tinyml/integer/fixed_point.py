@@ -13,22 +13,17 @@ SUM_BITS = 22
 
 
 class Scale(nn.Module):
-    """The scale and zero point of int8 codes, r = scale (q - zero), stored in the state dict.
-
-    Codes of fewer than 8 bits are also int8, with values from `low` to `high`.
-    """
+    """The scale and zero point of int8 codes, r = scale (q - zero), stored in the state dict."""
 
     bits_of_scale: Tensor
     code_of_zero: Tensor
-    bits_of_code: Tensor
 
-    def __init__(self, scale: float, zero: int, bits: int = 8) -> None:
+    def __init__(self, scale: float, zero: int) -> None:
         super().__init__()
         # A float64 buffer would be converted by model.half(), so its 64 bits are stored.
         as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
         self.register_buffer("bits_of_scale", as_whole)
         self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
-        self.register_buffer("bits_of_code", torch.tensor(bits, dtype=torch.int32))
 
     @property
     def scale(self) -> float:
@@ -40,25 +35,10 @@ class Scale(nn.Module):
         """Return the code of 0.0."""
         return int(self.code_of_zero)
 
-    @property
-    def bits(self) -> int:
-        """Return the bits per code."""
-        return int(self.bits_of_code)
-
-    @property
-    def low(self) -> int:
-        """Return the smallest code."""
-        return -(1 << (self.bits - 1))
-
-    @property
-    def high(self) -> int:
-        """Return the largest code."""
-        return -1 - self.low
-
     def codes(self, values: Tensor) -> Tensor:
         """Return the int8 codes of float values."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
-        return codes.clamp(self.low, self.high).to(torch.int8)
+        return codes.clamp(-128, 127).to(torch.int8)
 
 
 def scales_for_bias(
@@ -78,7 +58,7 @@ def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
     """Return Z + round(scaled / 2^shift), with halves rounded up, clamped to the valid codes."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     codes = ((scaled + half) >> shift) + after.zero
-    return codes.clamp(after.low, after.high).to(torch.int8)
+    return codes.clamp(-128, 127).to(torch.int8)
 
 
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.conversion import plain_copy
+from tinyml.conversion import evaluation_mode
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.integer.folding import folded
 from tinyml.integer.steps import Geometry, Step
@@ -40,8 +40,8 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
 def _require_any_batch(model: nn.Module, example: Tensor) -> None:
     """Raise `ValueError` unless the output has as many samples as `example`."""
     try:
-        with torch.no_grad():
-            samples = len(plain_copy(model).eval()(example))
+        with torch.no_grad(), evaluation_mode(model):
+            samples = len(model(example))
     except RuntimeError as error:
         raise ValueError(
             f"expected a model for any number of samples, which fails for {len(example)}: {error}"
@@ -186,20 +186,9 @@ class _Walk:
         return self._step("product", node, [x], weight=weight, bias=bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
-        return self._addmm(node, None, x, weight)
-
-    def _addmm(
-        self, node: fx.Node, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1
-    ) -> Step:
-        """Return the step x w + b with constant w (inputs, outputs) and b (outputs)."""
         if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
             raise self._unknown(node, "only x w with a constant matrix w is supported")
-        weight = (weight * alpha).t()
-        if bias is not None:
-            if not isinstance(bias, Tensor) or bias.shape[:-1].numel() != 1:
-                raise self._unknown(node, "the added constant is not one number per output")
-            bias = (bias * beta).reshape(-1).expand(len(weight))
-        return self._step("product", node, [x], weight=weight, bias=bias)
+        return self._step("product", node, [x], weight=weight.t())
 
     def _batch_norm(
         self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
@@ -344,7 +333,6 @@ _RULES: dict[str, Callable[..., Step]] = {
         (_Walk._conv2d, "conv2d"),
         (_Walk._linear, "linear"),
         (_Walk._matmul, "matmul mm"),
-        (_Walk._addmm, "addmm"),
         (
             _Walk._batch_norm,
             "batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training",

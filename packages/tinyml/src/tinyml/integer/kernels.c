@@ -2,17 +2,17 @@ static int64_t floor_shift(int64_t value, int shift) {
     /* A right shift of a negative number is the compiler's choice in C99; this is the floor. */
     return value >= 0 ? value >> shift : -((-value + ((int64_t)1 << shift) - 1) >> shift);
 }
-static int8_t requantized(int64_t value, int shift, int zero, int high) {
+static int8_t requantized(int64_t value, int shift, int zero) {
     int64_t half = shift ? (int64_t)1 << (shift - 1) : 0;
     int64_t code = floor_shift(value + half, shift) + zero;
-    return (int8_t)(code > high ? high : code < -high - 1 ? -high - 1 : code);
+    return (int8_t)(code > 127 ? 127 : code < -128 ? -128 : code);
 }
 static int32_t saturated(int64_t value) {
     return (int32_t)(value > INT32_MAX ? INT32_MAX : value < INT32_MIN ? INT32_MIN : value);
 }
 static void convolve(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
                      const int32_t *multiplier, const uint8_t *shift, int zero_in, int zero_out,
-                     int high, int channels, int height, int width, int filters, int rows, int columns,
+                     int channels, int height, int width, int filters, int rows, int columns,
                      int down, int right, int top, int left, int apart, int across, int groups,
                      int out_height, int out_width) {
     int each = channels / groups, made = filters / groups;
@@ -32,20 +32,18 @@ static void convolve(const int8_t *in, int8_t *out, const int8_t *weight, const 
                         }
                 }
                 out[(f * out_height + y) * out_width + x] =
-                    requantized((int64_t)saturated(sum) * multiplier[f], shift[f], zero_out,
-                                high);
+                    requantized((int64_t)saturated(sum) * multiplier[f], shift[f], zero_out);
             }
 }
 static void multiply(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
-                     const int32_t *multiplier, const uint8_t *shift, int zero_out, int high,
-                     int rows, int inputs, int outputs) {
+                     const int32_t *multiplier, const uint8_t *shift, int zero_out, int rows, int inputs, int outputs) {
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < outputs; o++) {
             int64_t sum = bias[o];
             for (int i = 0; i < inputs; i++)
                 sum += (int32_t)weight[(int64_t)o * inputs + i] * in[(int64_t)r * inputs + i];
             out[(int64_t)r * outputs + o] =
-                requantized((int64_t)saturated(sum) * multiplier[o], shift[o], zero_out, high);
+                requantized((int64_t)saturated(sum) * multiplier[o], shift[o], zero_out);
         }
 }
 static void pool(const int8_t *in, int8_t *out, int channels, int height, int width, int rows,

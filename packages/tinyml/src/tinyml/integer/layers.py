@@ -10,15 +10,14 @@ before they are added. All constants are buffers, so a state dict describes the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.conversion import tensor_versions, with_version_counter
-from tinyml.integer.convolution import Int8Filters
+from tinyml.integer.exact_sums import exact_sums, pad
 from tinyml.integer.fixed_point import (
     Scale,
     common_shift,
@@ -28,7 +27,6 @@ from tinyml.integer.fixed_point import (
 )
 from tinyml.integer.steps import Geometry, Step
 from tinyml.quantization.grid import Grid
-from tinyml.quantization.products import Int8Weights
 
 
 class IntegerProduct(nn.Module):
@@ -63,37 +61,18 @@ class IntegerProduct(nn.Module):
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
         whole = (exact / unit).round() - before.zero * codes.sum(1)
         multiplier, shift = fixed_point(unit / after.scale)
-        stored = with_version_counter(codes.to(torch.int8).view(weight.shape))
-        self.register_buffer("weight", stored)
+        self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
         self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift.to(torch.uint8))
-        self._prepared: tuple[object, Int8Weights | Int8Filters] | None = None
 
     def forward(self, codes: Tensor) -> Tensor:
         """Map int8 codes (n, channels, height, width) or (..., features) to int8 codes."""
-        product = self.prepared()
-        if isinstance(product, Int8Filters):
-            sums = product.product(product.padded(codes, self.before.zero))
-            return self._requantize(sums, (-1, 1, 1))
-        flat = codes.reshape(-1, codes.shape[-1])
-        out = self._requantize(product.product(flat), (-1,))
-        return out.view(*codes.shape[:-1], len(self.weight))
-
-    def prepared(self) -> Int8Weights | Int8Filters:
-        """Return the weights as the exact product takes them."""
-        key = tensor_versions(self.weight)
-        if self._prepared is None or self._prepared[0] != key:
-            weights = (
-                Int8Weights(self.weight, largest=128)
-                if self.geometry is None
-                else Int8Filters(self.weight, self.geometry)
-            )
-            self._prepared = key, weights
-        return self._prepared[1]
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_prepared": None}
+        if self.geometry is None:
+            return self._requantize(exact_sums(codes, self.weight), (-1,))
+        padded = pad(codes, self.geometry, self.before.zero)
+        sums = exact_sums(padded, self.weight, self.geometry)
+        return self._requantize(sums, (-1, 1, 1))
 
     def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
         if int(self.shift.max()) > 44:
@@ -108,7 +87,7 @@ class IntegerProduct(nn.Module):
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
-        return scaled.clamp_(self.after.low, self.after.high).to(torch.int8)
+        return scaled.clamp_(-128, 127).to(torch.int8)
 
 
 class Mixed(nn.Module):
@@ -193,26 +172,14 @@ class IntegerPool(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Pool int8 codes (n, channels, height, width)."""
         g = self.geometry
-        rows, columns = g.padding
-        if rows or columns:
-            fill = -128 if self.largest else self.scale.zero
-            codes = F.pad(codes, (columns, columns, rows, rows), value=fill)
-        if self.largest:  # a few comparisons of whole planes
-            return self._over_windows(codes, torch.maximum)
-        total = self._over_windows(codes.to(torch.int32), torch.add)
+        fill = -128 if self.largest else self.scale.zero
+        padded = pad(codes, g, fill).double()  # exact for the codes and their sums
+        if self.largest:
+            return F.max_pool2d(padded, g.kernel, g.stride).to(torch.int8)
         count = g.kernel[0] * g.kernel[1]
+        total = F.avg_pool2d(padded, g.kernel, g.stride, divisor_override=1).round().long()
         rounded = torch.div(2 * total + count, 2 * count, rounding_mode="floor")
         return rounded.to(torch.int8)
-
-    def _over_windows(self, values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        (rows, columns), (down, right) = self.geometry.kernel, self.geometry.stride
-        for dim, size, step in ((2, rows, down), (3, columns, right)):
-            count = (values.shape[dim] - size) // step + 1
-            end = (count - 1) * step + 1
-            every = (slice(None),) * dim + (slice(None, None, step),)
-            shifts = [values.narrow(dim, first, end)[every] for first in range(size)]
-            values = functools.reduce(reduce, shifts)
-        return values
 
 
 class IntegerReshape(nn.Module):

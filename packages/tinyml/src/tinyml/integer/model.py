@@ -3,8 +3,8 @@
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018. A ReLU needs no layer: the range after it starts at zero,
 whose code is the lowest, so clamping to int8 is the ReLU. Batch normalization is folded into the
-weights. The result has the same integers on every machine; the fastest exact product is chosen by
-measurement, and `to_c` writes the network for a machine without torch.
+weights. The result has the same integers on every machine, and `to_c` writes the network for a
+machine without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinyml.integer.layers import IntegerProduct
 from tinyml.integer.steps import Step
 from tinyml.quantization.grid import grid_of
 from tinyml.state_dict_check import check_before_loading
-from tinyml.validation import check_bits, require_batches
+from tinyml.validation import require_batches
 
 
 class IntegerModel(nn.Module):
@@ -31,30 +31,12 @@ class IntegerModel(nn.Module):
     The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
     products of values, concatenation along channels, maximum and mean pooling, flattening, dropout,
     and any activation that is a function of one number (as a table). The ranges are measured on
-    `batches`, whose first dimension is the batch. Weights have `bits` bits and values have
-    `activation_bits` bits; each code is stored in a byte.
+    `batches`, whose first dimension is the batch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        bits: int = 8,
-        activation_bits: int = 8,
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
         super().__init__()
-        self._build(*calibrated(model, batches, bits, activation_bits))
-
-    @classmethod
-    def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
-        """Return the integer network of a graph whose values have these scales."""
-        network = cls.__new__(cls)
-        nn.Module.__init__(network)
-        network._build(steps, scales)
-        return network
-
-    def _build(self, steps: list[Step], scales: list[Scale]) -> None:
+        steps, scales = _calibrated(model, batches)
         self.shapes = [step.shape[1:] for step in steps]
         #: The shape of one input, without the batch.
         self.shape = self.shapes[0]
@@ -116,12 +98,8 @@ class IntegerModel(nn.Module):
 
 
 @torch.no_grad()
-def calibrated(
-    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int
-) -> tuple[list[Step], list[Scale]]:
+def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[Scale]]:
     """Return the steps of `model`, with a grid per weight, and the scale of every step."""
-    for width, what in ((bits, "weights have"), (activation_bits, "activations have")):
-        check_bits(width, what, least=2)
     values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
@@ -133,13 +111,13 @@ def calibrated(
     for step in steps:
         try:
             if step.weight is not None:
-                step.grid = grid_of(step.weight.double().flatten(1), bits)
+                step.grid = grid_of(step.weight.double().flatten(1), 8)
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))
             if step.kind in ("largest", "mean", "reshape"):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
-                scales[step] = scale_of(values_of[step], activation_bits)
+                scales[step] = _scale_of(values_of[step])
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
@@ -148,10 +126,10 @@ def calibrated(
     return steps, [scales[step] for step in steps]
 
 
-def scale_of(values: Tensor, bits: int) -> Scale:
+def _scale_of(values: Tensor) -> Scale:
     """Return the scale of codes for these values."""
-    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False)
-    return Scale(float(grid.scale), int(grid.zero), bits)
+    grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
+    return Scale(float(grid.scale), int(grid.zero))
 
 
 def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:

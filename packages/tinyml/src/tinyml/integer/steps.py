@@ -45,23 +45,20 @@ class Step:
 
     def run(self, *values: Tensor) -> Tensor:
         """Return the float value of the step."""
-        result = self.uncut(*values)
+        result = self._uncut(*values)
         for cut in self.cuts:
             result = cut(result)
         return result
 
-    def product(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the step's convolution or linear layer with this weight."""
-        if (g := self.geometry) is None:
-            return F.linear(values, weight, bias)
-        return F.conv2d(values, weight, bias, g.stride, g.padding, g.dilation, g.groups)
-
-    def uncut(self, *values: Tensor) -> Tensor:
+    def _uncut(self, *values: Tensor) -> Tensor:
         """Return the float value of the step before its range is clamped."""
         first, g = values[0], self.geometry
         if self.kind == "product":
             assert self.weight is not None
-            return self.product(first, self.weight, self.bias)
+            if g is None:
+                return F.linear(first, self.weight, self.bias)
+            options = g.stride, g.padding, g.dilation, g.groups
+            return F.conv2d(first, self.weight, self.bias, *options)
         if self.kind == "sum":
             return sum(
                 (value * sign for value, sign in zip(values, self.signs, strict=True)),

@@ -160,11 +160,11 @@ def _layer(
         pointers = ", ".join([inputs[0], out, *parts])
         if layer.geometry is None:
             rows, width = math.prod(before[0][:-1]), before[0][-1]
-            numbers = [layer.after.zero, layer.after.high, rows, width, after[-1]]
+            numbers = [layer.after.zero, rows, width, after[-1]]
             return [f"multiply({pointers}, {_comma(numbers)});"]
         g = layer.geometry
         numbers = [
-            layer.before.zero, layer.after.zero, layer.after.high, *before[0], after[0],
+            layer.before.zero, layer.after.zero, *before[0], after[0],
             *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
         ]  # fmt: skip
         return [f"convolve({pointers}, {_comma(numbers)});"]
@@ -202,7 +202,7 @@ def _layer(
 
 def _loop(count: int, out: str, term: str, layer: integer_layers.Mixed) -> str:
     loop = f"for (int i = 0; i < {count}; i++)"
-    numbers = _comma([int(layer.shift), layer.after.zero, layer.after.high])
+    numbers = _comma([int(layer.shift), layer.after.zero])
     return f"{loop} ({out})[i] = requantized({term}, {numbers});"
 
 

@@ -79,13 +79,6 @@ class _Writer:
             self._dequantize(name, scale, f"{number}_{i}") for i, (name, scale) in enumerate(inputs)
         ]
         result = self._float(layer, floats, number)
-        if after.bits < 8:  # ONNX codes have 8 bits, so smaller ranges are clamped first
-            ends = [after.scale * (end - after.zero) for end in (after.low, after.high)]
-            low, high = (
-                self._constant(f"{name}_{number}", np.array(end, np.float32))
-                for name, end in zip(("low", "high"), ends, strict=True)
-            )
-            result = self._node("Clip", [result, low, high], f"clipped_{number}")
         return self._node("QuantizeLinear", [result, *self._scale(after, number)], out)
 
     def _float(self, layer: Any, floats: list[str], number: int) -> str:

@@ -6,8 +6,7 @@ A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. Th
 when this holds: 127 times the sum of |w| along a row bounds every partial sum.
 
 Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
-saturates (pytorch issue 136746). `w >> 1` has one bit less than w and cannot saturate. Since
-w = 2 (w >> 1) + (w & 1), two products replace one.
+saturates (pytorch issue 136746).
 
 An instruction may exist and still be slow, so the CPU's flags are not used. At the first product of
 a shape class every implementation runs on the actual weights and on the hardest inputs. Those that
@@ -17,7 +16,7 @@ return a wrong integer are dropped, and the fastest of the others is used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,48 +53,31 @@ class Choice:
 _chosen: dict[Any, Choice] = {}
 
 
-class Exact:
-    """int8 weights that are multiplied by the fastest exact implementation on this machine.
+class Int8Weights:
+    """int8 codes (outputs, inputs), multiplied by the fastest exact implementation here.
 
-    `product(inputs)` returns exact sums as float32, float64 or int32. Subclasses define
-    `implementations`. The last of them, "float64", is exact on every machine (Note [Exact
-    products]).
+    `product(inputs)` takes inputs (tokens, inputs) of at most 127 in size and returns exact sums as
+    float32 or int32 (Note [Exact products]).
     """
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
         self._prepared: dict[str, Any] = {}
         self._selected: dict[object, str] = {}
-
-    def implementations(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
-        """Return all implementations by name."""
-        raise NotImplementedError
-
-    def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Return the class of shapes that these inputs belong to."""
-        raise NotImplementedError
-
-    def details(self) -> object:
-        """Return properties other than shapes that affect time or correctness."""
-        return None
-
-    def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Return pairs of weights and inputs for which saturation changes the result."""
-        raise NotImplementedError
+        self._edges: list[int] | None = None
 
     def product(self, inputs: Tensor) -> Tensor:
-        """Return exact sums for integers stored as float32 or int8."""
+        """Return exact sums for integers stored as float32."""
         if not torch.compiler.is_compiling() and is_autocast(inputs.device):
             with without_autocast(inputs.device):  # which rounds the inputs to 16 bits
                 return self.product(inputs)
-        return self.implementations()[self.implementation(inputs)](self, inputs)
+        return IMPLEMENTATIONS[self._implementation(inputs)](self, inputs)
 
-    def implementation(self, inputs: Tensor) -> str:
-        """Return the name of the implementation for inputs like these; see `choice`."""
+    def _implementation(self, inputs: Tensor) -> str:
         if torch.compiler.is_compiling() or not inputs.numel():
             return "float64"  # a compiled graph cannot be timed
         count = (len(inputs) - 1).bit_length()
-        key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
+        key = count, inputs.device, torch.get_num_threads(), float32_is_reduced()
         if key not in self._selected:
             self._selected[key] = self.choice(inputs).selected
         return self._selected[key]
@@ -103,17 +85,18 @@ class Exact:
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Choice:
         """Return the implementation for inputs like these, measured at the first call."""
-        threads = torch.get_num_threads()
-        key = type(self), self.shape_of(inputs), self.details(), str(inputs.device), threads
+        if not inputs.numel():
+            return Choice(Timing("float64", {}, {}))
+        tokens = 1 << (len(inputs) - 1).bit_length()
+        environment = str(inputs.device), torch.get_num_threads(), float32_is_reduced()
+        key = tokens, *self.codes.shape, *environment
         if key in _chosen:
             return _chosen[key]
-        if not inputs.numel() or not self.codes.numel():
-            return Choice(Timing("float64", {}, {}))
-        trials = self.hardest(inputs)
-        exact = [self.implementations()["float64"](*trial).double() for trial in trials]
+        trials = self._hardest(inputs)
+        exact = [IMPLEMENTATIONS["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
         wrong = []
-        for name, implementation in self.implementations().items():
+        for name, implementation in IMPLEMENTATIONS.items():
             try:
                 sums = [implementation(*trial).double() for trial in trials]
             except (RuntimeError, AttributeError):  # not available for this build or shape
@@ -128,65 +111,55 @@ class Exact:
         _chosen[key] = Choice(timing, tuple(wrong))
         return _chosen[key]
 
+    def _hardest(self, inputs: Tensor) -> list[tuple[Int8Weights, Tensor]]:
+        """Return pairs of extreme weights and inputs, for which saturation changes the result.
+
+        Half of the weight rows are constant (127), so that neighboring products have equal signs
+        where the inputs do.
+        """
+        codes = _ends(self.codes, -128, 127, 0)
+        codes[: (len(codes) + 1) // 2] = 127
+        hard, inputs = Int8Weights(codes), inputs.float()
+        trials = [_ends(inputs, -127, 127, seed) for seed in (1, 2)]
+        trials.append(torch.full_like(inputs, -127))
+        return [(hard, trial) for trial in trials]
+
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return a prepared form of the codes that belongs to one implementation, computed once."""
         if (value := self._prepared.get(name)) is None:
             value = self._prepared[name] = make()
         return value
 
+    @property
+    def edges(self) -> list[int]:
+        """Return positions from 0 to the number of inputs between which float32 sums are exact."""
+        if self._edges is None:
+            self._edges = exact_parts(self.codes)
+        return self._edges
 
-def ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
+
+def _ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
     """Return random numbers, each of which is `low` or `high`."""
     signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(seed)).bool()
     return torch.where(signs, high, low).to(like)
 
 
-class Int8Weights(Exact):
-    """int8 codes (outputs, inputs) for inputs (tokens, inputs) of at most `largest`: 127 or 128."""
-
-    def __init__(self, codes: Tensor, *, largest: int = 127) -> None:
-        super().__init__(codes)
-        self.largest = largest
-        self._edges: list[int] | None = None
-
-    def implementations(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
-        """Return the implementations in this file."""
-        return IMPLEMENTATIONS
-
-    def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Return the number of tokens, rounded up to a power of two, and of inputs and outputs."""
-        tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
-        return tokens, inputs.shape[1], len(self.codes)
-
-    def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Return pairs of extreme weights and inputs.
-
-        Half of the weight rows are constant (127), so that neighboring products have equal signs
-        where the inputs do.
-        """
-        codes = ends(self.codes, -128, 127, 0)
-        codes[: (len(codes) + 1) // 2] = 127
-        hard, inputs = Int8Weights(codes, largest=self.largest), inputs.float()
-        trials = [ends(inputs, -self.largest, 127, seed) for seed in (1, 2)]
-        trials.append(torch.full_like(inputs, -self.largest))
-        return [(hard, trial) for trial in trials]
-
-    @property
-    def edges(self) -> list[int]:
-        """Return positions from 0 to the number of inputs between which float32 sums are exact."""
-        if self._edges is None:
-            self._edges = exact_parts(self.codes, self.largest)
-        return self._edges
+def float32_is_reduced() -> bool:
+    """Return True if torch is allowed to compute float32 products with fewer bits."""
+    mkldnn: Any = torch.backends.mkldnn
+    cuda: Any = torch.backends.cuda
+    settings = torch.backends, mkldnn, mkldnn.conv, mkldnn.matmul, cuda.matmul
+    return any(setting.fp32_precision not in ("none", "ieee") for setting in settings)
 
 
-def exact_parts(codes: Tensor, largest: int) -> list[int]:
-    """Return positions 0, ..., inputs between which every row has `largest` * sum |w| <= 2^24."""
+def exact_parts(codes: Tensor) -> list[int]:
+    """Return positions 0, ..., inputs between which every row has 127 * sum |w| <= 2^24."""
     inputs = codes.shape[1]
-    width = max(1, EXACT_IN_FLOAT32 // (128 * largest))  # exact for any codes
+    width = max(1, EXACT_IN_FLOAT32 // (128 * 127))  # exact for any codes
     sums = [part.abs().sum(1, dtype=torch.int64) for part in codes.short().split(width, dim=1)]
     edges, total = [0], torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
     for number, part in enumerate(sums):
-        if number and int((total + part).amax()) * largest > EXACT_IN_FLOAT32:
+        if number and int((total + part).amax()) * 127 > EXACT_IN_FLOAT32:
             edges.append(number * width)
             total = torch.zeros_like(total)
         total = total + part
@@ -198,29 +171,15 @@ def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return torch._int_mm(inputs.to(torch.int8), weights.codes.t())
 
 
-def _int8_halves(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    _check_offered(weights.codes, inputs)
-    half, rest = weights.keep("int8 halves", lambda: (weights.codes >> 1, weights.codes & 1))
-    codes = inputs.to(torch.int8)
-    return torch._int_mm(codes, half.t()).mul_(2).add_(torch._int_mm(codes, rest.t()))
-
-
-def _float32_kept(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    (dense,) = weights.keep("float32 kept", lambda: (weights.codes.float(),))
-    return _in_parts(inputs.float(), lambda a, b: dense[:, a:b], weights.edges)
-
-
 def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    return _in_parts(inputs.float(), lambda a, b: weights.codes[:, a:b].float(), weights.edges)
-
-
-def _in_parts(inputs: Tensor, weight: Callable[[int, int], Tensor], edges: Sequence[int]) -> Tensor:
+    (dense,) = weights.keep("float32", lambda: (weights.codes.float(),))
+    edges = weights.edges
     if len(edges) == 2:
-        return F.linear(inputs, weight(*edges))
+        return F.linear(inputs.float(), dense)
     # Each part is exact, but the sum may not be exact in float32, so integers are added.
     total = torch.zeros((), dtype=torch.int32, device=inputs.device)
     for a, b in itertools.pairwise(edges):
-        total = total + F.linear(inputs[:, a:b], weight(a, b)).to(torch.int32)
+        total = total + F.linear(inputs[:, a:b].float(), dense[:, a:b]).to(torch.int32)
     return total
 
 
@@ -231,9 +190,7 @@ def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
 #: All implementations; the last is exact on every machine and checks the others.
 IMPLEMENTATIONS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
     "int8": _int8,
-    "int8 halves": _int8_halves,
     "float32": _float32,
-    "float32 kept": _float32_kept,
     "float64": _float64,
 }
 

@@ -1,9 +1,7 @@
 """Quantization-aware training: the forward pass rounds, and the gradient passes through.
 
-Without `batches`, layers compute with rounded weights. With `batches`, every value is rounded as
-well, where an `IntegerModel` rounds (see `integer.training`). With `learn_scale` the steps of the
-grids are parameters. `convert` returns a model with identical outputs, or, for integers, outputs
-within one step.
+Layers compute with rounded weights. With `learn_scale` the steps of the grids are parameters.
+`convert` returns a model with identical outputs.
 """
 
 from __future__ import annotations
@@ -13,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tinyml.compressed_weight import CompressedWeight, compressed_weight
 from tinyml.conversion import compress_weights, plain_copy
-from tinyml.integer.training import IntegerTraining
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
@@ -32,25 +29,12 @@ def prepare_qat(
     learn_scale: bool = False,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
-    batches: Sequence[Tensor] | None = None,
-    activation_bits: int = 8,
 ) -> nn.Module:
     """Return a copy of `model` for training, whose layers compute with rounded weights.
 
     `convert` returns the model with stored integers after training.
-
-    With `batches` of inputs, on which ranges are measured, values are rounded too, to
-    `activation_bits` bits. The copy is then the model's graph as an `IntegerModel` has it: all
-    weights are rounded per channel, batch normalization is folded in, and dropout is left out.
     """
     check_bits(bits, "symmetric training takes", least=2)
-    if batches is not None:
-        if group_size is not None or protect or layers is not QUANTIZABLE:
-            raise ValueError(
-                "with batches the whole network is quantized with one scale per channel; remove "
-                "group_size, layers and protect, or remove batches"
-            )
-        return IntegerTraining(model, batches, bits, activation_bits, learn_scale)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
@@ -61,12 +45,7 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """Return a copy of a model from `prepare_qat` with integer weights.
-
-    If `prepare_qat` received `batches`, return an `IntegerModel`.
-    """
-    if isinstance(model, IntegerTraining):
-        return model.integers()
+    """Return a copy of a model from `prepare_qat` with integer weights."""
     model = copy.deepcopy(model)
     layers = {
         name: layer
