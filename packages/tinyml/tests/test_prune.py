@@ -96,26 +96,6 @@ def test_frozen_weights_stay_frozen_when_a_compressed_model_is_pruned(compress):
     assert [p.requires_grad for p in pruned[1].parameters()] == [True, True]
 
 
-def test_tied_weights_stay_tied_when_a_model_with_replaced_layers_is_pruned():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(20, 16)
-            self.body = nn.Linear(16, 16)
-            self.head = nn.Linear(16, 20, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens):
-            return self.head(self.body(self.embed(tokens)))
-
-    small = quantize(Tied(), 8, activations="dynamic")
-    pruned, _ = prune(small, 0.5)
-    assert pruned.embed.weight is pruned.head.weight
-    assert torch.equal(pruned.embed.weight == 0, pruned.head.weight == 0)
-    plain, _ = prune(small, 0.0)
-    assert torch.equal(plain.embed.weight, small.embed.weight)
-
-
 def test_masks_refuse_the_optimizer_of_the_model_before_pruning():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -117,24 +117,28 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
-        """Return a plain layer with the dense weight that this module uses."""
-        raise NotImplementedError
-
-    def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
-        """Tie the restored layer to other restored layers; by default there is nothing to tie."""
+        """Return the layer from which a model is compressed; raise `ValueError` if it is lost."""
+        raise ValueError(
+            f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
+            "start from the model before it was quantized with activations"
+        )
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with every `Replacement` replaced by its restored layer.
+    """Return a copy of `model` with merged adapters replaced by their layers.
 
-    Restored layers are plain, except for adapters that are not merged, which remain in the copy.
+    Adapters that are not merged remain in the copy. Raise `ValueError` if the model has other
+    replaced layers, because their dense weights are lost, or in inference mode.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "expected a call outside of torch.inference_mode, whose tensors have no version that "
+            "layers could follow; use torch.no_grad"
+        )
     model = copy.deepcopy(model)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
-    for module in replacements:
-        cast(Replacement, module).tie(replacements)
     return replace_modules(model, replacements)
 
 
@@ -178,25 +182,7 @@ def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
 
     A modification through `.data` leaves no trace, as for autograd.
     """
-    return [(t.data_ptr(), _content_hash(t) if t.is_inference() else t._version) for t in tensors]
-
-
-def _content_hash(tensor: Tensor) -> int:
-    # A tensor created in inference mode has no version counter, so its content is compared. That is
-    # slow; layers avoid it by `with_version_counter`.
-    flat = tensor.detach().reshape(-1).contiguous()
-    return hash(flat.view(torch.uint8).cpu().numpy().tobytes())
-
-
-def with_version_counter(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy with a version counter if it was created in inference mode.
-
-    `tensor_versions` reads the counter.
-    """
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        return tensor.clone()
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def is_autocast(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tinyml.conversion import Replacement, evaluation_mode, replace_modules
+from tinyml.conversion import evaluation_mode, replace_modules
 
 _PASSES = 7
 #: The integer type of each size in bytes.
@@ -158,14 +158,12 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from tinyml.integer.layers import IntegerProduct
-    from tinyml.quantization.fastest_linear import FastestLinear
+    from tinyml.quantization.fastest_linear import FastestLinear, TiedEmbedding
 
     # Integer layers perform the same number of multiplications as their dense layers.
     model, total = copy.deepcopy(model).eval(), 0
-    ours = [module for module in model.modules() if isinstance(module, Replacement)]
-    model = replace_modules(
-        model, {m: m.dense() if isinstance(m, FastestLinear) else m.restored() for m in ours}
-    )
+    ours = [m for m in model.modules() if isinstance(m, FastestLinear | TiedEmbedding)]
+    model = replace_modules(model, {layer: layer.dense() for layer in ours})
 
     def count(layer: nn.Module, _: Any, outputs: torch.Tensor) -> None:
         nonlocal total

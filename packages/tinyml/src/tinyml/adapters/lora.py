@@ -7,7 +7,7 @@ gradients would vanish; if neither were, the initial function would change.
 A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
 of training. The sum with the base's outputs is rounded once. `merge` replaces the base weight and
 keeps the old one, so `unmerge` restores every bit; adding and subtracting a product would not. A
-state dict always contains the base without the update, whether merged or not.
+state dict contains the base without the update, so it is refused while the update is merged.
 """
 
 from __future__ import annotations
@@ -81,10 +81,8 @@ class LoRA(Replacement):
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
         self._stamp: object = None
         hooks: Any = self  # these torch methods are not typed
-        hooks.register_state_dict_post_hook(_without_update)
-        hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
-        hooks.register_load_state_dict_post_hook(_merge_what_was_loaded)
-        self._merge_after_loading = False
+        hooks.register_state_dict_pre_hook(_require_unmerged)
+        hooks.register_load_state_dict_pre_hook(_require_unmerged)
 
     @property
     def merged(self) -> bool:
@@ -207,21 +205,10 @@ class LoRA(Replacement):
         self.scaling = float(state)
 
 
-def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _require_unmerged(layer: Any, *_: Any) -> None:
+    """Raise `RuntimeError` if the update is merged; a state dict has the base without it."""
     if layer.merged:
-        (before,) = layer._unmerged_weight
-        like = state[f"{prefix}base.weight"]
-        # The model may have moved to another device or type since `merge`.
-        before = before.to(like)
-        state[f"{prefix}base.weight"] = before if like.requires_grad else before.detach()
-
-
-def _unmerge_to_load(layer: Any, *_: Any) -> None:
-    layer._merge_after_loading = layer.merged
-    layer.unmerge()
-
-
-def _merge_what_was_loaded(layer: Any, _: Any) -> None:
-    if layer._merge_after_loading:
-        layer._merge_after_loading = False
-        layer.merge()
+        raise RuntimeError(
+            "expected adapters that are not merged for a state dict, got merged ones; call "
+            "unmerge(model) first, or merge_and_unload(model)"
+        )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ def visit_layers(
 
     `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch. A
     batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
-    `attention_mask` or `decoder_attention_mask` of shape (batch, seq) marks as padding are left
-    out. Masks of other shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
+    `attention_mask` of shape (batch, seq) marks as padding are left out. Masks of other shapes,
+    such as additive masks (batch, 1, seq, seq), leave out no token.
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
     tensor, such as queries, keys and values, share H. Batches may reach different layers, as in a
@@ -137,7 +137,7 @@ class _Replay:
                 stages[first] = _Stage(self._reached, self._copy)
             stage = stages[first]
             stage.layers = [name for name in stage.layers if name in self._reached]
-            stage.add(_without_padding(self._copy, _masks_of(self._model, batch)))
+            stage.add(_without_padding(self._copy, _mask_of(self._model, batch)))
             later_layers.setdefault(first, set()).update(self._after(first, self._paths[number]))
         for first, stage in stages.items():
             # Exclude layers that another batch reaches later: its tokens are not in H yet.
@@ -301,52 +301,41 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(batch)
 
 
-def _masks_of(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return masks (batch, seq) that are True for tokens that are not padding.
+def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
+    """Return a mask (batch, seq) that is True for tokens that are not padding, or None.
 
-    Masks of other shapes are left out. Masks are matched with inputs by their shape. Raise
-    `ValueError` if the inputs of an encoder and a decoder have one shape and different padding.
+    Masks of other shapes are ignored. Raise `ValueError` for padding of an encoder-decoder model,
+    whose layers receive the tokens of two sequences.
     """
     if not isinstance(batch, Mapping):
-        return []
-    masks = {name: batch.get(name) for name in ("attention_mask", "decoder_attention_mask")}
-    decoder_tokens = batch.get("decoder_input_ids", batch.get("labels"))
+        return None
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if is_encoder_decoder and masks["decoder_attention_mask"] is None:
-        masks["decoder_attention_mask"] = (
-            None if decoder_tokens is None else torch.ones_like(decoder_tokens)
-        )
-    present = []
-    for name, mask in masks.items():
-        if mask is not None and mask.dim() == 2:
-            _require_zeros_and_ones(name, mask)
-            present.append(mask.bool())
-    if len(present) == 2 and present[0].shape == present[1].shape and not torch.equal(*present):
-        raise ValueError(
-            "expected inputs of encoder and decoder that differ in their shapes or are padded "
-            f"alike, got shape {tuple(present[0].shape)} twice; pad the decoder's inputs to "
-            "another length"
-        )
-    return present
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if mask is None or mask.dim() != 2:
+            continue
+        if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+            raise ValueError(
+                f"expected {name} to be 1 at tokens and 0 at padding, got values from "
+                f"{float(mask.min()):.3g} to {float(mask.max()):.3g}; convert an additive mask "
+                "with (mask == 0).long()"
+            )
+        if not is_encoder_decoder:
+            return cast(Tensor, mask.bool())
+        if not bool(mask.all()):
+            raise ValueError(
+                f"expected batches without padding for an encoder-decoder model, got {name} with "
+                "zeros; calibrate with sequences of one length"
+            )
+    return None
 
 
-def _require_zeros_and_ones(name: str, mask: Tensor) -> None:
-    """Raise `ValueError` unless a mask is 1 at some tokens and 0 at padding."""
-    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
-        raise ValueError(
-            f"expected {name} to be 1 at tokens and 0 at padding, got values from "
-            f"{float(mask.min()):.3g} to {float(mask.max()):.3g}; convert an additive mask with "
-            "(mask == 0).long()"
-        )
-
-
-def _without_padding(inputs: Tensor, masks: Sequence[Tensor]) -> Tensor:
+def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
     """Return inputs (..., width) as (tokens, width)."""
     flat = inputs.reshape(-1, inputs.shape[-1])
-    for mask in masks:
-        # Blocks of experts flatten the batch and the sequence before their layers.
-        if inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
-            return flat[mask.flatten()]
+    # Blocks of experts flatten the batch and the sequence before their layers.
+    if mask is not None and inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
+        return flat[mask.flatten()]
     return flat
 
 

@@ -7,7 +7,7 @@ of the weight at its first use. Prepared weights are never in a state dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -45,7 +45,6 @@ class FastestLinear(Replacement):
     in_features: int
     out_features: int
     dtype: torch.dtype
-    transposed: bool
     group_size: int = 0
     #: The implementation that is used without timing; None if implementations are timed.
     always: str | None = None
@@ -164,15 +163,6 @@ class FastestLinear(Replacement):
             outputs.add_(self.bias)
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
 
-    def restored(self) -> nn.Module:
-        """Return the layer as an `nn.Linear`."""
-        if self.transposed:  # a Conv1D cannot be constructed without transformers
-            raise ValueError(
-                "expected layers that were nn.Linear, got replaced Conv1D layers; compress the "
-                "model before replacing them"
-            )
-        return self.dense()
-
     def dense(self) -> nn.Linear:
         """Return an `nn.Linear` with the dense weight."""
         weight, bias = self.weight, self.bias
@@ -217,13 +207,9 @@ class TiedEmbedding(Replacement):
         """Return the dense weight that the codes represent."""
         return self.table.weight
 
-    def restored(self) -> nn.Module:
-        """Return an `nn.Embedding` that is not tied yet."""
-        return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype), freeze=False)
-
-    def tie(self, restored: Mapping[nn.Module, nn.Module]) -> None:
-        """Share the weight of the restored linear layer."""
-        cast(Any, restored[self]).weight = restored[self.table].weight
+    def dense(self) -> nn.Embedding:
+        """Return an `nn.Embedding` with the dense weight."""
+        return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map indices (...) to vectors (..., width)."""

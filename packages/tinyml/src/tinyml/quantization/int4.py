@@ -13,7 +13,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from tinyml.conversion import with_version_counter
 from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.grid_weight import GridWeight
 
@@ -27,18 +26,16 @@ class Int4Linear(FastestLinear):
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
         super().__init__(bias)
-        self.grid, self.transposed = grid, grid.transposed
+        self.grid = grid
         shape = grid.shape[::-1] if grid.transposed else grid.shape
         self.out_features, self.in_features = shape
         self.group_size, self.dtype = grid.rows[1], grid.scale.dtype
-        for name in ("codes", "scale"):
-            grid.register_buffer(name, with_version_counter(grid.get_buffer(name)))
 
     @property
     def weight(self) -> Tensor:
         """Return the dense weight that the codes represent."""
         dense = self.grid(self.grid.scale)
-        return dense.t() if self.transposed else dense
+        return dense.t() if self.grid.transposed else dense
 
     def stored(self) -> tuple[Any, Any]:
         """Return the codes and their scales."""

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import with_version_counter
-from tinyml.layers import is_conv1d, outputs_first, weight_of
+from tinyml.layers import outputs_first, weight_of
 from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with_fastest_linears
 from tinyml.quantization.grid import grid_of
 from tinyml.quantization.products import Int8Weights
@@ -25,10 +24,9 @@ _LEAST = 128 * torch.finfo(torch.float32).tiny
 class Int8Linear(FastestLinear):
     """A layer y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
-    With may_stay_float=True the fastest implementation is used for each number of tokens: this
-    product, bfloat16 inputs with the stored weights, or the dense weight in float. `explain`
-    returns the choice and the times. `.to(dtype)` converts the bias and the results; the codes and
-    their scales remain the same.
+    With may_stay_float=True the faster implementation is used for each number of tokens: this
+    product, or the dense weight in float. `explain` returns the choice and the times. `.to(dtype)`
+    converts the bias and the results; the codes and their scales remain the same.
     """
 
     weight_codes: Tensor
@@ -39,11 +37,9 @@ class Int8Linear(FastestLinear):
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
-        self.transposed = is_conv1d(linear)
         grid = grid_of(weight.float(), 8)
-        codes = grid.quantize(weight.float()).to(torch.int8)
-        self.register_buffer("weight_codes", with_version_counter(codes))
-        self.register_buffer("scale", with_version_counter(grid.scale.view(-1)))
+        self.register_buffer("weight_codes", grid.quantize(weight.float()).to(torch.int8))
+        self.register_buffer("scale", grid.scale.view(-1))
 
     @property
     def weight(self) -> Tensor:
@@ -84,16 +80,8 @@ class Int8Linear(FastestLinear):
         weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
         return weights
 
-    def _weights_alone(self, inputs: Tensor) -> Tensor:
-        """Multiply bfloat16 inputs by the stored weights, which are a quarter of float32's size."""
-        tokens = inputs.reshape(-1, self.in_features).bfloat16()
-        ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
-        sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
-        return self.finished(sums.float().mul_(self.scale), inputs)
-
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
         "int8": _multiply,
-        "weights alone": _weights_alone,
         "float": FastestLinear.by_dense_weight,
     }
 

@@ -86,10 +86,8 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-#: The largest number of clusters, because codes are int16.
-_MOST_CLUSTERS = 2**15
-#: The largest k for which a summary is clustered; its table has (4 k)^2 numbers.
-_MOST_CLUSTERS_OF_A_SUMMARY = 256
+#: The largest number of clusters: 8 bits per code. The table of a summary has (4 k)^2 numbers.
+_MOST_CLUSTERS = 256
 #: The largest number of distinct values that are clustered without a summary.
 _MOST_POINTS_WITHOUT_SUMMARY = 1024
 
@@ -101,9 +99,9 @@ def kmeans(
     """Run Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is
-    optimal. Otherwise it is the means of about 1024 intervals. Above 256 clusters the start is the
-    means of equally large groups. Return the centroids (min(k, distinct values), ascending,
-    float64) and the index of each value's centroid (int16, with the shape of `values`).
+    optimal. Otherwise it is the means of about 1024 intervals. Return the centroids (min(k,
+    distinct values), ascending, float64) and the index of each value's centroid (int16, with the
+    shape of `values`).
     """
     _check_arguments(values, k, init)
     # Half precision fits in float32, where sorting takes half the time.
@@ -123,11 +121,8 @@ def kmeans(
         centroids = init.to(sums).sort().values
     elif distinct is not None and counts is not None:
         centroids = best_intervals(distinct, counts, k)
-    elif k <= _MOST_CLUSTERS_OF_A_SUMMARY:
-        centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
     else:
-        even = torch.arange(k + 1, device=ordered.device) * ordered.numel() // k
-        centroids = sums[even].diff() / even.diff()
+        centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
     edges = None
     for _ in range(max_iterations):
         inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,26 +30,7 @@ EXACT_IN_FLOAT32 = 2**24
 _SMALLEST = 16  # torch 2.11's int8 product returns uninitialized memory for inner sizes of 1
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The implementation for a class of shapes, and the timings of the alternatives."""
-
-    #: The times of each implementation that is exact on this machine.
-    timing: Timing
-    #: Implementations that returned a wrong integer on this machine.
-    wrong: tuple[str, ...] = ()
-
-    @property
-    def selected(self) -> str:
-        """Return the name of the implementation."""
-        return self.timing.selected
-
-    def __str__(self) -> str:
-        wrong = f", wrong here: {', '.join(self.wrong)}" if self.wrong else ""
-        return f"{self.timing}{wrong}"
-
-
-_chosen: dict[Any, Choice] = {}
+_chosen: dict[Any, Timing] = {}
 
 
 class Int8Weights:
@@ -62,9 +42,9 @@ class Int8Weights:
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
-        self._prepared: dict[str, Any] = {}
         self._selected: dict[object, str] = {}
-        self._edges: list[int] | None = None
+        self._dense: Tensor | None = None
+        self._edges: list[int] = []
 
     def product(self, inputs: Tensor) -> Tensor:
         """Return exact sums for integers stored as float32."""
@@ -83,10 +63,10 @@ class Int8Weights:
         return self._selected[key]
 
     @torch.no_grad()
-    def choice(self, inputs: Tensor) -> Choice:
-        """Return the implementation for inputs like these, measured at the first call."""
+    def choice(self, inputs: Tensor) -> Timing:
+        """Return the timing of the exact implementations for inputs like these, measured once."""
         if not inputs.numel():
-            return Choice(Timing("float64", {}, {}))
+            return Timing("float64", {}, {})
         tokens = 1 << (len(inputs) - 1).bit_length()
         environment = str(inputs.device), torch.get_num_threads(), float32_is_reduced()
         key = tokens, *self.codes.shape, *environment
@@ -95,7 +75,6 @@ class Int8Weights:
         trials = self._hardest(inputs)
         exact = [IMPLEMENTATIONS["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
-        wrong = []
         for name, implementation in IMPLEMENTATIONS.items():
             try:
                 sums = [implementation(*trial).double() for trial in trials]
@@ -103,13 +82,10 @@ class Int8Weights:
                 continue
             if all(map(torch.equal, sums, exact)):
                 calls[name] = lambda call=implementation: call(self, inputs)  # type: ignore[misc]
-            else:
-                wrong.append(name)
-        timing = measure(calls)
-        best = timing.selected
-        self._prepared = {name: value for name, value in self._prepared.items() if name == best}
-        _chosen[key] = Choice(timing, tuple(wrong))
-        return _chosen[key]
+        timing = _chosen[key] = measure(calls)
+        if timing.selected != "float32":
+            self._dense = None
+        return timing
 
     def _hardest(self, inputs: Tensor) -> list[tuple[Int8Weights, Tensor]]:
         """Return pairs of extreme weights and inputs, for which saturation changes the result.
@@ -124,18 +100,12 @@ class Int8Weights:
         trials.append(torch.full_like(inputs, -127))
         return [(hard, trial) for trial in trials]
 
-    def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return a prepared form of the codes that belongs to one implementation, computed once."""
-        if (value := self._prepared.get(name)) is None:
-            value = self._prepared[name] = make()
-        return value
-
-    @property
-    def edges(self) -> list[int]:
-        """Return positions from 0 to the number of inputs between which float32 sums are exact."""
-        if self._edges is None:
+    def dense(self) -> tuple[Tensor, list[int]]:
+        """Return the codes as float32, and the positions between which their sums are exact."""
+        if self._dense is None:
+            self._dense = self.codes.float()
             self._edges = exact_parts(self.codes)
-        return self._edges
+        return self._dense, self._edges
 
 
 def _ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
@@ -172,8 +142,7 @@ def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
 
 
 def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    (dense,) = weights.keep("float32", lambda: (weights.codes.float(),))
-    edges = weights.edges
+    dense, edges = weights.dense()
     if len(edges) == 2:
         return F.linear(inputs.float(), dense)
     # Each part is exact, but the sum may not be exact in float32, so integers are added.
