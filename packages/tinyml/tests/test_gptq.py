@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from tinyml import gptq, quantize, size_of
+from tinyml import gptq, prune, quantize, size_of
 from tinyml.quantization.gptq import gptq_codes, inverse_factor_rows, reversed_cholesky
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from torch import nn
@@ -223,3 +223,27 @@ def test_progress_includes_layers_that_never_run():
     calls = []
     gptq(Unused(), [torch.randn(8, 4)], progress=lambda *call: calls.append(call))
     assert calls == [("a", 1, 2), ("b", 2, 2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"group_size": 8, "symmetric": False}])
+def test_zeros_of_a_pruned_model_stay_and_are_compensated(options):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(32, 24)), torch.randn(200, 32) @ torch.randn(32, 32)
+    pruned = prune(model, 0.5).model
+    rounded = gptq(pruned, [inputs], 3, **options)
+    assert not rounded[0].weight[pruned[0].weight == 0].any()
+    nearest = quantize(pruned, 3, **options)
+    exact = pruned(inputs)
+    assert (rounded(inputs) - exact).norm() < (nearest(inputs) - exact).norm()
+
+
+def test_a_shared_weight_is_rounded_for_the_inputs_of_its_first_layer():
+    torch.manual_seed(0)
+    model, inputs = (
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
+        torch.randn(99, 16),
+    )
+    model[2].weight = model[0].weight
+    small = gptq(model, [inputs], 3)
+    assert torch.equal(small[0].weight, gptq(model[:1], [inputs], 3)[0].weight)
+    assert torch.equal(small[2].weight, small[0].weight)

@@ -113,11 +113,9 @@ def test_bits_by_layer_leave_the_others():
 def test_nan_and_more_clusters_than_codes_are_errors():
     with pytest.raises(ValueError, match="finite"):
         kmeans(torch.tensor([1.0, float("nan")]), 2)
-    for count in (0, 2**15 + 1):
+    for count in (0, 257):
         with pytest.raises(ValueError, match=f"{count} clusters"):
             kmeans(torch.randn(4), count)
-    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
-    assert int(kmeans(values, 2**15)[1].min()) == 0
 
 
 def test_a_start_may_be_in_any_order():

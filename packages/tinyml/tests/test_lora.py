@@ -110,7 +110,7 @@ def test_an_adapter_trains_beside_a_quantized_base():
         optimizer.step()
     # Over 20 seeds the ratio is 0.68 with a deviation of 0.02.
     assert (model(inputs) - targets).square().mean().item() < 0.8 * before
-    with pytest.raises(RuntimeError, match=r"lose .* % of the update"):
+    with pytest.raises(RuntimeError, match=r"base weight is compressed"):
         merge(model)
 
 
@@ -248,22 +248,6 @@ def test_a_merged_weight_that_overflows_is_refused(kind):
     for call in (merge, merge_and_unload):
         with pytest.raises(ValueError, match=r"0: .*finite values in the merged weight"):
             call(model)
-    assert not model[0].merged
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_merging_into_a_quantized_base_reports_what_would_be_lost(symmetric):
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(32, 16))
-    model = add_lora(quantize(plain, 4, group_size=8, symmetric=symmetric), 2)
-    model[0].lora_B.data.normal_(std=0.05)
-    whole = model[0].base.weight + model[0].update
-    stored = nn.Sequential(nn.Linear(32, 16, bias=False))
-    stored[0].weight.data = whole.detach()
-    requantized = quantize(stored, 4, group_size=8, symmetric=symmetric)[0].weight
-    lost = float(((requantized - whole).norm() / model[0].update.norm()).detach())
-    with pytest.raises(RuntimeError, match=f"lose {100 * lost:.3g} % of the update"):
-        merge(model)
     assert not model[0].merged
 
 

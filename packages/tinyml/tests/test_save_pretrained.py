@@ -156,6 +156,7 @@ def test_saving_a_model_with_adapters_is_refused(state, inside, tmp_path):
     with pytest.raises(ValueError, match="merge_and_unload"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
+    unmerge(model)
     assert "model.layers.0.self_attn.q_proj.lora_A" in model.state_dict()
     with pytest.raises(RuntimeError, match="Unexpected key"):
         llama().load_state_dict(model.state_dict())

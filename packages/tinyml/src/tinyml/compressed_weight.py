@@ -55,10 +55,6 @@ class CompressedWeight(nn.Module):
         """Return the tensor to store or train in place of `weight`."""
         raise NotImplementedError
 
-    def rounded(self, weight: Tensor) -> Tensor:
-        """Return the dense weight that results from storing `weight` in this format."""
-        return weight
-
     def format(self) -> list[int]:
         """Return the integers that are needed to interpret the stored codes."""
         raise NotImplementedError
@@ -68,12 +64,7 @@ class CompressedWeight(nn.Module):
         return torch.tensor(self.format(), dtype=torch.int16)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise `RuntimeError` if the state dict has another format."""
-        if state.tolist() != self.format():
-            raise RuntimeError(
-                f"the state dict holds a {type(self).__name__} of format {state.tolist()}, the "
-                f"model one of {self.format()}; compress the model as the saved one was"
-            )
+        """Do nothing, because `check_before_loading` has compared the formats."""
 
 
 def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:

@@ -10,11 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-
-#: Buffers that only some compressed weights of a class have.
-OPTIONAL = ("zero",)
 
 
 def check_before_loading(model: nn.Module) -> nn.Module:
@@ -25,21 +21,6 @@ def check_before_loading(model: nn.Module) -> nn.Module:
     return model
 
 
-def match_optional_buffers(
-    module: nn.Module, state: dict[str, Any], prefix: str, codes: str
-) -> None:
-    """Add or remove the `OPTIONAL` buffers so that they match the state dict."""
-    if prefix + codes not in state:
-        return
-    for name in OPTIONAL:
-        saved = state.get(prefix + name)
-        if saved is None and name in module._buffers:
-            module._buffers[name] = None
-        elif saved is not None and module._buffers.get(name) is None:
-            device = cast(Tensor, module._buffers[codes]).device
-            module._buffers[name] = torch.zeros_like(saved, device=device)
-
-
 def _check(
     model: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:
@@ -47,7 +28,7 @@ def _check(
     saved = {key: value for key, value in state.items() if key.startswith(prefix)}
     missing = current.keys() - saved.keys() if strict else set()
     for key in sorted(saved.keys() - current.keys()) + sorted(missing):
-        if _layer_of(key, current) is not None and key.rpartition(".")[2] not in OPTIONAL:
+        if _layer_of(key, current) is not None:
             _refuse(key, current, f"it {'lacks' if key in current else 'has'} {key!r}")
     for key in sorted(saved.keys() & current.keys()):
         mine, value = current[key], saved[key]

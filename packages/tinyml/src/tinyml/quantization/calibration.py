@@ -10,14 +10,14 @@ model's own code between the blocks runs each time, so masks and position embedd
 Only the last finished block of a list keeps its record, which is one set of hidden states. Earlier
 blocks return placeholders. These reach only the next block, which ignores its inputs because it
 returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
-do, the operation on the placeholder raises an error. From then on, all records are kept.
+do, the operation on the placeholder raises an error.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -44,11 +44,10 @@ def visit_layers(
     such as additive masks (batch, 1, seq, seq), leave out no token.
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
-    tensor, such as queries, keys and values, share H. Batches may reach different layers, as in a
-    mixture of experts: a layer is visited after all layers that any batch reaches before it. Which
-    layers a batch reaches is determined before the first one is changed.
+    tensor, such as queries, keys and values, share H. Raise `ValueError` if batches reach different
+    layers, or if the model uses the output of a block after the next block has run.
     """
-    replay = _Replay(model, batches, layers, _paths(model, batches, layers))
+    replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
@@ -56,20 +55,6 @@ def visit_layers(
                 replay.done.add(name)
                 if progress is not None:
                     progress(name, len(replay.done), len(layers))
-
-
-def _paths(
-    model: nn.Module, batches: Sequence[Any], layers: Mapping[str, nn.Module]
-) -> list[list[str]]:
-    """Return the layers that each batch reaches, in the order of their first calls."""
-    paths: list[list[str]] = []
-    called: dict[str, None] = {}
-    with _input_hooks(layers, lambda name, _: called.setdefault(name)):
-        for batch in batches:
-            called.clear()
-            _run(model, batch)
-            paths.append(list(called))
-    return paths
 
 
 class _StopRun(BaseException):
@@ -98,20 +83,17 @@ class _Replay:
         model: nn.Module,
         batches: Sequence[Any],
         layers: Mapping[str, nn.Module],
-        paths: Sequence[Sequence[str]],
     ) -> None:
         self.done: set[str] = set()
         self._model = model
         self._batches = batches
-        self._paths = paths
         self._blocks = _blocks_with(model, layers)
-        self._order: dict[str, None] = {}
-        self._finished: set[int] = set()
+        #: The outputs of finished blocks by batch and block.
         self._records: dict[tuple[int, str], Any] = {}
-        self._last: dict[tuple[int, str], str] = {}
         #: Outputs without values in place of records that were freed.
         self._placeholders: dict[tuple[int, str], Any] = {}
-        self._keeps_all = False
+        #: The last recorded block of each list by batch and list.
+        self._last: dict[tuple[int, str], str] = {}
         # The state of the current run.
         self._number = 0
         self._called: set[str] = set()
@@ -121,66 +103,33 @@ class _Replay:
         self._reached: list[str] = []
 
     def next_stage(self) -> _Stage | None:
-        """Run all batches to their next layer; return a stage that all its batches have reached."""
-        stages: dict[str, _Stage] = {}
-        later_layers: dict[str, set[str]] = {}
+        """Run all batches to their next layer; return the stage that all of them have reached."""
+        stage: _Stage | None = None
         for number, batch in enumerate(self._batches):
-            if number in self._finished:
-                continue
             self._run_to_next_layer(number, batch)
-            if not self._reached:
-                self._finished.add(number)
-                continue
-            first = self._reached[0]
-            self._order.update(dict.fromkeys(self._reached))
-            if first not in stages:
-                stages[first] = _Stage(self._reached, self._copy)
-            stage = stages[first]
-            stage.layers = [name for name in stage.layers if name in self._reached]
-            stage.add(_without_padding(self._copy, _mask_of(self._model, batch)))
-            later_layers.setdefault(first, set()).update(self._after(first, self._paths[number]))
-        for first, stage in stages.items():
-            # Exclude layers that another batch reaches later: its tokens are not in H yet.
-            reached_later = set().union(
-                *(later_layers[other] for other in stages if other != first)
-            )
-            stage.layers = [name for name in stage.layers if name not in reached_later]
-        waiting = [first for first in self._order if first in stages]
-        for first in waiting:
-            if first in stages[first].layers:
-                return stages[first]
-        if waiting:
-            raise ValueError(
-                f"expected batches that reach {' and '.join(waiting)} in the same order, because "
-                "each layer is calibrated on the outputs of those before it; calibrate with "
-                "batches that visit the layers in one order"
-            )
-        return None
-
-    def _after(self, name: str, path: Sequence[str]) -> Sequence[str]:
-        """Return the layers of a path that come after a layer."""
-        if name in path:
-            return path[path.index(name) + 1 :]
-        # The changed layers routed the batch to a layer that it did not reach before.
-        return [other for other in path if other not in self.done]
+            if number == 0 and self._reached:
+                stage = _Stage(self._reached, self._copy)
+            first = self._reached[0] if self._reached else "the end"
+            expected = "the end" if stage is None else stage.layers[0]
+            if first != expected:
+                raise ValueError(
+                    f"expected batches that reach the same layers in the same order, got one that "
+                    f"reaches {first} where the first batch reaches {expected}; join the batches "
+                    "into one, or exclude layers that only some of them reach, such as experts, "
+                    "with protect"
+                )
+            if stage is not None:
+                stage.layers = [name for name in stage.layers if name in self._reached]
+                stage.add(_without_padding(self._copy, _mask_of(self._model, batch)))
+        return stage
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
         self._number = number
-        while True:
-            self._called = set()
-            self._inputs = None
-            self._reached = []
-            try:
-                _run(self._model, batch)
-            except _StopRun:
-                pass
-            except Exception:
-                if self._placeholders:  # one of them may have caused the error
-                    self._placeholders.clear()
-                    self._keeps_all = True
-                    continue
-                raise
-            return
+        self._called = set()
+        self._inputs = None
+        self._reached = []
+        with suppress(_StopRun):
+            _run(self._model, batch)
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
@@ -230,7 +179,7 @@ class _Replay:
             if other.startswith(f"{name}."):
                 self._records.pop((number, other), None)
         self._records[key] = _copied(outputs)
-        if self._keeps_all or any(name.startswith(f"{other}.") for other in self._blocks):
+        if any(name.startswith(f"{other}.") for other in self._blocks):
             return  # records inside a block are kept until the block itself is recorded
         parent = name.rpartition(".")[0]
         before = self._last.get((number, parent))
@@ -363,4 +312,8 @@ class _Freed(Tensor):
     def __torch_function__(
         cls, function: Any, _: Any, arguments: Sequence[Any] = (), __: Any = None
     ) -> Any:
-        raise ValueError(f"the model calls {function} on the output of a block that was freed")
+        raise ValueError(
+            f"expected blocks whose outputs only the next block reads, got a model that calls "
+            f"{function.__name__} on the output of an earlier block; calibrate without these skip "
+            "connections, or exclude the blocks with protect"
+        )

@@ -9,6 +9,7 @@ singular for few or dependent inputs; its diagonal is increased until the factor
 With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
 reached. Columns with large inputs may be rounded first, while most other columns can still
 compensate for them. The columns of a group then stay together, so the storage does not change.
+Zeros of the weight stay zeros, so a pruned model remains sparse.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ def gptq_codes(
             number = column // group
             column_grid = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
             rounded = column_grid.quantize(remaining[:, start + i])
+            # Updates move pruned weights away from zero, and their zeros have to stay.
+            rounded = rounded.where(weight[:, column] != 0, column_grid.zero.int())
             codes[:, column] = rounded
             error = (remaining[:, start + i] - column_grid.dequantize(rounded)) / factor[i, i]
             remaining[:, start + i : end] -= error[:, None] * factor[i, i : end - start]

@@ -7,15 +7,13 @@ the weight is read, so any layer with a weight can be compressed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinyml.compressed_weight import CompressedWeight, empty_placeholder
-from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.grid import Grid
 from tinyml.quantization.pack import pack, unpack
-from tinyml.state_dict_check import match_optional_buffers
 
 
 class GridWeight(CompressedWeight):
@@ -67,14 +65,6 @@ class GridWeight(CompressedWeight):
         """Return an empty tensor, because the codes are stored instead of the weight."""
         return empty_placeholder(weight)
 
-    def rounded(self, weight: Tensor) -> Tensor:
-        """Return the weight rounded to the best grid of this format."""
-        rows = (weight.t() if self.transposed else weight).float().reshape(self.rows)
-        grid = grid_of(rows, self.bits, symmetric=self.zero is None).stored_as(self.scale.dtype)
-        codes, transposed = grid.quantize(rows), self.transposed
-        dense: Tensor = GridWeight(codes, grid, weight, self.bits, transposed=transposed)(weight)
-        return dense
-
     def format(self) -> list[int]:
         """Return the bits and the lowest code."""
         return [self.bits, self.low]
@@ -91,7 +81,3 @@ class GridWeight(CompressedWeight):
             codes = codes - self.zero.to(torch.int16)
         dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
         return dense.t() if self.transposed else dense
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        match_optional_buffers(self, state, prefix, "codes")
-        super()._load_from_state_dict(state, prefix, *rest)

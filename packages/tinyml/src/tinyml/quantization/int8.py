@@ -6,17 +6,16 @@ depends on the exact product that is used (see `products`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tinyml.layers import outputs_first, weight_of
-from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear, with_fastest_linears
+from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear
 from tinyml.quantization.grid import grid_of
 from tinyml.quantization.products import Int8Weights
-from tinyml.validation import Progress
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
@@ -84,19 +83,3 @@ class Int8Linear(FastestLinear):
         "int8": _multiply,
         "float": FastestLinear.by_dense_weight,
     }
-
-
-def with_int8_linears(
-    model: nn.Module,
-    activations: Literal["dynamic", "auto"] = "dynamic",
-    protected: Collection[str] = (),
-    progress: Progress | None = None,
-) -> nn.Module:
-    """Replace linear layers by int8 layers in place; with "auto" only those that become faster."""
-    auto = activations == "auto"
-
-    def make(_: str, linear: nn.Module) -> Int8Linear | None:
-        table = Int8Linear(linear, may_stay_float=auto)
-        return table if not auto or table.gains() else None
-
-    return with_fastest_linears(model, make, protected, progress)

@@ -71,11 +71,6 @@ class Palette(CompressedWeight):
         """Return the palette."""
         return self._palette.to(weight)
 
-    def rounded(self, weight: Tensor) -> Tensor:
-        """Return the weight rounded to the best palette of the same size."""
-        palette, codes = kmeans(weight, 2**self.bits)
-        return palette.to(weight)[codes.long()]
-
     def format(self) -> list[int]:
         """Return the bits per code."""
         return [self.bits]
@@ -88,14 +83,13 @@ class Palette(CompressedWeight):
 
 #: The largest number of clusters: 8 bits per code. The table of a summary has (4 k)^2 numbers.
 _MOST_CLUSTERS = 256
+_MOST_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
 _MOST_POINTS_WITHOUT_SUMMARY = 1024
 
 
 @torch.no_grad()
-def kmeans(
-    values: Tensor, k: int, *, init: Tensor | None = None, max_iterations: int = 10_000
-) -> tuple[Tensor, Tensor]:
+def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Run Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is
@@ -124,7 +118,7 @@ def kmeans(
     else:
         centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
     edges = None
-    for _ in range(max_iterations):
+    for _ in range(_MOST_ITERATIONS):
         inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
         new = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
         if edges is not None and torch.equal(new, edges):

@@ -23,7 +23,7 @@ from tinyml.quantization.fastest_linear import with_fastest_linears
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
-from tinyml.quantization.int8 import with_int8_linears
+from tinyml.quantization.int8 import Int8Linear
 from tinyml.validation import Progress
 
 
@@ -79,7 +79,13 @@ def quantize(
                 f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
                 f"got bits={bits}, group_size={group_size}, symmetric={symmetric}"
             )
-        return with_int8_linears(model, activations, protected, progress=progress)
+        auto = activations == "auto"
+
+        def products(_: str, layer: nn.Module) -> Int8Linear | None:
+            table = Int8Linear(layer, may_stay_float=auto)
+            return table if not auto or table.gains() else None
+
+        return with_fastest_linears(model, products, protected, progress)
     widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
