@@ -1,9 +1,9 @@
 """Removal of whole channels, hidden units and attention heads: a smaller dense model.
 
-The pruned model equals the dense one in which the weights that read the removed units are zero and
-the constants of removed units are added to the biases of their readers. `check_equal` compares the
-two before the model is returned. `units` finds the units that share weights, `importance` ranks
-them, and `size_attributes` finds the attributes that contain their number.
+The pruned model equals the dense one in which the weights that read the removed units are zero.
+`check_equal` compares the two before the model is returned. `units` finds the units that share
+weights, `importance` ranks them, and `size_attributes` finds the attributes that contain their
+number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tinyml.pruning.groups import Group, SizeUse
 from tinyml.pruning.importance import (
     Criterion,
     Loss,
-    add_constants,
     check_criterion,
     parameter_of,
     rank_units,
@@ -53,10 +52,8 @@ def prune_channels(
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the norm
     of what it adds to its readers there; `tinyml.pruning.importance` describes the other criteria.
-    "taylor" needs `loss(model)`, the loss on typical data. Units that never change, such as dead
-    filters, are removed first, and their constants are added to the readers' biases. If a unit has
-    a nonzero constant and its reader has no bias for it, as a transposed convolution, the unit is
-    ranked like any other.
+    "taylor" needs `loss(model)`, the loss on typical data. Units that are always zero are removed
+    first.
 
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.
@@ -195,16 +192,8 @@ def _select_units(
     read the removed units are zero.
     """
     attributes = _new_sizes(model, walk, keep)
-    biases: dict[str, str] = {}
-    for group, index in keep.items():
-        for name in add_constants(model, walk, group, _removed(group, index)):
-            biases[name] = f"{name.removesuffix('.bias')}.weight"
     zeroed = copy.deepcopy(model)
     chosen = _chosen_elements(keep, zeroed)
-    for name, weight in biases.items():
-        outputs = (weight, walk.products[weight].axes[1])
-        if outputs in chosen:
-            chosen[name, 0] = chosen[outputs]
     for (name, axis), pieces in chosen.items():
         _select(model, name, axis, pieces)
     old_sizes = [getattr(model.get_submodule(path), key) for path, key in attributes]

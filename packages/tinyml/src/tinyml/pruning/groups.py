@@ -56,10 +56,8 @@ class Group:
     blocked_by: str = ""
     #: The units from most to least important; see `tinyml.pruning.importance`.
     order: Tensor = field(default_factory=lambda: torch.empty(0))
-    #: The importance of each unit; -1 for units that never change.
+    #: The importance of each unit; -1 for units that are always zero.
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
-    #: For each reading weight, the values of units that never change; nan for the other units.
-    constants: dict[str, Tensor] = field(default_factory=dict)
 
     def layers(self, role: str) -> list[str]:
         """Return the layers with a slice of this role, without duplicates."""
@@ -98,14 +96,8 @@ class SizeUse:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a value with a weight: the location of the units that it reads, and its bias."""
+    """A product of a value with a weight, and the dimension of the value that it sums over."""
 
     node: fx.Node
     source: fx.Node
     dim: int
-    #: The dimensions of the weight for inputs and outputs.
-    axes: tuple[int, int]
-    bias: str | None
-    has_bias: bool
-    #: The module whose forward computes it.
-    module: str

@@ -7,10 +7,9 @@
     taylor     (sum of w dL/dw)^2 over the weights that write the unit ("Importance Estimation for
                Neural Network Pruning", Molchanov et al., 2019)
 
-By every criterion, a unit that never changes is dead and ranks last: its constant can be added to
-the biases of its readers. This is checked on the example and on noise in place of the inputs of
-every product, because an example may not excite every unit. The noise is up to 100 times larger
-than the example.
+By every criterion, a unit that is always zero is dead and ranks last. This is checked on the
+example and on noise in place of the inputs of every product, because an example may not excite
+every unit. The noise is up to 100 times larger than the example.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tinyml.conversion import evaluation_mode
-from tinyml.layers import is_instance_of
-from tinyml.pruning.groups import Group, Product, Slice
+from tinyml.pruning.groups import Group, Slice
 from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
@@ -55,7 +53,7 @@ def rank_units(
     criterion: Criterion = "wanda",
     loss: Loss | None = None,
 ) -> None:
-    """Set the `scores`, the `order` and the `constants` of each group."""
+    """Set the `scores` and the `order` of each group."""
     gradients: dict[str, Tensor] = {}
     if loss is not None:
         gradients = _gradients(model, loss)
@@ -111,17 +109,16 @@ def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inpu
     for _ in range(max(2, math.ceil(_SAMPLES / probe.least_samples))):
         probe.run(*arguments)
     for group in groups:
-        _rank(group, walk, model, probe)
+        _rank(group, model, probe)
 
 
-def _rank(group: Group, walk: Walk, model: nn.Module, probe: _Probe) -> None:
+def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
     norms, scores = torch.zeros(2, group.size, dtype=torch.float64)
     dead = torch.ones(group.size, dtype=torch.bool)
-    values: dict[str, Tensor] = {}
     for piece in group.slices:
         if piece.role != "reader":
             continue
-        product, elements = walk.products[piece.tensor], piece.width * group.size
+        elements = piece.width * group.size
         weight = parameter_of(model, piece.tensor).detach().double().cpu()
         check_finite(piece.tensor, weight)
         rows = weight.narrow(piece.axis, piece.start, elements).movedim(piece.axis, 0).flatten(1)
@@ -129,17 +126,10 @@ def _rank(group: Group, walk: Walk, model: nn.Module, probe: _Probe) -> None:
         elements_read = slice(piece.start, piece.start + elements)
         norms += power.view(group.size, -1).sum(1)
         scores += (power * probe.squares[piece.tensor][elements_read]).view(group.size, -1).sum(1)
-        low, high = probe.low[piece.tensor][elements_read], probe.high[piece.tensor][elements_read]
-        fixed = high - low <= 1e-6 * torch.maximum(low.abs(), high.abs())
-        if not _has_room(model, piece.tensor, product):
-            fixed &= (low == 0) & (high == 0)
-        values[piece.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
-        dead &= fixed.view(group.size, -1).all(1)
+        is_zero = probe.largest[piece.tensor][elements_read] == 0
+        dead &= is_zero.view(group.size, -1).all(1)
     # Units that the example never excites, but that are not dead, are ranked by their readers.
     _set_order(group, scores, dead, norms)
-    for value in values.values():
-        value[~dead] = torch.nan
-    group.constants = values
 
 
 def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
@@ -153,53 +143,11 @@ def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None
     group.order = order[group.scores[order].argsort(descending=True, stable=True)]
 
 
-def add_constants(model: nn.Module, walk: Walk, group: Group, gone: Tensor) -> list[str]:
-    """Add the constants of removed units to their readers' biases; return the names of new biases.
-
-    The result is exact except at the borders of a convolution that pads with zeros.
-    """
-    added = []
-    for piece in group.slices:
-        if piece.role != "reader":
-            continue
-        constant = group.constants[piece.tensor][gone].nan_to_num(0.0)
-        if not constant.any():
-            continue
-        product, name = walk.products[piece.tensor], piece.tensor
-        weight = parameter_of(model, name)
-        units = weight.detach().narrow(piece.axis, piece.start, piece.width * group.size)
-        units = units.movedim(piece.axis, 0).unflatten(0, (group.size, piece.width))[gone]
-        outputs = product.axes[1] - (product.axes[1] > product.axes[0])
-        units = units.double().movedim(2 + outputs, 2)
-        units = units.reshape(*units.shape[:3], -1).sum(3)  # over the kernel
-        change = torch.einsum("uw,uwo->o", constant.to(units), units)
-        layer = model.get_submodule(piece.layer)
-        bias = layer._parameters.get("bias")
-        if bias is None:
-            bias = nn.Parameter(weight.new_zeros(len(change)), requires_grad=weight.requires_grad)
-            layer.bias = bias
-            added.append(f"{piece.layer}.bias")
-        bias.copy_((bias.double() + change).to(bias))
-    return added
-
-
 def parameter_of(model: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer of this name."""
     layer, _, key = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(layer), key)
     return tensor
-
-
-def _has_room(model: nn.Module, name: str, product: Product) -> bool:
-    """Return True if the layer's bias can include a constant."""
-    layer, _, key = name.rpartition(".")
-    module = model.get_submodule(layer)
-    if key != "weight" or not is_instance_of(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return False
-    if product.has_bias:
-        return product.bias == f"{layer}.bias".lstrip(".")
-    # Only the layer's own forward is known to use a bias that is added to it.
-    return module._parameters.get("bias", 0) is None and product.module == layer
 
 
 class _Probe(fx.Interpreter):
@@ -212,9 +160,8 @@ class _Probe(fx.Interpreter):
         self.noise: torch.Generator | None = None
         #: The mean squares of the elements on the example.
         self.squares: dict[str, Tensor] = {}
-        #: The extremes of the elements in all runs.
-        self.low: dict[str, Tensor] = {}
-        self.high: dict[str, Tensor] = {}
+        #: The largest magnitudes of the elements in all runs.
+        self.largest: dict[str, Tensor] = {}
         self.least_samples = _SAMPLES
 
     def run_node(self, n: fx.Node) -> Any:
@@ -235,9 +182,8 @@ class _Probe(fx.Interpreter):
         if self.noise is None:
             self.least_samples = min(self.least_samples, max(1, values.shape[1]))
             self.squares[name] = values.square().mean(1)
-        low, high = values.amin(1), values.amax(1)
-        self.low[name] = torch.minimum(low, self.low.get(name, low))
-        self.high[name] = torch.maximum(high, self.high.get(name, high))
+        largest = values.abs().amax(1)
+        self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
 
     def _size_of(self, name: str, value: Tensor) -> float:
         """Return the size of the noise: 1 or a larger example's, limited so that squares fit."""

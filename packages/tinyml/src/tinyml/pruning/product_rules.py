@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from tinyml.exported import module_of, operator_name, shape_of
+from tinyml.exported import operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Product, Slice
 from tinyml.pruning.unit_groups import UnitGroups
 
@@ -88,7 +88,7 @@ def _product(
         walk.add_slices(along, [(name, axes[0])], "reader")
     else:
         walk.stop(node)
-    walk.products[name] = Product(node, x, dim, axes, added, bias is not None, module_of(node))
+    walk.products[name] = Product(node, x, dim)
     size = shape_of(weight)[axes[1]]
     group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
     if added is not None:

@@ -10,14 +10,14 @@ model's own code between the blocks runs each time, so masks and position embedd
 Only the last finished block of a list keeps its record, which is one set of hidden states. Earlier
 blocks return placeholders. These reach only the next block, which ignores its inputs because it
 returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
-do, the operation on the placeholder raises an error.
+do, the operation on the placeholder raises an error. From then on, all records are kept.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -45,7 +45,7 @@ def visit_layers(
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
     tensor, such as queries, keys and values, share H. Raise `ValueError` if batches reach different
-    layers, or if the model uses the output of a block after the next block has run.
+    layers.
     """
     replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
@@ -92,6 +92,7 @@ class _Replay:
         self._records: dict[tuple[int, str], Any] = {}
         #: Outputs without values in place of records that were freed.
         self._placeholders: dict[tuple[int, str], Any] = {}
+        self._keeps_all = False
         #: The last recorded block of each list by batch and list.
         self._last: dict[tuple[int, str], str] = {}
         # The state of the current run.
@@ -125,11 +126,21 @@ class _Replay:
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
         self._number = number
-        self._called = set()
-        self._inputs = None
-        self._reached = []
-        with suppress(_StopRun):
-            _run(self._model, batch)
+        while True:
+            self._called = set()
+            self._inputs = None
+            self._reached = []
+            try:
+                _run(self._model, batch)
+            except _StopRun:
+                pass
+            except Exception:
+                if self._placeholders:  # one of them may have caused the error
+                    self._placeholders.clear()
+                    self._keeps_all = True
+                    continue
+                raise
+            return
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
@@ -179,7 +190,7 @@ class _Replay:
             if other.startswith(f"{name}."):
                 self._records.pop((number, other), None)
         self._records[key] = _copied(outputs)
-        if any(name.startswith(f"{other}.") for other in self._blocks):
+        if self._keeps_all or any(name.startswith(f"{other}.") for other in self._blocks):
             return  # records inside a block are kept until the block itself is recorded
         parent = name.rpartition(".")[0]
         before = self._last.get((number, parent))
@@ -312,8 +323,4 @@ class _Freed(Tensor):
     def __torch_function__(
         cls, function: Any, _: Any, arguments: Sequence[Any] = (), __: Any = None
     ) -> Any:
-        raise ValueError(
-            f"expected blocks whose outputs only the next block reads, got a model that calls "
-            f"{function.__name__} on the output of an earlier block; calibrate without these skip "
-            "connections, or exclude the blocks with protect"
-        )
+        raise ValueError(f"the model calls {function} on the output of a block that was freed")
