@@ -26,7 +26,7 @@ from tinyml.export.atomic_file import atomic_file
 #: The required speedup. On a virtual machine, the times of one product on two copies of a weight
 #: may differ by a factor of 1.45, depending on the memory that the process received.
 MARGIN = 1.5
-#: The fraction of rounds that an implementation must win; below 1 - MOST, it has lost.
+#: The fraction of rounds that an implementation must win.
 MOST = 2 / 3
 ROUNDS = 15
 _LEAST_ROUNDS = 5
@@ -46,14 +46,10 @@ class Timing:
     milliseconds: dict[str, float]
     #: Times with the weights out of the cache; empty if not measured.
     out_of_cache: dict[str, float]
-    #: True if the rounds disagree, in which case the reference is used.
-    disagree: bool = False
 
     def __str__(self) -> str:
         cold = f"; weights out of the cache: {listed(self.out_of_cache)}"
-        text = f"{self.selected} ({listed(self.milliseconds)}"
-        text += cold if self.out_of_cache else ""
-        return text + ("; rounds disagree)" if self.disagree else ")")
+        return f"{self.selected} ({listed(self.milliseconds)}{cold if self.out_of_cache else ''})"
 
 
 def listed(times: Mapping[str, float]) -> str:
@@ -78,48 +74,40 @@ def measure(
     candidates = {
         n: call for n, call in implementations.items() if once[n] <= too_slow or n == reference
     }
+    long = min(once.values()) > _LONG_MS
+    has_cold_rounds = reference is not None and not long
+    fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
     warm: dict[str, list[float]] = {name: [] for name in candidates}
     cold: dict[str, list[float]] = {name: [] for name in candidates}
-    long = min(once.values()) > _LONG_MS
-    fill_the_cache = torch.ones(0 if long or not reference else _CACHE_BYTES // 4).sum
-    alternatives = candidates.keys() - {reference}
-    winners: set[str] = set()
-    undecided: set[str] = set()
     start = time.perf_counter()
-    is_late = False
-    for _ in range(2 if reference and alternatives else 1):
-        for number in range(ROUNDS // 2 if long else ROUNDS):
-            is_late = time.perf_counter() - start > _SECONDS
-            if is_late and number >= _LEAST_ROUNDS:
-                break
-            for name, call in candidates.items():
-                warm[name].append(milliseconds(call, None if long else call))
-                if reference and not long:
-                    cold[name].append(milliseconds(call, fill_the_cache))
-        if reference:
-            won = {
-                name: min(_fraction_won(t[name], t[reference]) for t in (warm, cold))
-                for name in alternatives
-            }
-            winners = {name for name, fraction in won.items() if fraction >= MOST}
-            undecided = {name for name, fraction in won.items() if 1 - MOST < fraction < MOST}
-        if winners or not undecided or is_late:
+    for number in range(ROUNDS // 2 if long else ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
+        for name, call in candidates.items():
+            warm[name].append(milliseconds(call, None if long else call))
+            if has_cold_rounds:
+                cold[name].append(milliseconds(call, fill_the_cache))
     median = once | {name: statistics.median(ms) for name, ms in warm.items()}
     cold_median = {name: statistics.median(ms) for name, ms in cold.items() if ms}
-    if reference and not winners:
-        return Timing(reference, median, cold_median, disagree=bool(undecided))
-    best = min(winners or candidates, key=lambda name: median[name] + cold_median.get(name, 0.0))
+    winners = list(candidates)
+    if reference is not None:
+        winners = [
+            name
+            for name in candidates
+            if name != reference
+            and all(_wins(times[name], times[reference]) for times in (warm, cold))
+        ] or [reference]
+    best = min(winners, key=lambda name: median[name] + cold_median.get(name, 0.0))
     return Timing(best, median, cold_median)
 
 
-def _fraction_won(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of `ours` that beat the minimum of `others` by the factor `MARGIN`.
+def _wins(ours: Sequence[float], others: Sequence[float]) -> bool:
+    """Return True if most of `ours` beat the minimum of `others` by the factor `MARGIN`.
 
-    Without rounds, the fraction is 1.
+    Without rounds, the result is True.
     """
     won = [MARGIN * time_ms <= min(others) for time_ms in ours]
-    return sum(won) / len(won) if won else 1.0
+    return sum(won) >= MOST * len(won)
 
 
 def milliseconds(call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
@@ -154,9 +142,7 @@ def stored_timing(key: str) -> Timing | None:
 
 
 def store_timing(key: str, timing: Timing) -> None:
-    """Store a timing for later processes, unless its rounds disagree; ignore errors of the file."""
-    if timing.disagree:
-        return
+    """Store a timing for later processes; ignore errors of the file."""
     stored = _stored()
     stored.setdefault(_machine(), {})[key] = asdict(timing)
     try:
