@@ -228,11 +228,11 @@ class _Walk:
             raise self._unknown(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
-    def _add(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
-        return self._plus(node, a, b, float(alpha))
+    def _add(self, node: fx.Node, a: Any, b: Any) -> Step:
+        return self._plus(node, a, b, 1.0)
 
-    def _sub(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
-        return self._plus(node, a, b, -float(alpha))
+    def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
+        return self._plus(node, a, b, -1.0)
 
     def _plus(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):

@@ -86,18 +86,8 @@ class _Writer:
         if isinstance(layer, integer_layers.IntegerProduct):
             return self._product(layer, floats[0], number)
         if isinstance(layer, integer_layers.IntegerSum):
-            steps = layer.multiplier.double() * torch.exp2(-layer.shift.double())
-            factors = [
-                float(step) * layer.after.scale / scale.scale
-                for step, scale in zip(steps, layer.before, strict=True)
-                if isinstance(scale, Scale)
-            ]
-            # Rounding changes a small multiplier by a large fraction.
-            tolerances = (1e-3 + 1 / layer.multiplier.abs()).tolist()
-            pairs = zip(factors, tolerances, strict=True)
-            if any(abs(abs(factor) - 1) > tolerance for factor, tolerance in pairs):
-                raise ValueError(f"a sum with factors {factors} has no ONNX form")
-            return self._node("Add" if factors[1] > 0 else "Sub", floats, name)
+            is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
+            return self._node("Add" if is_sum else "Sub", floats, name)
         if isinstance(layer, integer_layers.IntegerCat):
             return self._node("Concat", floats, name, axis=1)
         if isinstance(layer, integer_layers.IntegerGate):
