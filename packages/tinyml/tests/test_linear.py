@@ -62,17 +62,6 @@ def test_small_rows_of_float16_are_as_close_as_their_scales_allow(largest, symme
     assert (error <= extreme / 127 / 2 + extreme * 2.0**-10 + 2.0**-24).all()
 
 
-def test_finer_scales_are_closer():
-    torch.manual_seed(0)
-    model = nn.Linear(64, 32)
-    model.weight.data *= torch.logspace(-2, 0, 32)[:, None] * torch.logspace(-1, 0, 64)
-    errors = [
-        (quantize(model, 4, group_size=size).weight - model.weight).norm().item()
-        for size in (None, 32, 16)
-    ]
-    assert errors[0] > errors[1] > errors[2]
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_quantized_model_stores_what_it_says(bits, symmetric):
@@ -224,13 +213,6 @@ def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
 def test_bad_requests_say_what_to_ask_for(arguments, message):
     with pytest.raises(ValueError, match=message):
         quantize(nn.Linear(16, 4), **arguments)
-
-
-def test_nan_weights_are_an_error():
-    model = nn.Linear(4, 4)
-    model.weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="nan or inf"):
-        quantize(model)
 
 
 class Experts(nn.Module):

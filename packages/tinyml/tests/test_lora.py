@@ -219,12 +219,6 @@ def test_merging_twice_or_a_part_is_refused():
     assert not half[0].merged
 
 
-def test_a_layer_that_is_held_twice_has_one_adapter():
-    layer = nn.Linear(8, 8)
-    model = add_lora(nn.Sequential(layer, nn.Sequential(layer)), 2)
-    assert model[0] is model[1][0]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
     model = mlp()

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from tinyml import quantize
 from tinyml.quantization import fastest_linear, products
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.products import IMPLEMENTATIONS, Int8Weights, exact_parts
+from tinyml.quantization.products import IMPLEMENTATIONS, Int8Weights
 from tinyml.timing import Timing
 from torch import nn
 
@@ -45,16 +44,6 @@ def test_every_way_is_exact_where_sums_are_largest(name, k):
     assert (sums.to(torch.int64) == k * 127 * 128).all()
 
 
-def test_parts_are_exact_and_as_few_as_the_weights_allow():
-    small = torch.randint(-8, 9, (4, 16384), dtype=torch.int8)
-    assert exact_parts(small) == [0, 16384]
-    large = torch.full((4, 4096), 127, dtype=torch.int8)
-    edges = exact_parts(large)
-    assert len(edges) > 2
-    for a, b in itertools.pairwise(edges):
-        assert int(large[:, a:b].long().abs().sum(1).max()) * 127 <= 2**24
-
-
 def test_a_wrong_product_is_found_out_and_left_out(monkeypatch):
     right = IMPLEMENTATIONS["int8"]
     clipped = {"int8": lambda w, x: right(w, x).clamp(max=2**20)}
@@ -76,28 +65,6 @@ def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch):
         "tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | {"int8": clipping}
     )
     assert "int8" not in Int8Weights(codes(32, 64, 0)).choice(torch.ones(1, 64)).milliseconds
-
-
-def test_the_fastest_is_chosen_by_time(monkeypatch):
-    def slow(weights, inputs):
-        for _ in range(50):
-            sums = IMPLEMENTATIONS["float64"](weights, inputs)
-        return sums
-
-    only = {"int8": slow, "float64": IMPLEMENTATIONS["float64"]}
-    monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", only)
-    choice = Int8Weights(codes(64, 64, 0)).choice(torch.ones(4, 64))
-    assert choice.selected == "float64"
-    assert choice.milliseconds["int8"] > 10 * choice.milliseconds["float64"]
-    assert "float64 (" in str(choice)
-
-
-def test_a_choice_is_measured_once_and_kept_for_its_class():
-    weights = Int8Weights(codes(64, 64, 0))
-    first = weights.choice(torch.ones(5, 64))
-    assert weights.choice(torch.ones(8, 64)) is first
-    assert Int8Weights(codes(64, 64, 1)).choice(torch.ones(6, 64)) is first
-    assert weights.choice(torch.ones(9, 64)) is not first
 
 
 PROGRAM = """

@@ -7,7 +7,6 @@ import torch
 from tinyml import kmeans_quantize, quantize, sensitivity
 from tinyml.pruning.sensitivity import prune_weight
 from tinyml.quantization.grid import grid_of
-from tinyml.quantization.kmeans import kmeans
 from torch import nn
 
 
@@ -104,19 +103,6 @@ def test_the_model_is_as_it_was():
     assert model.training
     assert not model.norm.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-
-
-def test_any_compression_can_be_scanned():
-    def palette(weight, bits):
-        centroids, codes = kmeans(weight, 2 ** int(bits))
-        return centroids.to(weight)[codes.long()]
-
-    torch.manual_seed(0)
-    result = sensitivity(
-        Residual(), batches(), nn.functional.cross_entropy, amounts=(1, 8), compress=palette
-    )
-    for values in result.values.values():
-        assert abs(values[8] - result.baseline) < abs(values[1] - result.baseline)
 
 
 def test_a_compression_may_write_into_the_weight():

@@ -318,20 +318,6 @@ def test_what_is_protected_stays_as_it_is(method):
         protected(dense, ["lm_haed"])
 
 
-@pytest.mark.parametrize("model", DECODERS)
-def test_transformers_with_integer_products_are_saved(model, tmp_path):
-    dense = MODELS[model]()
-    small = quantize(dense, activations="dynamic")
-    assert size_of(small).bytes < size_of(dense).bytes / 2
-    with torch.no_grad():
-        exact, ours = dense(TOKENS).logits, small(TOKENS).logits
-    assert (ours - exact).norm() < 0.02 * exact.norm()
-    save(small, tmp_path / "small.safetensors")
-    back = load(MODELS[model](), tmp_path / "small.safetensors")
-    with torch.no_grad():
-        assert torch.equal(back(TOKENS).logits, ours)
-
-
 def test_layers_that_are_called_by_keyword_are_seen():
     class Named(nn.Sequential):
         def forward(self, x):
