@@ -190,6 +190,17 @@ def test_a_model_of_one_layer_has_a_file_too(name, tmp_path):
     assert torch.equal(load(nn.Linear(16, 16), tmp_path / "one")(inputs), compressed(inputs))
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_a_weight_of_another_shape_is_refused(name, tmp_path):
+    small = ALONE[name](nn.Linear(16, 16, bias=False))
+    save(small, tmp_path / "one")
+    other = nn.Linear(8, 32, bias=False)  # as many weights
+    with pytest.raises((ValueError, RuntimeError), match="shape"):
+        load(other, tmp_path / "one")
+    with pytest.raises(RuntimeError, match="not compressed as this one"):
+        ALONE[name](other).load_state_dict(small.state_dict())
+
+
 def test_a_transposed_view_is_another_weight(tmp_path):
     def pair():
         first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)

@@ -113,6 +113,8 @@ def test_bits_by_layer_leave_the_others():
 def test_nan_and_more_clusters_than_codes_are_errors():
     with pytest.raises(ValueError, match="finite"):
         kmeans(torch.tensor([1.0, float("nan")]), 2)
+    with pytest.raises(ValueError, match="sum fits in float64"):
+        kmeans(torch.linspace(-1e305, 1e305, 5000, dtype=torch.float64), 4)
     for count in (0, 257):
         with pytest.raises(ValueError, match=f"{count} clusters"):
             kmeans(torch.randn(4), count)

@@ -61,7 +61,7 @@ class CompressedWeight(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the format, so that a state dict contains everything needed to read the codes."""
-        return torch.tensor(self.format(), dtype=torch.int16)
+        return torch.tensor(self.format(), dtype=torch.int64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Do nothing, because `check_before_loading` has compared the formats."""

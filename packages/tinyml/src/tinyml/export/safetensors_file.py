@@ -176,13 +176,13 @@ def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             layers[name] = {"kind": "tied embedding", "table": first[id(layer.table)]}
     for name, layer in model.named_modules():
         if (stored := compressed_weight(layer)) is not None:
-            how = {"same": first.setdefault(id(stored), name)}
+            if not isinstance(stored, Palette | GridWeight):
+                raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
+            how = {"same": first.setdefault(id(stored), name), "shape": list(stored.shape)}
             if isinstance(stored, Palette):
                 layers[name] = how | {"kind": "palette", "bits": stored.bits}
-            elif isinstance(stored, GridWeight):
-                layers[name] = how | {"kind": "grid"} | _of_grid(stored)
             else:
-                raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
+                layers[name] = how | {"kind": "grid"} | _of_grid(stored)
     return layers
 
 
@@ -220,6 +220,11 @@ def _as_stored(
         return restored[first]
     if first not in restored:
         weight = layer.get_parameter("weight").detach()
+        if how.get("shape", list(weight.shape)) != list(weight.shape):
+            raise ValueError(
+                f"expected a weight of shape {how['shape']} in {name or 'the model'}, which the "
+                f"file has, got {tuple(weight.shape)}; load into the model that it was made from"
+            )
         if kind == "palette":
             parts["palette"] = state[f"{start}parametrizations.weight.original"]
         restore: Any = Palette.restore if kind == "palette" else GridWeight.restore

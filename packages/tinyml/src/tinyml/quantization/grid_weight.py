@@ -66,8 +66,8 @@ class GridWeight(CompressedWeight):
         return empty_placeholder(weight)
 
     def format(self) -> list[int]:
-        """Return the bits and the lowest code."""
-        return [self.bits, self.low]
+        """Return the bits, the lowest code and the shape of the weight."""
+        return [self.bits, self.low, *self.shape]
 
     def whole_numbers(self) -> Tensor:
         """Return the codes q as int16 rows."""

@@ -11,6 +11,7 @@ Compression", Han et al., 2016, section 3.3).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -72,8 +73,8 @@ class Palette(CompressedWeight):
         return self._palette.to(weight)
 
     def format(self) -> list[int]:
-        """Return the bits per code."""
-        return [self.bits]
+        """Return the bits per code and the shape of the weight."""
+        return [self.bits, *self.shape]
 
     def forward(self, palette: Tensor) -> Tensor:
         """Return the dense weight."""
@@ -138,6 +139,8 @@ def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
         raise ValueError(f"expected real values, got {values.dtype}")
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
+    if not math.isfinite(float(values.double().abs().max()) * values.numel()):
+        raise ValueError("expected values whose sum fits in float64, got larger ones; scale them")
     if init is not None and (init.numel() != k or not torch.isfinite(init).all()):
         raise ValueError(f"expected {k} finite initial centroids, got {init.tolist()}")
 
