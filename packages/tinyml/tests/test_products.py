@@ -155,6 +155,8 @@ def test_no_tokens_and_odd_shapes():
     assert torch.equal(layer(torch.zeros(1, 64))[0], layer.bias)
     tiny = torch.full((1, 64), torch.finfo(torch.float32).tiny)
     assert torch.isfinite(layer(tiny)).all()
+    huge = torch.full((1, 64), 1e38)
+    torch.testing.assert_close(layer(huge), huge @ layer.weight.t(), rtol=1e-3, atol=1e35)
 
 
 # Without AVX2, a case takes ten times as long.

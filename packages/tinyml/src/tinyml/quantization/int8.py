@@ -73,7 +73,8 @@ class Int8Linear(FastestLinear):
         tokens = inputs.reshape(-1, self.in_features).float()
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=_LEAST).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).float()
-        return self.finished(sums.mul_(scale).mul_(self.scale), inputs)
+        # The weights' scales first: a large sum times the scale of a large input may overflow.
+        return self.finished(sums.mul_(self.scale).mul_(scale), inputs)
 
     def _weights(self) -> Int8Weights:
         weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
