@@ -3,7 +3,7 @@
 import pytest
 import torch
 from figures import assert_at_least
-from tinyml import Int4Linear, IntegerModel, gptq, load, quantize, save, size_of
+from tinyml import Int4Linear, IntegerModel, gptq, load, quantize, save
 from tinyml.quantization import fastest_linear
 from tinyml.timing import Timing
 from torch import nn
@@ -64,20 +64,6 @@ def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
     assert all(layer.explain([1])[0].startswith("1 tokens: computed in float") for layer in packed)
     inputs = torch.randn(3, 64)
     assert torch.equal(packed(inputs), dense(inputs))
-
-
-def test_an_embedding_that_is_tied_to_a_head_of_four_bits_stays_tied(tmp_path):
-    model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 48, bias=False))
-    model[1].weight = model[0].weight
-    packed = quantize(model, 4, activations="auto")
-    assert packed[0].table is packed[1]
-    tokens = torch.arange(48)
-    assert torch.equal(packed[0](tokens), packed[1].weight)
-    assert size_of(packed).bytes == 48 * 32 // 2 + 48 * 4
-    save(packed, tmp_path / "tied.safetensors")
-    loaded = load(model, tmp_path / "tied.safetensors")
-    assert loaded[0].table is loaded[1]
-    assert torch.equal(loaded(tokens), packed(tokens))
 
 
 def test_files_state_dicts_and_copies_hold_all(tmp_path):

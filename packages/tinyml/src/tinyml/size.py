@@ -158,11 +158,11 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from tinyml.integer.layers import IntegerProduct
-    from tinyml.quantization.fastest_linear import FastestLinear, TiedEmbedding
+    from tinyml.quantization.fastest_linear import FastestLinear
 
     # Integer layers perform the same number of multiplications as their dense layers.
     model, total = copy.deepcopy(model).eval(), 0
-    ours = [m for m in model.modules() if isinstance(m, FastestLinear | TiedEmbedding)]
+    ours = [m for m in model.modules() if isinstance(m, FastestLinear)]
     model = replace_modules(model, {layer: layer.dense() for layer in ours})
 
     def count(layer: nn.Module, _: Any, outputs: torch.Tensor) -> None:

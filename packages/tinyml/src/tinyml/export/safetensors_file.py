@@ -21,11 +21,7 @@ from tinyml.compressed_weight import CompressedWeight, compress_layer, compresse
 from tinyml.conversion import dense_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
-from tinyml.quantization.fastest_linear import (
-    FastestLinear,
-    TiedEmbedding,
-    avoid_fused_operators,
-)
+from tinyml.quantization.fastest_linear import FastestLinear, avoid_fused_operators
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -155,7 +151,7 @@ def _untie(model: nn.Module, layers: dict[str, dict[str, Any]], same: dict[str, 
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = f"{owner}.{key}".lstrip(".")
             how = layers.get(owner, {}) if key == "weight" else {}
-            origin = how.get("table") or how.get("same") or same.get(name, name)
+            origin = how.get("same") or same.get(name, name)
             by_origin = tied.setdefault(parameter, {origin: parameter})
             if origin not in by_origin:
                 value = parameter.detach().clone()
@@ -166,14 +162,9 @@ def _untie(model: nn.Module, layers: dict[str, dict[str, Any]], same: dict[str, 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     layers: dict[str, dict[str, Any]] = {}
     first: dict[int, str] = {}
-    named = dict(model.named_modules(remove_duplicate=False))
-    for name, layer in named.items():
-        tied = isinstance(named.get(name.rpartition(".")[0]), TiedEmbedding)
-        if isinstance(layer, FastestLinear) and not tied:
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, FastestLinear):
             layers[name] = {"same": first.setdefault(id(layer), name)} | _of_linear(layer)
-    for name, layer in named.items():
-        if isinstance(layer, TiedEmbedding):
-            layers[name] = {"kind": "tied embedding", "table": first[id(layer.table)]}
     for name, layer in model.named_modules():
         if (stored := compressed_weight(layer)) is not None:
             if not isinstance(stored, Palette | GridWeight):
@@ -212,8 +203,11 @@ def _as_stored(
     names = ("codes", "scale", "zero")
     parts = {part: state[prefix + part] for part in names if prefix + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
-    if kind == "tied embedding":
-        return TiedEmbedding(cast(FastestLinear, restored[how["table"]]))
+    if kind not in ("int8", "int4", "palette", "grid"):
+        raise ValueError(
+            f"expected a known kind of layer, got {kind!r} for {name}; load the file with the "
+            "version that wrote it"
+        )
     if kind == "int8":
         if first not in restored:
             restored[first] = Int8Linear(layer, may_stay_float=how.get("auto", False))

@@ -138,24 +138,12 @@ class FastestLinear(Replacement):
 
     def by_dense_weight(self, inputs: Tensor) -> Tensor:
         """Compute the outputs in float."""
-        dense = self.prepared("float", self._dense)
+        dense = self.prepared("float", lambda: self.weight.contiguous())
         bias = self._buffers["bias"]
         if dense.dtype is not inputs.dtype:
             dense = dense.to(inputs.dtype)
             bias = None if bias is None else bias.to(inputs.dtype)
         return F.linear(inputs, dense, bias)
-
-    def dense_kept(self) -> Tensor:
-        """Return the dense weight, which remains in memory after the first call."""
-        dense: Tensor = self.prepared("float", self._dense)
-        return dense
-
-    def _dense(self) -> Tensor:
-        return self.weight.contiguous()
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Return rows of the weight, as an embedding reads them."""
-        return F.embedding(index, self.dense_kept())
 
     def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """Add the bias and convert to the inputs' type and shape."""
@@ -195,27 +183,6 @@ class _StraightThrough(torch.autograd.Function):
         return grad @ ctx.layer.weight.to(grad.dtype), None
 
 
-class TiedEmbedding(Replacement):
-    """An embedding that shares its weight with a `FastestLinear`, as in tied models."""
-
-    def __init__(self, table: FastestLinear) -> None:
-        super().__init__()
-        self.table = table
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the dense weight that the codes represent."""
-        return self.table.weight
-
-    def dense(self) -> nn.Embedding:
-        """Return an `nn.Embedding` with the dense weight."""
-        return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map indices (...) to vectors (..., width)."""
-        return self.table.rows(input)
-
-
 def _agree(call: Callable[[], Tensor], exact: Callable[[], Tensor]) -> bool:
     """Return True if an implementation exists on this build and is correct up to rounding."""
     try:
@@ -233,9 +200,9 @@ def with_fastest_linears(
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
-    Layers that share a weight share the layer that `make(name, layer)` returns, so an embedding
-    that is tied to the head stays tied. Layers for which it returns None, and those that share
-    their weight with a protected layer, are unchanged.
+    Linear layers that share a weight share the layer that `make(name, layer)` returns. Layers for
+    which it returns None, those that share their weight with a protected layer, and embeddings are
+    unchanged.
     """
     kept_weights = weights_of_modules(model, protected)
     linears = {
@@ -260,8 +227,6 @@ def with_fastest_linears(
             replacements[linear] = table
         if progress is not None:
             progress(name, done, len(linears))
-    by_weight = {weight: table for (weight, _), table in tables.items()}
-    replacements |= _tied_embeddings(model, by_weight)
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
@@ -281,19 +246,6 @@ def avoid_fused_operators(model: nn.Module) -> None:
             continue
         if any(isinstance(inner, FastestLinear) for inner in block.modules()):
             block.activation_relu_or_gelu = 0
-
-
-def _tied_embeddings(
-    model: nn.Module, tables: dict[int | None, FastestLinear | None]
-) -> dict[nn.Module, nn.Module]:
-    """Return the replacements of embeddings whose weight is that of a replaced layer."""
-    replacements: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
-            table = tables.get(weight_identity(module))
-            if table is not None and cast(nn.Embedding, module).max_norm is None:
-                replacements[module] = TiedEmbedding(table)
-    return replacements
 
 
 def is_linear_alike(module: nn.Module) -> bool:

@@ -57,10 +57,6 @@ class Int8Linear(FastestLinear):
         self.scale = fn(scale.view(torch.int32)).view(torch.float32)
         return self
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Return rows of the weight, as an embedding reads them."""
-        return (self.weight_codes[index] * self.scale[index][..., None]).to(self.dtype)
-
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """Return the implementation, the exact product and all times per number of tokens."""
         weights = self._weights()

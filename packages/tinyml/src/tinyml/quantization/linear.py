@@ -46,12 +46,12 @@ def quantize(
 
     activations="dynamic" also rounds the inputs of linear layers to int8 and multiplies integers
     (see `Int8Linear`), with the same bits on every machine. activations="auto", with 8 or 4 bits,
-    is for speed: linear layers, and embeddings tied to them, use the implementation that was
-    measured to be fastest for the number of tokens. Float32 is one of the implementations and needs
-    a dense weight in memory. Layers that no implementation makes faster are unchanged. 4-bit groups
-    have 32 inputs by default, and layers whose inputs they do not divide are unchanged. With
-    activations="float" the model is smaller but not faster. `progress(name, done, total)` is called
-    after each layer that "auto" or "dynamic" has replaced or left unchanged.
+    is for speed: linear layers use the implementation that was measured to be fastest for the
+    number of tokens. Float32 is one of the implementations and needs a dense weight in memory.
+    Layers that no implementation makes faster are unchanged. 4-bit groups have 32 inputs by
+    default, and layers whose inputs they do not divide are unchanged. With activations="float" the
+    model is smaller but not faster. `progress(name, done, total)` is called after each layer that
+    "auto" or "dynamic" has replaced or left unchanged.
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")

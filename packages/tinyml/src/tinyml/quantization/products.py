@@ -42,7 +42,6 @@ class Int8Weights:
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
-        self._selected: dict[object, str] = {}
         self._dense: Tensor | None = None
         self._edges: list[int] = []
 
@@ -51,25 +50,19 @@ class Int8Weights:
         if not torch.compiler.is_compiling() and is_autocast(inputs.device):
             with without_autocast(inputs.device):  # which rounds the inputs to 16 bits
                 return self.product(inputs)
-        return IMPLEMENTATIONS[self._implementation(inputs)](self, inputs)
-
-    def _implementation(self, inputs: Tensor) -> str:
-        if torch.compiler.is_compiling() or not inputs.numel():
-            return "float64"  # a compiled graph cannot be timed
-        count = (len(inputs) - 1).bit_length()
-        key = count, inputs.device, torch.get_num_threads(), float32_is_reduced()
-        if key not in self._selected:
-            self._selected[key] = self.choice(inputs).selected
-        return self._selected[key]
+        is_compiling = torch.compiler.is_compiling()  # a compiled graph cannot be timed
+        name = "float64" if is_compiling else self.choice(inputs).selected
+        if name == "float32" and float32_is_reduced():
+            name = "float64"
+        return IMPLEMENTATIONS[name](self, inputs)
 
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Timing:
         """Return the timing of the exact implementations for inputs like these, measured once."""
         if not inputs.numel():
             return Timing("float64", {}, {})
-        tokens = 1 << (len(inputs) - 1).bit_length()
-        environment = str(inputs.device), torch.get_num_threads(), float32_is_reduced()
-        key = tokens, *self.codes.shape, *environment
+        count = (len(inputs) - 1).bit_length()
+        key = count, *self.codes.shape, inputs.device, torch.get_num_threads()
         if key in _chosen:
             return _chosen[key]
         trials = self._hardest(inputs)
