@@ -300,7 +300,7 @@ def test_every_graph_equals_itself_with_readers_at_zero(name):
         (nn.Sequential(conv(3, 3, 3)), "0: the model returns them"),
     ],
 )
-def test_what_stays_is_named_with_the_node_that_holds_it(model, node):
+def test_units_that_stay_are_named_with_the_node_that_blocks_them(model, node):
     with pytest.raises(ValueError, match=node):
         prune_channels(model, 0.5, X)
 

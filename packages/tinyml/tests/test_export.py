@@ -89,7 +89,7 @@ def test_layers_are_restored_on_the_device_of_the_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_a_file_gives_the_model_back_bit_for_bit(name, tmp_path):
+def test_a_loaded_model_equals_the_saved_one_bit_for_bit(name, tmp_path):
     compressed = COMPRESSIONS[name](model())
     path = tmp_path / "model.safetensors"
     save(compressed, path)

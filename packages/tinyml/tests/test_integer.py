@@ -597,7 +597,7 @@ def test_inputs_that_do_not_fit_are_refused():
         model.integers(torch.zeros(1, 2, 9, 9))
 
 
-def test_a_state_dict_holds_every_grid():
+def test_a_state_dict_contains_every_grid():
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(16, 2, 9, 9, generator=generator)
     for build in (convnet, pooled):

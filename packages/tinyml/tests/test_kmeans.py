@@ -46,7 +46,7 @@ def test_the_fixed_point_is_that_of_plain_lloyd(n, k):
     assert torch.equal(codes.long(), expected_codes)
 
 
-def test_few_distinct_values_are_kept_exactly():
+def test_few_distinct_values_are_stored_exactly():
     values = torch.tensor([[0.1, 0.2, 0.1], [0.3, 0.2, 0.1]])
     centroids, codes = kmeans(values, 16)
     assert centroids.numel() == 3  # min(2^4, the number of distinct values)

@@ -76,7 +76,7 @@ def test_the_bytes_of_a_rank():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unmerge_gives_every_bit_back(dtype):
+def test_unmerge_restores_every_bit(dtype):
     model = trained(add_lora(mlp(dtype), 8))
     before = [layer.base.weight.clone() for layer in (model[0], model[2])]
     merge(model)

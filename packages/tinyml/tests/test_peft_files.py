@@ -35,7 +35,7 @@ def adapted(rank=4, alpha=10.0, targets=("embed", "q_proj", "head.0")):
     return model.eval()
 
 
-def test_a_folder_gives_the_adapters_back(tmp_path):
+def test_loaded_adapters_equal_the_saved_ones(tmp_path):
     saved = adapted()
     save_lora(saved, tmp_path)
     back = load_lora(Model(), tmp_path).eval()

@@ -1,4 +1,4 @@
-"""Products of int8: the same integers by every way, and by the fastest one here."""
+"""Products of int8: every implementation returns the same integers, and the fastest is used."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def test_the_product_is_exact(m, k, n, seed):
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
 @pytest.mark.parametrize("k", [1, 16, 1023, 1025, 5000])
-def test_every_way_is_exact_where_sums_are_largest(name, k):
+def test_every_implementation_is_exact_where_sums_are_largest(name, k):
     a, b = torch.full((3, k), -127, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
     sums = IMPLEMENTATIONS[name](Int8Weights(b), a)
     assert (sums.to(torch.int64) == k * 127 * 128).all()

@@ -18,7 +18,7 @@ def mlp():
     values=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     sparsity=st.floats(0, 1),
 )
-def test_exactly_the_share_goes_even_among_ties(values, sparsity):
+def test_exactly_the_fraction_is_removed_even_among_ties(values, sparsity):
     score = torch.tensor(values, dtype=torch.float64)
     mask = smallest_mask(score, sparsity)
     assert int((~mask).sum()) == round(sparsity * len(values))

@@ -90,7 +90,9 @@ def logits(model):
         (t5, ["q", "wo"]),
     ],
 )
-def test_an_unloaded_model_comes_back_bit_for_bit(make, targets, dtype, merged_before, tmp_path):
+def test_an_unloaded_model_survives_save_pretrained_bit_for_bit(
+    make, targets, dtype, merged_before, tmp_path
+):
     make().save_pretrained(tmp_path / "plain")
     plain = type(make()).from_pretrained(tmp_path / "plain", dtype=dtype).eval()
     model = adapted(copy.deepcopy(plain), targets)
@@ -180,7 +182,7 @@ def test_saving_a_compressed_model_is_refused(method, tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_model_with_zeros_comes_back(tmp_path):
+def test_a_pruned_model_survives_save_pretrained(tmp_path):
     small = prune(llama(), 0.5).model
     small.save_pretrained(tmp_path)
     assert torch.equal(logits(type(small).from_pretrained(tmp_path)), logits(small))

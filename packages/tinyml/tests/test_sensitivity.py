@@ -97,7 +97,7 @@ def test_what_is_compressed_is_scanned():
 
 def test_the_model_is_as_it_was():
     model = Residual().train()
-    model.norm.eval()  # not the mode of the model
+    model.norm.eval()  # unlike the rest of the model
     before = {name: t.clone() for name, t in model.state_dict().items()}
     sensitivity(model, batches(), accuracy)
     assert model.training

@@ -192,7 +192,7 @@ def test_other_numbers_that_equal_the_number_of_heads_stay(kind, example):
         torch.testing.assert_close(small(tokens), exact(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_a_nested_number_and_the_width_of_all_heads_are_told_apart():
+def test_a_nested_number_and_the_width_of_all_heads_are_distinguished():
     assert prune_channels(Passed(), 0.5, TOKENS).inner.depth == HEADS
     assert prune_channels(AllHeads(), 0.5, TOKENS).all_head_size == WIDTH // 2
 

@@ -37,7 +37,7 @@ def clock(monkeypatch):
         (5.0, 0.1, "plain"),
     ],
 )
-def test_another_way_is_taken_only_where_it_wins_in_the_cache_and_out_of_it(
+def test_an_implementation_is_selected_only_if_it_wins_in_and_out_of_the_cache(
     clock, inside, outside, fastest
 ):
     ours = {"in": inside, "out": 4 * outside}
@@ -62,7 +62,7 @@ def test_spikes_change_nothing(clock, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plain_way_that_is_mostly_disturbed_counts_at_its_best(clock, seed):
+def test_a_mostly_disturbed_reference_counts_at_its_best(clock, seed):
     noise = random.Random(seed)
 
     def took(name, where):  # three of four of its rounds are disturbed, none of the other's
@@ -73,7 +73,7 @@ def test_a_plain_way_that_is_mostly_disturbed_counts_at_its_best(clock, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_equal_ways_in_noise_stay_with_the_plain_one(clock, seed):
+def test_equal_implementations_in_noise_leave_the_reference(clock, seed):
     noise = random.Random(seed)
     result = clock(lambda name, where: noise.lognormvariate(0, 0.3))
     assert result.selected == "plain"
@@ -87,10 +87,10 @@ def test_what_takes_longer_than_a_cache_to_fill_is_timed_in_one_state(clock):
 
 def test_implementation_with_lowest_median_is_selected(monkeypatch):
     monkeypatch.setattr(timing, "milliseconds", lambda call, before=None: call())
-    ways = {"hopeless": lambda: 9.0, "first": lambda: 2.0, "second": lambda: 1.0}
-    assert measure(ways).selected == "second"
-    assert measure(ways, "hopeless").selected == "second"
-    assert measure(ways, "second").selected == "second"
+    calls = {"hopeless": lambda: 9.0, "first": lambda: 2.0, "second": lambda: 1.0}
+    assert measure(calls).selected == "second"
+    assert measure(calls, "hopeless").selected == "second"
+    assert measure(calls, "second").selected == "second"
     assert measure({"only": lambda: 1.0}, "only").selected == "only"
 
 

@@ -86,7 +86,7 @@ DECODERS = [
     "gpt2",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen")),
 ]
-# The least share of the dense bytes that each way has to save on a model of this size.
+# The least factor by which each method has to reduce the bytes of a model of this size.
 SMALLER = {
     "palettes": (lambda m: kmeans_quantize(m, 4), 6.5),
     "4 bits": (lambda m: quantize(m, 4), 5.0),
@@ -99,7 +99,7 @@ SMALLER = {
 
 @pytest.mark.parametrize("model", DECODERS)
 @pytest.mark.parametrize("method", SMALLER)
-def test_every_way_reaches_every_weight(model, method):
+def test_every_method_compresses_every_weight(model, method):
     dense = MODELS[model]()
     compress, least = SMALLER[method]
     small = compress(dense)
@@ -127,7 +127,7 @@ def test_a_tied_head_stays_tied(model, method, tmp_path):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
+def test_scales_belong_to_outputs_however_a_weight_is_stored(symmetric):
     torch.manual_seed(0)
     linear = nn.Linear(16, 24)
     conv = transformers.pytorch_utils.Conv1D(24, 16)
@@ -147,7 +147,7 @@ def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
     both(lambda m: convert(prepare_qat(m, 3, learn_scale=True)))
 
 
-def test_adapters_on_conv1d_merge_and_come_out():
+def test_adapters_on_conv1d_are_merged_and_unmerged():
     model = add_lora(gpt2(), 4, alpha=8, targets=["c_attn", "c_proj"])
     before = model.transformer.h[0].attn.c_attn.base.weight.clone()
     for parameter in model.parameters():

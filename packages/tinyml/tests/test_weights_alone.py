@@ -66,7 +66,7 @@ def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
     assert torch.equal(packed(inputs), dense(inputs))
 
 
-def test_files_state_dicts_and_copies_hold_all(tmp_path):
+def test_files_and_state_dicts_restore_the_outputs(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
     inputs = torch.randn(2, 64)

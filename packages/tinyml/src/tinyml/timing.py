@@ -35,7 +35,7 @@ _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
 _SHORT = 5e-4  # seconds
 _WARM_UP = 4  # calls until the cache contains this implementation's weights
-_TOO_SLOW = 3.0  # times slower than the fastest
+_TOO_SLOW = 3.0  # the ratio to the fastest above which an implementation is dropped
 
 
 @dataclass(frozen=True)

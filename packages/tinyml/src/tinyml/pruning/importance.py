@@ -128,7 +128,7 @@ def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
         scores += (power * probe.squares[piece.tensor][elements_read]).view(group.size, -1).sum(1)
         is_zero = probe.largest[piece.tensor][elements_read] == 0
         dead &= is_zero.view(group.size, -1).all(1)
-    # Units that the example never excites, but that are not dead, are ranked by their readers.
+    # Units that are zero on the example but not dead are ranked by the weights that read them.
     _set_order(group, scores, dead, norms)
 
 

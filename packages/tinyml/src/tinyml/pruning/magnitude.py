@@ -36,10 +36,11 @@ class Masks(dict[str, Tensor]):
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Zero the pruned weights in place, after validating all names and shapes."""
-        for parameter, mask in self._fitting(model):
+        for parameter, mask in self._masked_parameters(model):
             parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
-    def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    def _masked_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the parameters of a model with their masks, in the order of the masks."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if missing := sorted(self.keys() - parameters.keys()):
             raise ValueError(
@@ -60,7 +61,7 @@ class Masks(dict[str, Tensor]):
 
         Raise `ValueError` if `optimizer` trains none of the masked weights.
         """
-        pairs = self._fitting(model)
+        pairs = self._masked_parameters(model)
         masked = {parameter for parameter, _ in pairs}
         if masked.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(

@@ -189,10 +189,10 @@ def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0
 
 
 def _view(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Return the dimension that starts where the units' dimension started.
+    """Return the dimension of the result that starts at the same element as the units' dimension.
 
-    The dimension may have been flattened with the dimensions after it, or split, for example
-    into (heads, width); then its leading factor is returned.
+    The dimension may have been flattened with the dimensions after it, or split, for example into
+    (heads, width); for a split, the leading factor is returned.
     """
     along = walk.values[x]
     before = shape_of(x)
