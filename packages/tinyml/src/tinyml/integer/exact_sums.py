@@ -1,8 +1,8 @@
 """Exact sums of products of int8 codes, computed by the float convolutions of torch.
 
-A sum is exact in float32 while no partial sum exceeds 2^24; 128 times the sum of |w| over a filter
-bounds every partial sum. Otherwise, and where float32 products may be rounded to fewer bits, as on
-a GPU, float64 is used, whose 53 bits are exact for every sum.
+A sum is exact in float32 while no partial sum exceeds 2^24 (Note [Exact products]); 128 times the
+sum of |w| over a filter bounds every partial sum. Otherwise, and on a GPU, whose convolutions may
+transform their inputs, float64 is used. Its 53 bits are exact for every sum.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tinyml.conversion import without_autocast
 from tinyml.integer.steps import Geometry
-from tinyml.quantization.products import EXACT_IN_FLOAT32, float32_is_reduced
+from tinyml.quantization.products import EXACT_IN_FLOAT32
 
 
 def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
     """Return the sums of a linear layer, or of a convolution of padded images, as floats."""
     largest = 128 * int(weight.long().abs().flatten(1).sum(1).max())
     is_exact = codes.device.type == "cpu" and largest <= EXACT_IN_FLOAT32
-    dtype = torch.float32 if is_exact and not float32_is_reduced() else torch.float64
+    dtype = torch.float32 if is_exact else torch.float64
     with without_autocast(codes.device):  # which rounds the codes to 16 bits
         if (g := geometry) is None:
             return F.linear(codes.to(dtype), weight.to(dtype))

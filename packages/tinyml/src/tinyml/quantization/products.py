@@ -3,7 +3,8 @@
 Note [Exact products]
 Every implementation returns the same integers, so the choice changes the time but never a bit.
 A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. The weights determine
-when this holds: 127 times the sum of |w| along a row bounds every partial sum.
+when this holds: 127 times the sum of |w| along a row bounds every partial sum. It also holds if
+torch rounds the inputs of float32 products to bfloat16 or TF32, which represent all codes.
 
 Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
 saturates (pytorch issue 136746).
@@ -52,8 +53,6 @@ class Int8Weights:
                 return self.product(inputs)
         is_compiling = torch.compiler.is_compiling()  # a compiled graph cannot be timed
         name = "float64" if is_compiling else self.choice(inputs).selected
-        if name == "float32" and float32_is_reduced():
-            name = "float64"
         return IMPLEMENTATIONS[name](self, inputs)
 
     @torch.no_grad()
@@ -105,14 +104,6 @@ def _ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
     """Return random numbers, each of which is `low` or `high`."""
     signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(seed)).bool()
     return torch.where(signs, high, low).to(like)
-
-
-def float32_is_reduced() -> bool:
-    """Return True if torch is allowed to compute float32 products with fewer bits."""
-    mkldnn: Any = torch.backends.mkldnn
-    cuda: Any = torch.backends.cuda
-    settings = torch.backends, mkldnn, mkldnn.conv, mkldnn.matmul, cuda.matmul
-    return any(setting.fp32_precision not in ("none", "ieee") for setting in settings)
 
 
 def exact_parts(codes: Tensor) -> list[int]:
