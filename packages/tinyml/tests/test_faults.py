@@ -237,17 +237,6 @@ def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrap
     assert torch.equal(run(inputs), (saved["body"] if wrapped else saved)(inputs))
 
 
-@pytest.mark.usefixtures("_gains")
-@pytest.mark.parametrize("how", STORED)
-def test_a_float_model_names_the_layers_of_a_compressed_state(how):
-    model = two_layers(0)
-    weights = [parameter.clone() for parameter in model.parameters() if parameter.dim() > 1]
-    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*2\.0\.weight"):
-        model.load_state_dict(state_of_two_layers(how))
-    weights_after = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    assert all(map(torch.equal, weights_after, weights))
-
-
 def test_an_integer_network_takes_no_float_numbers():
     inputs = torch.randn(20, 32)
     model = IntegerModel(two_layers(0), [inputs])

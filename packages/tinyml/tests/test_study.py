@@ -65,20 +65,6 @@ def test_every_picture_is_drawn(rows, request, study, tmp_path):
         ElementTree.parse(tmp_path / name)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_trial_draws_into_its_folder_and_nowhere_else(study, seed, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ways", lambda task, model: {"float32": (model, 1)})
-    monkeypatch.setattr(study, "_layers", lambda task, model: [])
-    monkeypatch.setattr(study, "_times", lambda models, images: {})
-    monkeypatch.setattr(study, "_TIMED", ())
-    before = {path: path.stat().st_mtime_ns for path in study.PICTURES.iterdir()}
-    images, labels = study.digits()
-    study.trial(images[:50], labels[:50], 1, tmp_path / "pictures", seed)
-    drawn = [path.name for path in tmp_path.rglob("*.svg")]
-    assert drawn == (["weights.svg"] if seed == 0 else [])
-    assert {path: path.stat().st_mtime_ns for path in study.PICTURES.iterdir()} == before
-
-
 def test_records_of_cifar_are_read(study, tmp_path):
     records = np.random.default_rng(0).integers(0, 10, (6, 3073), dtype=np.uint8)
     for name, part in (("data_batch_1.bin", records[:4]), ("data_batch_2.bin", records[4:])):
