@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,32 +50,6 @@ def _require_any_batch(model: nn.Module, example: Tensor) -> None:
             f"expected {len(example)} results for {len(example)} samples, got {samples}; let the "
             "model read the number of samples, as in x.view(len(x), -1)"
         )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of an operator with one tensor; it is stored by name so that it can be pickled."""
-
-    name: str
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        operator_of: Any = reduce(getattr, self.name.split("."), torch.ops)
-        result: Tensor = operator_of(x, *self.rest, **self.options)
-        return result
-
-
-@dataclass(frozen=True)
-class _Affine:
-    """The function factor * x + shift, with two numbers."""
-
-    factor: Any
-    shift: Any = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        result: Tensor = self.factor * x + self.shift
-        return result
 
 
 def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
@@ -134,7 +107,10 @@ class _Walk:
         rule = _RULES.get(name)
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
         if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
-            function = _Call(str(node.target), arguments[1:], options)
+
+            def function(x: Tensor) -> Any:
+                return node.target(x, *arguments[1:], **options)
+
             return self._step("table", node, [arguments[0]], function=function, operator=name)
         if rule is None:
             raise self._unknown(node)
@@ -244,9 +220,8 @@ class _Walk:
         if _several(constant):
             shift = constant_sign * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
-        return self._step(
-            "table", node, [value], function=_Affine(value_sign, constant_sign * constant)
-        )
+        shift = constant_sign * constant
+        return self._step("table", node, [value], function=lambda x: value_sign * x + shift)
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
@@ -257,7 +232,7 @@ class _Walk:
         if _several(constant):
             factor = self._constant(node, value, constant)
             return self._by_channel(node, value, factor, torch.zeros_like(factor))
-        return self._step("table", node, [value], function=_Affine(constant))
+        return self._step("table", node, [value], function=lambda x: constant * x)
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
