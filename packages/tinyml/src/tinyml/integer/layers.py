@@ -28,6 +28,8 @@ from tinyml.integer.fixed_point import (
 from tinyml.integer.steps import Geometry, Step
 from tinyml.quantization.grid import Grid
 
+_CACHED_VALUES = 2**16
+
 
 class IntegerProduct(nn.Module):
     """A convolution or linear layer: Z + (m (sum q_w q_x + b) + 2^(s-1)) >> s."""
@@ -72,7 +74,10 @@ class IntegerProduct(nn.Module):
             return self._requantize(exact_sums(codes, self.weight), (-1,))
         padded = pad(codes, self.geometry, self.before.zero)
         sums = exact_sums(padded, self.weight, self.geometry)
-        return self._requantize(sums, (-1, 1, 1))
+        # The float64 values of as many images as fit in the processor's cache are computed at once.
+        count = max(1, _CACHED_VALUES // max(1, sums.shape[1:].numel()))
+        parts = [self._requantize(part, (-1, 1, 1)) for part in sums.split(count)]
+        return torch.cat(parts)
 
     def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
         if int(self.shift.max()) > 44:
@@ -173,7 +178,7 @@ class IntegerPool(nn.Module):
         """Pool int8 codes (n, channels, height, width)."""
         g = self.geometry
         fill = -128 if self.largest else self.scale.zero
-        padded = pad(codes, g, fill).double()  # exact for the codes and their sums
+        padded = pad(codes, g, fill).float()  # exact for the codes and their sums
         if self.largest:
             return F.max_pool2d(padded, g.kernel, g.stride).to(torch.int8)
         count = g.kernel[0] * g.kernel[1]
