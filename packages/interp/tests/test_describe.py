@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
-from interp.decoder.verify import random_weights
 from interp.patching import attribute_parts
 from torch import Tensor, nn
 
@@ -343,35 +342,6 @@ def test_longest_accepted_text_is_verified() -> None:
         describe(ShortModel(window_of_all_but_one).eval())
 
 
-def test_groups_of_layers_are_verified_separately(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Large models are verified without a float32 copy of all their weights at once."""
-    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
-    config = transformers.MistralConfig(
-        vocab_size=37,
-        hidden_size=24,
-        intermediate_size=20,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=40,
-        sliding_window=7,
-    )
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(config).eval()
-    monkeypatch.setattr(random_weights, "COPY_BYTES", 0)
-    tensors = dict(model.named_parameters())
-    groups = random_weights.layer_groups(tensors)
-    assert len(groups) > 2
-    assert set().union(*groups) == set(range(4))
-    tokens = torch.randint(37, (2, 40))
-    torch.testing.assert_close(describe(model)(tokens), model(tokens).logits)
-    model.model.layers[3].self_attn.scaling *= 1.1
-    with pytest.raises(ValueError, match="no description of this MistralForCausalLM"):
-        describe(model)
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -426,10 +396,7 @@ def test_describe_keeps_modes_and_weights() -> None:
 
 
 @pytest.mark.parametrize("shared", ["layer", "mlp", "weight"])
-def test_layers_that_share_modules_or_weights_are_described_and_kept(
-    shared: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(random_weights, "COPY_BYTES", 0)  # no more than two layers per group
+def test_layers_that_share_modules_or_weights_are_described_and_kept(shared: str) -> None:
     model = family("LlamaForCausalLM", num_hidden_layers=4)
     first, last = model.model.layers[0], model.model.layers[3]
     if shared == "layer":
@@ -708,20 +675,3 @@ def test_position_ids_of_packed_texts_are_refused(
     decoder = described_gpt2()
     with pytest.raises(ValueError, match=message):
         decoder(torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor(positions))
-
-
-def test_skipped_products_keep_their_bias() -> None:
-    x = torch.randn(2, 3, 4)
-    bias = torch.randn(5)
-    zeros = torch.zeros(()).expand(5, 4)
-    unembed = torch.randn(5, 4)
-    with random_weights.SkipProducts(unembed, rows=3) as skip:
-        assert torch.equal(F.linear(x, zeros, bias), bias.expand(2, 3, 5))
-        assert torch.equal(F.linear(x, zeros, bias=bias), bias.expand(2, 3, 5))
-        assert not F.linear(x, zeros).any()
-        assert torch.equal(F.linear(x, unembed[1:], bias[1:]), x @ unembed[1:].T + bias[1:])
-        assert not skip.has_unembedded
-        logits = F.linear(x, unembed, bias)
-        assert skip.has_unembedded
-    torch.testing.assert_close(logits[..., :3], F.linear(x, unembed, bias)[..., :3])
-    assert not logits[..., 3:].any()

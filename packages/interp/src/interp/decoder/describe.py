@@ -7,9 +7,8 @@ candidate settings. `interp.decoder.verify` then compares the candidates with th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from interp.decoder.verify.matching import (
     evaluating,
     matching_settings,
 )
-from interp.decoder.verify.random_weights import COPY_BYTES
 
 
 @torch.inference_mode(False)  # Copies of weights that are made in this mode have no gradients.
@@ -94,8 +92,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
         model, tensors, roles_of(tensors), candidates, build, constants=constants
     )
     decoder = build(tensors, chosen)
-    with evaluating(model):
-        _require_equal_logits(model, tensors, partial(build, chosen=chosen), decoder)
+    _require_equal_logits(model, decoder)
     folded = constants.fold_into(tensors)
     decoder.comparisons = comparisons
     decoder.source = Source(model, tensors, _copied_names(tensors, folded, chosen))
@@ -131,36 +128,20 @@ def _copied_names(
     return copied
 
 
-def _require_equal_logits(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    build: Callable[[Mapping[str, Tensor]], Decoder],
-    decoder: Decoder,
-) -> None:
-    """Compare logits under the model's weights, and small 16-bit models also in float32."""
+@torch.no_grad()
+def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
+    """Raise ValueError if the logits differ under the model's own weights."""
     length = min(12, decoder.settings.context or 12)
     vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
     generator = torch.Generator("cpu").manual_seed(0)
-    tokens = torch.randint(vocabulary, (2, length), generator=generator, device="cpu").to(device)
-    is_half = decoder.embed.weight.dtype in (torch.bfloat16, torch.float16)
-    if is_half and 4 * sum(tensor.numel() for tensor in tensors.values()) <= COPY_BYTES:
-        # Tied weights stay tied.
-        floats = {id(tensor): tensor.float() for tensor in tensors.values()}
-        wide = {name: floats[id(tensor)] for name, tensor in tensors.items()}
-        _require_close(
-            model, build(wide), compute_logits(model, tokens, weights=wide), tokens, 1e-4
-        )
-    _require_close(model, decoder, compute_logits(model, tokens), tokens, 0.5 if is_half else 1e-4)
-
-
-def _require_close(
-    model: nn.Module, decoder: Decoder, expected: Tensor, tokens: Tensor, tolerance: float
-) -> None:
-    logits = decoder(tokens)
-    errors = [distance(logits[:, [i]], expected[:, [i]]) for i in range(tokens.shape[1])]
+    tokens = torch.randint(vocabulary, (1, length), generator=generator, device="cpu").to(device)
+    with evaluating(model):
+        logits, expected = decoder(tokens), compute_logits(model, tokens)
+    errors = sorted(distance(logits[:, [i]], expected[:, [i]]) for i in range(length))
     # Rounding may route some tokens to other experts, but not the majority of tokens.
-    is_routed = bool(decoder.settings.experts_used)
-    error = sorted(errors)[len(errors) // 2] if is_routed else max(errors)
+    error = errors[length // 2 if decoder.settings.experts_used else -1]
+    is_half = decoder.embed.weight.dtype in (torch.bfloat16, torch.float16)
+    tolerance = 0.5 if is_half else 1e-4
     if not error <= tolerance:
         raise ValueError(
             f"no description of this {type(model).__name__} has its logits: with its own weights "

@@ -135,12 +135,6 @@ def is_norm_role(role: str) -> bool:
     return part.endswith("norm") or part in ("norm1", "norm2", "attention_out", "mlp_out")
 
 
-def layer_of(name: str) -> int:
-    """Return the number of the block that a tensor belongs to, or -1."""
-    match = _LAYER.match(_with_kind(name))
-    return int(match[1]) if match else -1
-
-
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of blocks that the tensors belong to."""
     numbers = [int(match[1]) for name in tensors if (match := _LAYER.match(name))]

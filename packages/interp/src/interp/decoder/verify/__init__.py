@@ -9,7 +9,4 @@ logits:
     large      large scores and activations, which reach caps and clamps
     small      a residual stream whose mean square is about the norms' epsilon
     padded     left and right padding, with position ids and without, if the model accepts them
-
-One float32 copy of the weights is made. For a large model, one group of layers is copied at a time;
-the other layers have zero weights that use no memory and no time, and add nothing to the stream.
 """

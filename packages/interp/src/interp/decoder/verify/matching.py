@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,7 @@ from torch.func import functional_call
 from interp.decoder.constants import Constants
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Comparison, Settings
-from interp.decoder.verify.random_weights import (
-    Probe,
-    RandomWeights,
-    SkipProducts,
-    layer_groups,
-)
+from interp.decoder.verify.random_weights import Probe, RandomWeights
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
@@ -30,7 +25,7 @@ Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 _DEFAULT_CONTEXT = 1024
 #: The limit of one forward pass in FLOPs; larger models are verified with shorter sequences.
 _FORWARD_FLOPS = 3e11
-_SHORT_LENGTH = 24
+_SHORT_LENGTH = 16
 
 
 @torch.no_grad()
@@ -49,113 +44,58 @@ def matching_settings(
     tensors and settings. The settings' `context` is the largest verified length. Raises ValueError
     if no candidate describes the model.
     """
+    random_weights = RandomWeights(tensors, roles, candidates[0], constants.gain_offset)
+    # Rounding may route a token to another expert, but rarely does so for both of two draws.
+    seeds = range(2 if candidates[0].experts_used else 1)
+    comparisons = []
     with evaluating(model):
         context = _context(model, tensors, roles, candidates[0])
-        probes = _probes(model, context, candidates[0])
-        steps = list(itertools.product(layer_groups(tensors), probes))
-        weights = RandomWeights(tensors, roles, candidates[0], constants.gain_offset)
-        comparer = _Comparer(model, weights, build)
-        furthest: list[float] = []
-        for candidate in candidates:
-            errors = list(comparer.errors(candidate, steps))
-            if len(errors) == len(steps) and errors[-1] <= probes[-1].tolerance:
-                comparisons = tuple(
-                    Comparison(
-                        "padded" if probe.is_padded else probe.name,
-                        probe.length,
-                        max(errors[i :: len(probes)]),
-                        probe.tolerance,
-                    )
-                    for i, probe in enumerate(probes)
-                )
-                return replace(candidate, context=context), comparisons
-            furthest = max(furthest, errors, key=_progress)
-    probe = steps[len(furthest) - 1][1]
-    raise ValueError(
-        f"no description of this {type(model).__name__} has its logits: with {probe.name} weights "
-        f"and {probe.length} tokens the nearest deviates by {furthest[-1]:.2g} of their size, "
-        f"expected at most {probe.tolerance:.2g}; pass the properties of the model as settings "
-        "(eps=, activation=, rope_theta=, scale=, windows=, ...)"
-    )
-
-
-def _progress(errors: list[float]) -> tuple[int, float]:
-    """Return the number of comparisons, and minus the error of the last one."""
-    is_finite = bool(errors) and errors[-1] == errors[-1]
-    return len(errors), -errors[-1] if is_finite else float("-inf")
-
-
-class _Comparer:
-    """Comparisons of a model with candidate descriptions, under random weights."""
-
-    def __init__(self, model: nn.Module, random_weights: RandomWeights, build: Build) -> None:
-        self.model, self.build = model, build
-        self.random_weights = random_weights
-        #: The probe and the group of the latest logits of the model.
-        self.compared: tuple[Probe, range] | None = None
-        self.expected = torch.empty(0)
-        #: The settings of the latest description, which has the latest weights.
-        self.described: Settings | None = None
-        self.decoder: Decoder | None = None
-        #: True if the model has computed its logits by `F.linear`, in the first group of layers.
-        self.has_linear_unembedding = True
-
-    def errors(self, candidate: Settings, steps: Sequence[tuple[range, Probe]]) -> Iterator[float]:
-        """Yield the error of each step, up to the first one that exceeds its tolerance."""
-        # Rounding may route a token to another expert, but rarely does so for both of two draws.
-        attempts = 2 if candidate.experts_used else 1
-        for group, probe in steps:
-            self.random_weights.select_group(group)
-            for seed in range(attempts):
-                error = self._error(candidate, replace(probe, seed=seed))
-                if error <= probe.tolerance:
+        for probe in _probes(model, context):
+            for seed in seeds:
+                drawn = replace(probe, seed=seed)
+                errors = list(_errors(model, random_weights, drawn, candidates, build))
+                if min(errors) <= probe.tolerance:
                     break
-            yield error
-            if not error <= probe.tolerance:
-                return
-
-    def _error(self, candidate: Settings, probe: Probe) -> float:
-        """Return the `distance` between the candidate's logits and the model's logits."""
-        weights = self.random_weights
-        if weights.draw(probe):
-            self.described = self.decoder = None
-        tokens = _tokens(weights.vocabulary, probe, weights.device)
-        mask, positions = _padding(probe, weights.device)
-        arguments: dict[str, Any] = {}
-        if mask is not None:
-            arguments["attention_mask"] = mask
-        if positions is not None:
-            arguments["position_ids"] = positions
-        if self.compared != (probe, weights.group):
-            self.compared = probe, weights.group
-            with self._skipping(weights.weights[weights.unembed]) as skip:
-                self.expected = compute_logits(
-                    self.model, tokens, weights=weights.weights, **arguments
+            else:
+                raise ValueError(
+                    f"no description of this {type(model).__name__} has its logits: with "
+                    f"{probe.name} weights and {probe.length} tokens the nearest deviates by "
+                    f"{min(errors):.2g} of their size, expected at most {probe.tolerance:.2g}; "
+                    "pass the properties of the model as settings (eps=, activation=, "
+                    "rope_theta=, scale=, windows=, ...)"
                 )
-            if isinstance(skip, SkipProducts):
-                self.has_linear_unembedding &= skip.has_unembedded
-        if self.decoder is None or self.described != candidate:
-            self.decoder = self.build(weights.weights, candidate)
-            self.described = candidate
-            weights.skip_zero_layers(self.decoder)
-        with warnings.catch_warnings(), self._skipping(self.decoder.unembed.weight):
+            matches = [error <= probe.tolerance for error in errors]
+            candidates = list(itertools.compress(candidates, matches))
+            name = "padded" if probe.is_padded else probe.name
+            comparisons.append(Comparison(name, probe.length, min(errors), probe.tolerance))
+    return replace(candidates[0], context=context), tuple(comparisons)
+
+
+def _errors(
+    model: nn.Module,
+    random_weights: RandomWeights,
+    probe: Probe,
+    candidates: Sequence[Settings],
+    build: Build,
+) -> Iterator[float]:
+    """Yield the `distance` between the logits of each candidate and those of the model."""
+    weights = random_weights.draw(probe)
+    tokens = _tokens(random_weights.vocabulary, probe, random_weights.device)
+    mask, positions = _padding(probe, random_weights.device)
+    arguments: dict[str, Any] = {}
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    if positions is not None:
+        arguments["position_ids"] = positions
+    expected = compute_logits(model, tokens, weights=weights, **arguments)
+    for candidate in candidates:
+        decoder = build(weights, candidate)
+        with warnings.catch_warnings():
             # The probe tests positions that count padding, so the decoder's warning is ignored.
             warnings.simplefilter("ignore", UserWarning)
-            logits = self.decoder(tokens, **arguments)
-        return distance(logits, self.expected, mask)
-
-    def _skipping(self, unembed: Tensor) -> AbstractContextManager[SkipProducts | None]:
-        """Return a mode that skips products whose results are known or verified already.
-
-        The first group of layers verifies the whole unembedding. For each later group, twice as
-        many of its rows as the stream has dimensions show any difference between two streams.
-        """
-        weights = self.random_weights
-        if len(weights.group) == len(weights.settings.windows):
-            return nullcontext()
-        is_first = 0 in weights.group
-        rows = 2 * weights.d_model if self.has_linear_unembedding and not is_first else len(unembed)
-        return SkipProducts(unembed, rows)
+            logits = decoder(tokens, **arguments)
+        error = distance(logits, expected, mask)
+        yield float("inf") if error != error else error
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
@@ -225,20 +165,17 @@ def has_argument(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _probes(model: nn.Module, context: int, settings: Settings) -> list[Probe]:
-    """Return the probes, all of which a description must pass.
-
-    Consecutive probes of one scale have the same weights.
-    """
+def _probes(model: nn.Module, context: int) -> list[Probe]:
+    """Return the probes, all of which a description must pass."""
     short = min(_SHORT_LENGTH, context)
     probes = [Probe(name="random", length=short), Probe(name="random", length=1)]
     if has_argument(model, "attention_mask") and short > 4:
-        padded = Probe(name="random", length=short, rows=3, is_padded=True)
+        padded = Probe(name="random", length=short, is_padded=True)
         probes.append(padded)
         if has_argument(model, "position_ids"):
             probes.append(replace(padded, passes_positions=True))
-    lengths = sorted({context // 2, context} - set(range(short + 1)))
-    probes += [Probe(name="random", length=length, rows=1) for length in lengths]
+    if context > short:
+        probes.append(Probe(name="random", length=context, rows=1))
     return [
         *probes,
         Probe(name="small", length=short, rows=1, stream_std=3e-3),
@@ -299,8 +236,8 @@ def _padding(probe: Probe, device: torch.device) -> tuple[Tensor | None, Tensor 
     if not probe.is_padded:
         return None, None
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
-    mask[1, : probe.length // 3] = 0
-    mask[2, -(probe.length // 4) :] = 0
+    mask[0, : probe.length // 3] = 0
+    mask[1, -(probe.length // 4) :] = 0
     if probe.passes_positions:
         return mask, (mask.cumsum(-1) - 1).clamp_min(0)
     return mask, None
