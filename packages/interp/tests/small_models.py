@@ -84,11 +84,6 @@ FAMILIES = {
     | {"use_parallel_residual": False},
     "Olmo2ForCausalLM": COMMON,
     "MixtralForCausalLM": COMMON | {"num_local_experts": 4},
-    "Qwen2MoeForCausalLM": COMMON
-    | {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 16,
-    },
     "Qwen3MoeForCausalLM": COMMON
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
     "LlamaForCausalLM yarn": COMMON | {"rope_parameters": YARN},
@@ -146,13 +141,10 @@ FAMILIES = {
             "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
             "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 9.0],
         },
-        "original_max_position_embeddings": 12,
+        "original_max_position_embeddings": 32,
     },
     "LlamaForCausalLM dynamic": COMMON
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    "CohereForCausalLM qk norm": COMMON | {"use_qk_norm": True},
-    "StableLmForCausalLM qk norm": COMMON | {"hidden_size": 32, "qk_layernorm": True},
-    "PhiForCausalLM qk norm": COMMON | {"hidden_size": 32, "qk_layernorm": True},
     "OlmoForCausalLM clipped": COMMON | {"clip_qkv": 0.3},
 }  # fmt: skip
 

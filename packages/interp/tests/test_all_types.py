@@ -87,7 +87,7 @@ def test_records_and_patches_work_and_descriptions_are_right_or_refused(kind: st
     model = small_model(kind)
     expected = model(TOKENS).logits
     site = blocks_of(model)
-    with record(model, site, clone=True) as seen:
+    with record(model, site) as seen:
         assert torch.equal(model(TOKENS).logits, expected)
     assert seen[site].isfinite().all()
     with patch(model, {site: torch.clone}):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
 from interp.decoder.source import weights_of
-from interp.patching import attribute_parts
+from interp.patching import attribution_patching
 from torch import Tensor, nn
 
 D_MODEL = 32
@@ -318,7 +318,7 @@ def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, le
 
 @pytest.mark.parametrize("context", [0, -3, CONTEXT + 1])
 def test_context_beyond_the_positions_is_refused(context: int) -> None:
-    message = f"at least 1 and at most {CONTEXT}, the learned positions, got {context}"
+    message = f"at least 1 and at most {CONTEXT}, got {context}: .* no learned positions beyond it"
     with pytest.raises(ValueError, match=message):
         describe(model_of(rotary=False), context=context)
 
@@ -332,14 +332,12 @@ class ShortModel(Model):
         return super().forward(tokens)
 
 
-def test_longest_accepted_text_is_verified() -> None:
+def test_longest_accepted_power_of_two_is_verified() -> None:
     torch.manual_seed(0)
     model = ShortModel(Options()).eval()
-    assert describe(model).settings.context == 70
+    assert describe(model).settings.context == 64
+    assert describe(model, context=70).settings.context == 70
     assert describe(model_of(rotary=False)).settings.context == CONTEXT
-    window_of_all_but_one = dataclasses.replace(Options(), window=69)
-    with pytest.raises(ValueError, match="70 tokens"):
-        describe(ShortModel(window_of_all_but_one).eval())
 
 
 @contextmanager
@@ -370,15 +368,15 @@ def test_descriptions_do_not_depend_on_modes_of_torch(
     with mode():
         decoder = describe(model)
         with torch.autocast("cpu", enabled=False):
-            inside = attribute_parts(decoder, *pair, last_sum)
+            inside = attribution_patching(decoder, ["blocks.0:input"], *pair, last_sum)
     expected = describe(model)
     assert torch.equal(decoder(pair[0]), expected(pair[0]))
-    outside = attribute_parts(decoder, *pair, last_sum)
-    assert all(torch.equal(values, outside[part]) for part, values in inside.items())
+    outside = attribution_patching(decoder, ["blocks.0:input"], *pair, last_sum)
+    assert torch.equal(inside["blocks.0:input"], outside["blocks.0:input"])
 
 
-def last_sum(streams: Tensor) -> Tensor:
-    return streams[:, -1].sum(-1)
+def last_sum(logits: Tensor) -> Tensor:
+    return logits[:, -1].sum()
 
 
 def test_describe_keeps_modes_and_weights() -> None:
@@ -449,7 +447,7 @@ FAMILIES = {
     | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
        "pad_token_id": None},
     "StableLmForCausalLM": SMALL
-    | {"hidden_size": 32, "num_key_value_heads": 2, "qk_layernorm": True},
+    | {"hidden_size": 32, "num_key_value_heads": 2},
     "GptOssForCausalLM": SMALL
     | {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
        "pad_token_id": None},
@@ -486,6 +484,8 @@ def change_in_place(parameter: Tensor, how: str) -> None:
         ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12"),
         ("FalconForCausalLM", {"alibi": True}, "alibi = True is not supported"),
+        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
     ],
 )
 def test_unsupported_options_of_families_are_refused(
@@ -520,30 +520,22 @@ def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
         describe(transformers.LlamaForCausalLM(config), rope_theta=5.0)
 
 
-def test_lengths_at_which_angles_depend_on_earlier_calls_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = family("LlamaForCausalLM", rope_parameters=rope)
-    assert describe(model, context=32).settings.context == 32
-    with pytest.raises(ValueError, match=r"at most 32, got 33: .*'dynamic' depend on earlier"):
-        describe(model, context=33)
-
-
-def test_angles_of_short_and_long_texts_are_verified() -> None:
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0],
-        "long_factor": [2.0, 4.0, 9.0],
-    }  # fmt: skip
-    model = family("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=12)
-    decoder = describe(model)
-    tokens = torch.arange(26).reshape(1, 26) * 7 % 37
-    with torch.no_grad():
-        for length in (12, 13, 26, 12):
-            expected = model(tokens[:, :length]).logits
-            torch.testing.assert_close(decoder(tokens[:, :length]), expected, rtol=1e-4, atol=1e-5)
-    # Wrong angles of long texts are refused, if the context contains such texts.
-    wrong = tuple(tuple(2 * x for x in angles) for angles in decoder.settings.long_frequencies)
-    with pytest.raises(ValueError, match="no description of this Phi3ForCausalLM"):
-        describe(model, long_frequencies=wrong)
+@pytest.mark.parametrize("method", ["dynamic", "longrope"])
+def test_lengths_at_which_models_use_other_angles_are_refused(method: str) -> None:
+    rope = {"rope_type": method, "rope_theta": 1e4, "factor": 2.0}
+    if method == "dynamic":
+        model = family("LlamaForCausalLM", rope_parameters=rope)
+        limit = 32
+    else:
+        rope |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 9.0]}
+        options = {"rope_parameters": rope, "original_max_position_embeddings": 24}
+        model = family("Phi3ForCausalLM", **options)
+        limit = 24
+    assert describe(model).settings.context == limit
+    with pytest.raises(
+        ValueError, match=f"at most {limit}, got {limit + 1}: .* other rotary angles"
+    ):
+        describe(model, context=limit + 1)
 
 
 # For each constant: the family, the class of the modules that have it, and another value.

@@ -29,9 +29,9 @@ def test_rows_of_new_values_belong_to_the_positions_in_their_order(model: Attent
     with patch(model, {"blocks.0": at}), record(model, "blocks.0") as seen:
         model(tokens)
     assert torch.equal(seen["blocks.0"][0, [2, 5]], rows)
-    for positions in ([5, 2], [2, 2], slice(5, 2, -1)):
-        with pytest.raises(ValueError, match=r"expected ascending positions.*sort them"):
-            at_positions(positions, rows.flip(0))
+    with patch(model, {"blocks.0": at_positions([5, 2], rows)}), record(model, "blocks.0") as seen:
+        model(tokens)
+    assert torch.equal(seen["blocks.0"][0, [5, 2]], rows)
 
 
 def test_each_call_uses_the_new_values_of_its_positions(model: AttentionOnly) -> None:
@@ -107,7 +107,7 @@ def test_patches_act_at_their_positions_during_generation(cached: bool) -> None:
     prompt, site = torch.tensor([[1, 5, 7]]), "model.layers.0"
     push = 4 * torch.randn(12)
     chosen = slice(4, 7)
-    with patch(model, {site: at_positions(chosen, lambda x: x + push, cached=cached)}):
+    with patch(model, {site: at_positions(chosen, lambda x: x + push)}):
         ours = model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
     tokens = prompt  # by hand: the whole text again for every token
 
@@ -126,33 +126,42 @@ def test_patches_act_at_their_positions_during_generation(cached: bool) -> None:
             at_positions(wrong, torch.zeros(12))
 
 
-def test_a_patch_of_one_text_is_refused_for_another(model: AttentionOnly) -> None:
+def test_a_patch_acts_in_every_text(model: AttentionOnly) -> None:
     first, second = torch.randint(11, (2, 1, 6))
     at = at_positions([2], torch.zeros_like)
-    with pytest.raises(RuntimeError, match="another patch for another text"):
-        reuse(model, {"blocks.0": at}, first, second)
-    with (
-        pytest.raises(RuntimeError, match="another patch for another text"),
-        patch(model, {"blocks.0": at}),
-    ):
-        model(second[:, :1])
+    with patch(model, {"blocks.0": at}):
+        patched = [model(tokens) for tokens in (first, second, first)]
+    assert torch.equal(patched[0], patched[2])
+    for out, tokens in zip(patched, (first, second, first), strict=True):
+        assert (out != model(tokens)).any(-1)[0].tolist() == [False, False, True, True, True, True]
     assert hooks(model) == 0
     with (
         pytest.raises(ValueError, match="heads before positions"),
         patch(model, {"blocks.0.attention.pattern": at_positions([2], torch.zeros_like)}),
     ):
         pass
-    # With the whole text in each call, every call is patched.
-    at = at_positions([2], torch.zeros_like, cached=False)
-    patched = reuse(model, {"blocks.0": at}, first, second, first)
-    assert torch.equal(patched[0], patched[2])
-    for out, tokens in zip(patched, (first, second, first), strict=True):
-        assert not torch.equal(out, model(tokens))
+    with (
+        pytest.raises(RuntimeError, match=r"an inner module was called.*passed to patch\(\)"),
+        patch(model, {"blocks.0": at_positions([2], torch.zeros_like)}),
+    ):
+        model.blocks[0](torch.zeros(1, 3, 8))
 
 
-def reuse(model: torch.nn.Module, replacements: dict, *prompts: Tensor) -> list[Tensor]:
-    with patch(model, replacements):
-        return [model(tokens) for tokens in prompts]
+def test_caches_of_unknown_length_are_refused() -> None:
+    class Stateful(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 4)
+
+        def forward(self, input_ids: Tensor, cache_params: object = None) -> Tensor:
+            return self.embed(input_ids)
+
+    model = Stateful()
+    with patch(model, {"embed": at_positions([1], torch.zeros_like)}):
+        model(torch.ones(1, 3, dtype=torch.long))
+        for wrong in (object(), ((torch.zeros(1),),)):
+            with pytest.raises(RuntimeError, match=r"cache_params is a .* length is unknown"):
+                model(torch.ones(1, 1, dtype=torch.long), cache_params=wrong)
 
 
 def test_one_patch_acts_at_several_sites(model: AttentionOnly) -> None:
@@ -191,11 +200,8 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
     tokens, site = torch.randint(31, (1, 9)), "model.layers.*"
     name = cache_name(model)
     for split in (3, 5):
-        whole = at_positions([4, 6], lambda x: x + 1)
-        with patch(model, {site: whole}):
+        with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
             expected = model(tokens).logits
-        parts = at_positions([4, 6], lambda x: x + 1)
-        with patch(model, {site: parts}):
             first = model(tokens[:, :split], use_cache=True)
             rest = model(tokens[:, split:], **{name: getattr(first, name)})
         torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected)
@@ -204,11 +210,6 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
     with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
         rest = model(tokens[:, 3:], **cache)
     torch.testing.assert_close(rest.logits, expected[:, 3:])
-    with (
-        pytest.raises(RuntimeError, match="got one with 9 tokens in its cache; pass cached=True"),
-        patch(model, {site: at_positions([0], torch.zeros_like, cached=False)}),
-    ):
-        model(tokens[:, :1], **cache)
     with (
         pytest.raises(RuntimeError, match="the activation has 1 positions, and the call 9 tokens"),
         patch(model, {"lm_head": at_positions([0], torch.zeros_like)}),

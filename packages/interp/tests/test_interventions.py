@@ -50,7 +50,7 @@ def test_steering_vector_is_the_mean_difference_of_activations(model: AttentionO
 def test_steering_the_last_layer_adds_the_vector_to_the_logits(model: AttentionOnly) -> None:
     vector = torch.randn(8, dtype=torch.float64)
     before = model(TOKENS)
-    with patch(model, {"blocks.1": at_positions([2], steer(vector, scale=3.0), cached=False)}):
+    with patch(model, {"blocks.1": at_positions([2], steer(vector, scale=3.0))}):
         after = model(TOKENS)
     change = torch.zeros_like(before)
     change[:, 2] = 3.0 * model.unembed.weight @ vector

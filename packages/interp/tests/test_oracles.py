@@ -4,12 +4,10 @@ uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest 
 PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
 """
 
-import itertools
-
 import pytest
 import torch
 from figures import assert_at_least
-from interp import LowRank, composition_scores, detect_heads, patch, record
+from interp import AttentionOnly, LowRank, composition_scores, detect_heads, patch, record
 from interp.bench import beside_transformer_lens
 from interp.patching import attribution_patching
 from torch import nn
@@ -104,17 +102,22 @@ def test_records_and_patches_equal_nnsight() -> None:
 def test_attribution_patching_equals_captum() -> None:
     captum = pytest.importorskip("captum.attr", reason="tried with captum 0.9.0")
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *itertools.chain.from_iterable((nn.Linear(6, 6, bias=False), nn.Tanh()) for _ in range(3))
-    ).double()
-    x = torch.randn(1, 4, 6, dtype=torch.float64)
-    for layer in (0, 2, 3):
+    model = AttentionOnly(vocabulary=9, context=4, d_model=6, layers=2, heads=2).double()
+    clean, corrupted = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 5, 3, 4]])
+    for layer in range(2):
+        site = f"blocks.{layer}"
         theirs = captum.LayerGradientXActivation(
-            lambda x: model(x).flatten(1).sum(-1), model[layer]
-        ).attribute(x)
-        # A clean input of zeros has activations of zero, so the change is minus the activation.
-        ours = attribution_patching(model, [str(layer)], 0 * x, x, lambda out: out.sum())
-        torch.testing.assert_close(ours[str(layer)], -theirs.sum(-1))
+            lambda tokens: model(tokens)[:, -1, 0], model.blocks[layer]
+        ).attribute(corrupted)
+        with record(model, site) as seen:
+            model(clean)
+            before = seen[site]
+            model(corrupted)
+        expected = (theirs / seen[site] * (before - seen[site])).sum(-1)
+        ours = attribution_patching(
+            model, [site], clean, corrupted, lambda out: out[:, -1, 0].sum()
+        )
+        torch.testing.assert_close(ours[site], expected)
 
 
 @pytest.mark.timing

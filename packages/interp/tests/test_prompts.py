@@ -1,8 +1,8 @@
 """Prompts with padding, in parts, and as text, give the numbers of one whole prompt each."""
 
+import copy
 import functools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,9 @@ from interp import (
     view,
 )
 from interp.patching import (
-    ablate_parts,
     edge_attribution,
     logit_difference,
     patch_edges,
-    patch_parts,
     patch_streams,
 )
 from interp.text import encode, pairs_of
@@ -111,34 +109,16 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
         decoder(TOKENS[:, :2], attention_mask=MASK[:, :2], cache=cache)
     with pytest.raises(ValueError, match="up to 40 tokens, got 41"):
         decoder(torch.zeros(2, 29, dtype=torch.long), cache=cache)
+    other = described("MistralForCausalLM")
+    with pytest.raises(ValueError, match="keys and values of another decoder"):
+        other(TOKENS[:, 5:], cache=cache)
+    with pytest.raises(TypeError, match=r"expected an interp\.Cache, got a DynamicCache"):
+        decoder(TOKENS, cache=transformers.DynamicCache())
+    assert copy.deepcopy(cache).decoder() is decoder
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     prompt = {"input_ids": TOKENS[:1], "cache": cache}
     with pytest.raises(ValueError, match="pass the whole text"):
-        patch_streams(decoder, "blocks.*", prompt, prompt, metric)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("part", ["attention.k", "attention.v"])
-def test_patching_refuses_another_number_of_heads_than_the_decoder_has(part: str) -> None:
-    decoder = described("LlamaForCausalLM")
-    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
-    pair = TOKENS[:1], TOKENS[1:]
-    with pytest.raises(ValueError, match=rf"'{part}' of this decoder has 2 heads, got heads=4"):
-        patch_parts(decoder, "blocks.*", part, *pair, metric, heads=4)
-    with pytest.raises(ValueError, match=r"'attention\.q' of this .* 4 heads, got heads=2"):
-        ablate_parts(decoder, "blocks.*", "attention.q", pair[0], metric, heads=2)
-    assert patch_parts(decoder, "blocks.*", part, *pair, metric, heads=2).values.shape == (2, 2, 12)
-
-
-def test_arguments_of_several_prompts_are_split_or_refused() -> None:
-    model = peer("LlamaForCausalLM")
-    metric = logit_difference(None, model.lm_head, 1, 2)
-    scan = functools.partial(patch_streams, model, "model.layers.*", metric=metric)
-    prompt = {"input_ids": TOKENS, "position_ids": torch.arange(12)[None], "use_cache": True}
-    other = {**prompt, "input_ids": TOKENS.flip(0)}
-    assert torch.equal(scan(prompt, other).values, scan(TOKENS, TOKENS.flip(0)).values)
-    with pytest.raises(ValueError, match=r"head_mask is \(2, 4\), .* each of the 2 prompts of 12"):
-        scan({**prompt, "head_mask": torch.ones(2, 4)}, other)
+        patch_streams(decoder, prompt, prompt, metric)
 
 
 def test_additive_masks_are_refused() -> None:
@@ -267,10 +247,7 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
 @pytest.mark.parametrize(
     "scan",
     [
-        lambda decoder, *pair: patch_streams(decoder, "blocks.*", *pair),
-        lambda decoder, clean, _, metric: ablate_parts(
-            decoder, "blocks.*", "mlp_out", clean, metric
-        ),
+        patch_streams,
         patch_edges,
     ],
 )
@@ -305,24 +282,6 @@ CORRUPTED = ["a b x d a", "a b c d e y a b"]
 
 
 @torch.no_grad()
-def test_means_over_a_padded_reference_leave_out_padding() -> None:
-    decoder = described("LlamaForCausalLM")
-    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
-    reference = {"input_ids": TOKENS, "attention_mask": MASK}
-    ablate = partial(ablate_parts, decoder, "blocks.*", "mlp_out", TOKENS[:1], metric)
-    with record(decoder, "blocks.1.mlp_out") as seen:
-        decoder(**reference)
-    mean = seen["blocks.1.mlp_out"][MASK.bool()].mean(0)
-    with patch(decoder, {"blocks.1.mlp_out": mean}), record(decoder, "norm:input") as last:
-        decoder(TOKENS[:1])
-    expected = metric(last["norm:input"]).item()
-    ours = ablate(how="mean", reference=reference).values[1, 0].item()
-    assert ours == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(ValueError, match=r"\(2, 12\) with 3 positions of padding"):
-        ablate(how="resample", reference=reference)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> None:
     model = peer(name)
@@ -347,13 +306,13 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
         pairs_of(table, words, decoder.norm, decoder.unembed)
     table["right"] = [7, 5]
     clean, corrupted, metrics = pairs_of(table, words, decoder.norm, decoder.unembed)
-    scan = patch_streams(decoder, "blocks.*", clean, corrupted, metrics)
+    scan = patch_streams(decoder, clean, corrupted, metrics)
     for row in range(2):
         alone = [torch.tensor([words(texts[row])]) for texts in (CLEAN, CORRUPTED)]
         metric = logit_difference(
             decoder.norm, decoder.unembed, table["right"][row], table["wrong"][row]
         )
-        bare = patch_streams(decoder, "blocks.*", *alone, metric)
+        bare = patch_streams(decoder, *alone, metric)
         assert scan.per_pair is not None
         length = alone[0].shape[1]
         torch.testing.assert_close(

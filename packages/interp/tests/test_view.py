@@ -10,7 +10,7 @@ import pytest
 import torch
 from figures import assert_at_most
 from interp import AttentionOnly, attribution, detect_heads, logit_lens, view
-from interp.patching import ablate_parts, logit_difference, patch_edges, patch_parts, patch_streams
+from interp.patching import logit_difference, patch_edges, patch_parts, patch_streams
 
 WORDS = ["<b>", "</script>", "a&b", "\u2028", "naïve"]
 TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
@@ -48,10 +48,9 @@ def scans() -> dict:
     metric = logit_difference(None, model.unembed, 1, 2)
     pair = TOKENS, torch.tensor([[0, 1, 3, 0, 1]])
     return {
-        "Streams": patch_streams(model, "blocks.*", *pair, metric),
-        "Heads": patch_parts(model, "blocks.*", "attention.o:input", *pair, metric, heads=2),
+        "Streams": patch_streams(model, *pair, metric),
+        "Heads": patch_parts(model, "attention.o:input", *pair, metric),
         "Edges": patch_edges(model, *pair, metric),
-        "Ablated": ablate_parts(model, "blocks.*", "attention.v", TOKENS, metric, heads=2),
     }
 
 
@@ -105,7 +104,6 @@ def test_page_data_round_trips(page: tuple[str, dict]) -> None:
         (2, 5, "layer", "position"),
         (4, 5, "layer.head", "position"),
         (7, 15, "sender", "receiver"),
-        (2, 2, "layer", "head"),
     ]
     assert all(len(m["values"]) == len(m["rows"]) for m in data["patching"])
 
@@ -139,7 +137,11 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
     """  # noqa: E501
     text = drawn(tmp_path / "page.html", tmp_path, sort, point)
     headings = re.findall(r"<h2>(.*?)</h2>", text)
-    patched = ["Streams", "Heads", "Edges", "Ablated"]
+    patched = [
+        "Streams",
+        "Heads",
+        "Edges",
+    ]
     assert headings == [
         "Attention",
         *patched,
@@ -149,7 +151,7 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
     ]
     # One canvas for each of 2 x 3 heads; a map and its legend for the chosen head, each patching
     # result and the attribution; a legend for the heads and for the lens.
-    assert text.count("<canvas") == 6 + 2 * (1 + 4 + 1) + 2
+    assert text.count("<canvas") == 6 + 2 * (1 + 3 + 1) + 2
     assert text.count("<tr>") == (1 + 6) + (1 + 2)
     assert 'data-ready-ms="' in text
     assert re.search(r'role="tooltip"[^>]*>query 4 “naïve”\nkey 4 “naïve”', text)

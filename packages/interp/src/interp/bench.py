@@ -166,7 +166,7 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
     chosen = patches[:: max(1, len(patches) // sample)]
 
     def one_forward_each() -> Tensor:
-        with record(model, *sites, clone=True) as seen:
+        with record(model, *sites) as seen:
             model(clean)
         values = []
         for layer, head, position in chosen:
@@ -179,11 +179,9 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
 
     def ours() -> Tensor:
         if part == ":input":
-            values = patch_streams(model, "blocks.*", clean, corrupted, metric).values[:, None]
+            values = patch_streams(model, clean, corrupted, metric).values[:, None]
         else:
-            values = patch_parts(
-                model, "blocks.*", part, clean, corrupted, metric, heads=heads
-            ).values
+            values = patch_parts(model, part, clean, corrupted, metric).values
         return torch.stack([values[index] for index in chosen])
 
     case = f"patch_{'streams' if part == ':input' else 'heads'}_{shape}"
@@ -229,7 +227,7 @@ def _timed(run: Run) -> tuple[Tensor, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks and print a table; with `--json`, also write the rows to a file."""
+    """Run the benchmarks and print their rows; with `--json`, also write them to a file."""
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
@@ -244,20 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
-
-
-def table(rows: list[Row]) -> str:
-    """Return rows as aligned text, one block per set of columns."""
-    blocks = []
-    for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns]
-        for row in group:
-            cells.append(tuple(f"{v:.4g}" if type(v) is float else str(v) for v in row.values()))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    for row in rows:
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def steering_vector(
                 f"position {position} of a prompt is padding; pad on the left, or pass another "
                 "position"
             )
-        with record(model, site, clone=True) as seen:
+        with record(model, site) as seen:
             forward(model, prompt)
             first_run = dict(seen)
             forward(model, prompt)

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
@@ -37,11 +36,10 @@ class Patterns(dict[str, Tensor]):
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
     """Record the pattern of the latest call of every attention of `model` while the block runs.
 
-    A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. If
-    only some columns are multiplied by the values, the other columns are dropped (the sink of
-    gpt-oss), so rows sum to less than 1. Custom kernels and compiled graphs are not visible:
-    RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention` does not use
-    its inference fast path meanwhile.
+    A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. A
+    sink in the softmax is the last column (gpt-oss). Custom kernels and compiled graphs are not
+    visible: RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention`
+    does not use its inference fast path meanwhile.
     """
     patterns = Patterns()
     inside: list[tuple[str, nn.Module]] = []
@@ -59,22 +57,12 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
         patterns.pop(name, None)
         patterns[name] = pattern.detach() if detach else pattern
 
-    def trim(factor: Tensor) -> None:
-        """Keep only the columns of the pattern that are multiplied by the values."""
-        name = inside[-1][0]
-        recorded = patterns.get(name)
-        width = factor.shape[-1]
-        if recorded is not None and width < recorded.shape[-1]:
-            columns = recorded[..., :width]
-            if columns.shape == factor.shape and torch.equal(columns.to(factor.dtype), factor):
-                patterns[name] = columns
-
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             # always_call: after an exception, another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _Watch(keep, trim, inside):
+        with _Watch(keep, inside):
             yield patterns
     finally:
         for handle in handles:
@@ -89,15 +77,9 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
 class _Watch(TorchFunctionMode):
     """A mode that observes torch functions without changing their arguments or results."""
 
-    def __init__(
-        self,
-        keep: Callable[[Tensor], None],
-        trim: Callable[[Tensor], None],
-        inside: Sequence[object],
-    ) -> None:
+    def __init__(self, keep: Callable[[Tensor], None], inside: Sequence[object]) -> None:
         super().__init__()
         self.keep = keep
-        self.trim = trim
         self.inside = inside
 
     def __torch_function__(
@@ -121,8 +103,6 @@ class _Watch(TorchFunctionMode):
         elif func in _SOFTMAX and _over_keys(out, args, kwargs):
             # The pattern is cloned, because the model may change it in place.
             self.keep(out.clone())
-        elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
-            self.trim(args[0])
         return out
 
 

@@ -1,16 +1,14 @@
-"""Patches at some positions of one text, also during generation.
+"""Patches at some positions of a text, also during generation.
 
-A patch determines the positions of a call from the length of the model's cache: the first call
-contains the prompt, and each later call contains the new tokens.
+The positions of a call follow from the length of the model's cache: without a cache, a call
+contains a whole text; otherwise it contains the tokens after those in the cache.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,49 +19,44 @@ Replacement = Tensor | Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def report_calls(model: nn.Module, positioned: Mapping[str, AtPositions]) -> Iterator[None]:
-    """Report the position at which each call starts, the length of the cache, to patches."""
-    patches = {id(at): at for at in positioned.values()}
-    outer_modules: set[str] = set()
-    for site in positioned:
-        if site.endswith(".pattern"):
-            raise ValueError(
-                f"{site!r} has heads before positions, which at_positions() would patch; pass a "
-                "function of the pattern, such as knock_out_attention()"
+def report_calls(model: nn.Module, patches: Collection[AtPositions]) -> Iterator[None]:
+    """Report the length of the cache and the number of tokens of each call to patches."""
+
+    def start_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        _require_no_padding_at_the_start(mask)
+        inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+        lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
+        if not lengths:
+            raise RuntimeError(
+                "at_positions() needs input_ids or inputs_embeds (batch, seq, ...), got neither"
             )
-        name = site.partition(":")[0]
-        outer_modules |= {"", name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))}
-    depth = 0
+        for patch in patches:
+            patch.offset, patch.tokens = _cached_length(args, kwargs), lengths[0]
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1:  # Inner modules see a cache to which earlier blocks have appended.
-            values = (*args, *kwargs.values())
-            caches = [value for value in values if hasattr(value, "get_seq_length")]
-            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-            _require_no_padding_at_the_start(mask)
-            inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-            lengths = [x.shape[1] for x in inputs if isinstance(x, Tensor) and x.ndim > 1]
-            for at in patches.values():
-                cached = int(caches[0].get_seq_length()) if caches else 0
-                at.start_call(cached, lengths[0] if lengths else None)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-
-    handles = []
+    if not patches:
+        yield
+        return
+    handle = model.register_forward_pre_hook(start_call, with_kwargs=True, prepend=True)
     try:
-        for name in sorted(outer_modules) if positioned else []:
-            module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-            # always_call: after an exception, another call may follow in the same block.
-            handles.append(module.register_forward_hook(leave, always_call=True))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
+
+
+def _cached_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of tokens in the cache of a call."""
+    named = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    for name, value in named.items():
+        if hasattr(value, "get_seq_length"):
+            return int(value.get_seq_length())
+        is_cache = "cache" in name or "past" in name
+        if is_cache and value is not None and not isinstance(value, bool | Tensor):
+            raise RuntimeError(
+                f"{name} is a {type(value).__name__} whose length is unknown, so the positions of "
+                "this call are too; pass the whole text without a cache (use_cache=False)"
+            )
+    return 0
 
 
 def _require_no_padding_at_the_start(mask: Any) -> None:
@@ -75,53 +68,30 @@ def _require_no_padding_at_the_start(mask: Any) -> None:
 
 
 class AtPositions:
-    """A patch at some positions of one text, created by `at_positions`."""
+    """A patch at some positions of a text, created by `at_positions`."""
 
-    def __init__(
-        self, positions: range | tuple[int, ...], new: Replacement, *, cached: bool
-    ) -> None:
+    def __init__(self, positions: range | tuple[int, ...], new: Replacement) -> None:
         self.positions = positions
         self.new = new
-        self.cached = cached
-        self.has_started = False
         self.was_used = False
-        #: The position of the current call's first token in the text.
+        #: The position of the current call's first token in its text.
         self.offset = 0
-        #: The length of the text so far.
-        self.length = 0
-        #: The number of tokens of the current call, if it is known.
+        #: The number of tokens of the current call, or None before the first call.
         self.tokens: int | None = None
-
-    def start_call(self, cached: int, tokens: int | None) -> None:
-        """Start a call of `tokens` tokens after `cached` tokens of the same text.
-
-        Raises RuntimeError if the call belongs to another text.
-        """
-        if not self.cached and cached:
-            raise RuntimeError(
-                f"at_positions(cached=False) needs the whole text in each call, got one with "
-                f"{cached} tokens in its cache; pass cached=True"
-            )
-        if self.cached and self.has_started and (not cached or cached != self.length):
-            raise RuntimeError(
-                f"this at_positions() patch has seen {self.length} tokens of its text, and the "
-                f"model was called with {cached} in its cache: create another patch for another "
-                "text, or pass cached=False if each call contains the whole text"
-            )
-        self.has_started = True
-        self.offset = cached
-        self.tokens = tokens
-        self.length = cached + (tokens or 0)
 
     def replace(self, old: Tensor) -> Tensor:
         """Return `old` (batch, seq, ...) with its patched positions replaced."""
         length = old.shape[1]
-        if self.tokens is not None and length != self.tokens:
+        if self.tokens is None:
+            raise RuntimeError(
+                "an inner module was called, so the positions are unknown; call the model that was "
+                "passed to patch(), or pass the inner module to it"
+            )
+        if length != self.tokens:
             raise RuntimeError(
                 f"the activation has {length} positions, and the call {self.tokens} tokens, so the "
                 "positions are unknown; patch a site with one position per token"
             )
-        self.length = self.offset + length
         chosen = [i for i in range(length) if self.offset + i in self.positions]
         if not chosen:
             return old
@@ -136,7 +106,7 @@ class AtPositions:
         assert isinstance(self.new, Tensor)
         new = self.new.to(old)
         dim = new.ndim - old.ndim + 1  # shapes are aligned at the last dimension
-        if dim < 0 or new.shape[dim] == 1 or len(self.positions) == len(chosen):
+        if dim < 0 or new.shape[dim] == 1:
             return new
         if new.shape[dim] != len(self.positions):
             raise ValueError(
@@ -147,21 +117,17 @@ class AtPositions:
         return new.index_select(dim, torch.tensor(rows, device=new.device))
 
 
-def at_positions(
-    positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
-) -> AtPositions:
-    """Return a patch of (batch, seq, ...) at some positions of a text, also during generation.
+def at_positions(positions: slice | Sequence[int], new: Replacement) -> AtPositions:
+    """Return a patch of (batch, seq, ...) at some positions of each text, also during generation.
 
-    Positions count from the start of the text. With a cache of Hugging Face, the first call
-    contains the prompt and each later call the new tokens, whose positions follow from the length
-    of the cache. With `cached=False`, each call contains the whole text. `new` is a tensor that
-    broadcasts to all patched positions, or a function of the old values. Each call uses the rows of
-    its positions.
+    Positions count from the start of the text. If a call has a cache of Hugging Face or a `Cache`,
+    its tokens follow those in the cache; otherwise it contains a whole text. `new` is a tensor that
+    broadcasts to all patched positions, in their order, or a function of the old values. Each call
+    uses the rows of its positions.
 
-    A patch belongs to one text. Raises RuntimeError if it is used for another text or for prompts
-    that are padded on the left, and if none of the positions occurred. Raises ValueError for
-    negative positions, which depend on the length, and for positions that do not ascend, because
-    the rows of `new` follow the order of the text.
+    Calls raise RuntimeError for prompts that are padded on the left and for other caches, and the
+    block does at its end if none of the positions occurred. Raises ValueError for negative
+    positions, which depend on the length.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):
@@ -170,21 +136,10 @@ def at_positions(
             "length; pass positions >= 0"
         )
     if isinstance(positions, slice):
-        chosen: range | tuple[int, ...] = range(*positions.indices(sys.maxsize))
-        is_ascending = positions.step is None or positions.step > 0
-    else:
-        if any(_is_boolean(position) for position in positions):
-            raise ValueError(
-                f"expected positions, got the mask {positions}; pass mask.nonzero()[:, 0]"
-            )
-        chosen = tuple(operator.index(position) for position in positions)
-        is_ascending = all(before < after for before, after in itertools.pairwise(chosen))
-    if not is_ascending:
-        raise ValueError(
-            f"expected ascending positions, got {positions}; sort them together with the rows of "
-            "the new values"
-        )
-    return AtPositions(chosen, new, cached=cached)
+        return AtPositions(range(*positions.indices(sys.maxsize)), new)
+    if any(_is_boolean(position) for position in positions):
+        raise ValueError(f"expected positions, got the mask {positions}; pass mask.nonzero()[:, 0]")
+    return AtPositions(tuple(operator.index(position) for position in positions), new)
 
 
 def _is_boolean(position: object) -> bool:

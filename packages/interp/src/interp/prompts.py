@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 #: A function from final residual streams (n, seq, d_model) to one number per stream, (n,).
 Metric = Callable[[Tensor], Tensor]
@@ -18,6 +17,11 @@ Metrics = Metric | Sequence[Metric]
 #: Token ids (pairs, seq), or the keyword arguments of the model: input_ids, attention_mask, ...
 Prompt = Tensor | Mapping[str, Any]
 Result = TypeVar("Result", bound=Any)
+
+
+def arguments_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as keyword arguments of a model."""
+    return {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
@@ -62,44 +66,31 @@ def require_zeros_and_ones(mask: Tensor) -> None:
 def split_pairs(
     clean: Prompt, corrupted: Prompt, metric: Metrics
 ) -> list[tuple[Prompt, Prompt, Metric]]:
-    """Return the pairs of a batch of prompts, each with its metric, or [] for a single pair."""
+    """Return the pairs of a batch of prompts, each with its metric."""
     clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
     count = len(clean_tokens)
-    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim < 2 or not count:
+    is_empty = not clean_tokens.numel()
+    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim < 2 or is_empty:
         raise ValueError(
             f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
             "both must be (1, seq), or (pairs, seq)"
         )
-    if not isinstance(metric, Sequence | _MetricOfPair):
-        for prompt in (clean, corrupted):
-            _require_no_padding_at_the_end(prompt)
     if isinstance(metric, Sequence):
-        if len(metric) != count:
+        metrics = list(metric)
+        if len(metrics) != count:
             raise ValueError(
-                f"got {len(metric)} metrics for {count} pairs; pass one, or one per pair"
+                f"got {len(metrics)} metrics for {count} pairs; pass one, or one per pair"
             )
-        metrics: list[Metric] = [_MetricOfPair(of_pair) for of_pair in metric]
-    elif count == 1:
-        return []
     else:
         metrics = [metric] * count
+        for prompt in (clean, corrupted):
+            _require_no_padding_at_the_end(prompt)
     return [(_prompt_at(clean, i), _prompt_at(corrupted, i), metrics[i]) for i in range(count)]
-
-
-@dataclass(frozen=True)
-class _MetricOfPair:
-    """A metric that was passed for one pair, so it may read the position before its padding."""
-
-    metric: Metric
-
-    def __call__(self, streams: Tensor) -> Tensor:
-        return self.metric(streams)
 
 
 def _require_no_padding_at_the_end(prompt: Prompt) -> None:
     """Raise ValueError if one metric for all pairs could read padding at position -1."""
-    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and not bool(mask_of(prompt)[:, -1].all()):
+    if not bool(mask_of(prompt)[:, -1].all()):
         raise ValueError(
             "a prompt ends with padding, which a metric of the last position would read; pad on "
             "the left, or pass one metric per pair that reads a position of its prompt"
@@ -107,24 +98,12 @@ def _require_no_padding_at_the_end(prompt: Prompt) -> None:
 
 
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:
-    """Return one prompt of a batch, with a batch dimension of 1.
-
-    Raises ValueError if it is unclear whether an argument has one row per prompt.
-    """
-    if isinstance(prompt, Tensor):
-        return prompt[index : index + 1]
-    count, length = tokens_of(prompt).shape[:2]
-    arguments = dict(prompt)
-    for name, value in prompt.items():
-        if not isinstance(value, Tensor) or value.ndim < 2 or len(value) != count:
-            continue
-        is_mask = value.ndim == 4 and value.shape[2:] == (length, length)
-        if count > 1 and value.shape[1] != length and not is_mask:
-            raise ValueError(
-                f"{name} is {tuple(value.shape)}, which may or may not have a row for each of the "
-                f"{count} prompts of {length} tokens; call the function once per pair of prompts"
-            )
-        arguments[name] = value[index : index + 1]
+    """Return one prompt of a batch, with a batch dimension of 1."""
+    count, arguments = len(tokens_of(prompt)), arguments_of(prompt)
+    # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and len(value) == count:
+            arguments[name] = value[index : index + 1]
     return arguments
 
 
@@ -153,7 +132,10 @@ class MeanOverPairs:
         The jackknife leaves out each pair once; for a mean, this is the usual standard error.
         """
         count = len(self.pairs)
-        require_several_pairs(count)
+        if count < 2:
+            raise ValueError(
+                "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
+            )
         others = [
             quantity(mean_over_pairs([*self.pairs[:i], *self.pairs[i + 1 :]])) for i in range(count)
         ]
@@ -162,16 +144,10 @@ class MeanOverPairs:
         return error
 
 
-def require_several_pairs(count: int) -> None:
-    """Raise ValueError if a result is not a mean over several pairs of prompts."""
-    if count < 2:
-        raise ValueError(
-            "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
-        )
-
-
 def mean_over_pairs(results: Sequence[Result]) -> Result:
     """Return a result whose numbers are means over several results, which become its `pairs`."""
+    if len(results) == 1:
+        return results[0]
     numbers: dict[str, Any] = {"pairs": tuple(results)}
     for field in fields(results[0]):
         values = [getattr(result, field.name) for result in results]
@@ -192,15 +168,8 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
     return model(**{**prompt, **options})
 
 
-def tensors_of(out: Any) -> dict[str, Tensor]:
-    """Return copies of the floating-point tensors of a model's output."""
-    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    return {f"output {i}": x.detach().clone() for i, x in enumerate(tensors)}
-
-
-def measure(metric: Metrics, streams: Tensor) -> Tensor:
+def measure(metric: Metric, streams: Tensor) -> Tensor:
     """Evaluate the metric on n final residual streams; return one number per stream, (n,)."""
-    assert not isinstance(metric, Sequence)
     result = metric(streams)
     if not isinstance(result, Tensor) or result.shape != (len(streams),):
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -221,24 +190,3 @@ def is_close(repeated: Tensor, original: Tensor) -> bool:
     return repeated.shape == original.shape and torch.allclose(
         repeated, original, rtol=1e-3, atol=atol
     )
-
-
-def require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the activations of the two runs differ in shape."""
-    for site, activation in clean.items():
-        if activation.shape != corrupted[site].shape:
-            raise ValueError(
-                f"at {site!r} the runs are {tuple(activation.shape)} and "
-                f"{tuple(corrupted[site].shape)}; pass prompts of the same number and length"
-            )
-
-
-def require_repeatable(original: Mapping[str, Tensor], repeated: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a repeated run differs in activations, as with a cache or dropout."""
-    for site, activation in repeated.items():
-        if not is_close(activation, original[site]):
-            raise ValueError(
-                f"{site!r} differs when the corrupted run is repeated. Either the model keeps "
-                "state (a cache, dropout): use eval() and turn caches off. Or a receiver comes "
-                "before its sender"
-            )

@@ -5,20 +5,18 @@
     with patch(model, {"blocks.3.mlp": torch.zeros_like}):
         model(tokens)
 
-Hooks are removed when the block ends, also after an exception. A name without a match, a recorded
-tensor that was overwritten in place, and a patch that never ran are errors.
+Hooks are removed when the block ends, also after an exception. A name without a match and a patch
+that never ran are errors.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -27,23 +25,6 @@ from interp.positions import AtPositions, Replacement, report_calls
 
 class Record(dict[str, Tensor]):
     """Activations by site name, in the order of the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: The number of calls of each site's module so far.
-        self.calls: Counter[str] = Counter()
-
-    def require_calls(self, count: int) -> None:
-        """Raise ValueError unless each module was called `count` times.
-
-        A shared layer is called more often.
-        """
-        for site, calls in self.calls.items():
-            if calls != count:
-                raise ValueError(
-                    f"expected {count} calls of the module at {site!r}, got {calls}; a module that "
-                    "is called several times per run has no single activation to patch"
-                )
 
     def __missing__(self, site: str) -> Tensor:
         raise KeyError(
@@ -54,54 +35,39 @@ class Record(dict[str, Tensor]):
 
 @contextmanager
 def record(
-    model: nn.Module,
-    *sites: str,
-    detach: bool = True,
-    clone: bool = False,
-    names: str | None = None,
+    model: nn.Module, *sites: str, detach: bool = True, names: str | None = None
 ) -> Iterator[Record]:
-    """Record the activations of the latest call of each module at `sites` while the block runs.
+    """Record copies of the activations of the latest call of each module at `sites`.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
     and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
-    recorded. `detach=False` keeps the graph, and `clone=True` copies each tensor. With
+    recorded. `detach=False` records the tensors of the graph instead of copies. With
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    Raises RuntimeError at the end if the model changed a tensor in place that was not copied. Sites
-    that were removed or replaced in the record are not checked.
+    With `detach=False`, raises RuntimeError at the end if the model changed a tensor in place.
     """
     seen = Record()
-    #: The tensor and its version at each site. References are weak, so that removing a site frees
-    #: its memory.
-    recorded_versions: dict[str, tuple[ref[Tensor], int]] = {}
+    versions: dict[str, int] = {}
 
     def record_activation(site: str, heads: int, tensor: Tensor) -> None:
         tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
-        recorded = tensor.detach() if detach else tensor
-        # Inference tensors have no version counter that would show a change, so they are copied.
-        if clone or recorded.is_inference():
-            recorded = recorded.clone()
         seen.pop(site, None)
-        seen[site] = recorded
-        seen.calls[site] += 1
-        if recorded.is_inference():
-            recorded_versions.pop(site, None)
-        else:
-            recorded_versions[site] = ref(recorded), recorded._version
+        seen[site] = tensor.detach().clone() if detach else tensor
+        if not detach:
+            versions[site] = tensor._version
 
     points = _points(model, sites, names)
     with installed_hooks(
         model, {site: partial(record_activation, n, heads) for n, (site, heads) in points.items()}
     ):
         yield seen
-    changed = []
-    for site, (reference, version) in recorded_versions.items():
-        tensor = reference()
-        if tensor is not None and seen.get(site) is tensor and tensor._version != version:
-            changed.append(site)
+    changed = [site for site in versions if site in seen and seen[site]._version != versions[site]]
     if changed:
-        raise RuntimeError(f"tensors of {', '.join(changed)} were changed in place; use clone=True")
+        raise RuntimeError(
+            f"tensors of {', '.join(changed)} were changed in place; record copies (detach=True), "
+            "or the output of a module before them"
+        )
 
 
 @contextmanager
@@ -141,13 +107,12 @@ def patch(
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     positioned: dict[str, AtPositions] = {}
-    for site, heads, new in _replaced_points(model, replacements, names):
+    for site, (heads, new) in _replacements_by_site(model, replacements, names).items():
         if isinstance(new, AtPositions):
             positioned[site] = new
-            hooks[site] = partial(replace, site, heads, new.replace)
-        else:
-            hooks[site] = partial(replace, site, heads, new)
-    with report_calls(model, positioned), installed_hooks(model, hooks):
+            new = new.replace
+        hooks[site] = partial(replace, site, heads, new)
+    with report_calls(model, positioned.values()), installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         missed_sites = ", ".join(missed)
@@ -173,20 +138,25 @@ def _points(
     return hook_points(model, patterns, names)
 
 
-def _replaced_points(
+def _replacements_by_site(
     model: nn.Module, replacements: Mapping[str, Replacement | AtPositions], names: str | None
-) -> list[tuple[str, int, Replacement | AtPositions]]:
-    """Return each site, its number of heads or 0, and its replacement."""
-    points: dict[str, tuple[str, int, Replacement | AtPositions]] = {}
+) -> dict[str, tuple[int, Replacement | AtPositions]]:
+    """Return the number of heads or 0, and the replacement, of each site."""
+    by_site: dict[str, tuple[int, Replacement | AtPositions]] = {}
     for pattern, new in replacements.items():
         for site, heads in _points(model, (pattern,), names).values():
-            if site in points:
+            if site in by_site:
                 raise ValueError(
                     f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
                     "replacement per site, or nest two patches"
                 )
-            points[site] = site, heads, new
-    return list(points.values())
+            if isinstance(new, AtPositions) and site.endswith(".pattern"):
+                raise ValueError(
+                    f"{site!r} has heads before positions, which at_positions() would patch; pass "
+                    "a function of the pattern, such as knock_out_attention()"
+                )
+            by_site[site] = heads, new
+    return by_site
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

@@ -4,7 +4,7 @@ prompt = encode(tokenizer, ["The capital of France is", "The capital of Italy is
 with record_patterns(model) as patterns:
     model(**prompt)
 view("heads.html", tokens=prompt, heads=detect_heads(patterns, prompt), patterns=patterns)
-patch_streams(decoder, "blocks.*", *pairs_of(frame, tokenizer, decoder.norm, decoder.unembed))
+patch_streams(decoder, *pairs_of(frame, tokenizer, decoder.norm, decoder.unembed))
 """
 
 from __future__ import annotations

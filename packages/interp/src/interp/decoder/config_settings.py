@@ -26,6 +26,8 @@ _REQUIRED: Mapping[str, object] = {
     "layer_norm_elementwise_affine": True,
     "apply_residual_connection_post_layernorm": False,
     "slow_but_exact": False,
+    "use_qk_norm": False,
+    "qk_layernorm": False,
     "alibi": False,
     "swiglu_alpha": 1.702,
 }
@@ -62,7 +64,6 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     kinds = layer_types(config, layers)
     rotary = [rotary_of(config, family, d_head, kind) for kind in kinds]
     scales = tuple(angles.scale for angles in rotary)
-    is_stretched = any(angles.long_after for angles in rotary)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
@@ -77,8 +78,6 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         activation=_activation(config, family),
         scale=_score_scale(config, family, d_head),
         frequencies=tuple(angles.angles for angles in rotary),
-        long_frequencies=tuple(angles.long_angles for angles in rotary) if is_stretched else (),
-        long_after=max(angles.long_after for angles in rotary),
         rotary_scales=scales if any(scale != 1 for scale in scales) else (),
         interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
         alibi_slopes=alibi_slopes(heads) if family.alibi else (),
@@ -206,7 +205,5 @@ def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
     """Return True if the layer has a sliding window; each Qwen family has a separate rule."""
     if not config.get("use_sliding_window"):
         return False
-    limit = config.get("max_window_layers", 28)
-    if config["model_type"] == "qwen2_moe":
-        return layer < limit and layer % 2 == 0
-    return config["model_type"] == "qwen3_moe" or bool(layer >= limit)
+    is_after_limit = bool(layer >= config.get("max_window_layers", 28))
+    return config["model_type"] == "qwen3_moe" or is_after_limit

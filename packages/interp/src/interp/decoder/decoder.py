@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from interp.circuits.low_rank import LowRank, stack_layers
 from interp.decoder.modules.attention import DecoderAttention
-from interp.decoder.modules.cache import Cache
+from interp.decoder.modules.cache import Cache, require_cache_of
 from interp.decoder.modules.mlp import DecoderMLP, Experts, NoMLP
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.modules.weights import Weights
@@ -149,43 +149,83 @@ class Decoder(nn.Module):
         passed.
         """
         self.require_fresh()
-        past = 0 if cache is None else cache.get_seq_length()
-        self._require_tokens(input_ids, past)
-        padding = None if attention_mask is None else attention_mask == 0
-        if padding is None and cache is not None and cache.padding is not None:
-            raise ValueError(
-                "the cache contains padding, to which the new tokens would attend; pass the "
-                f"attention_mask {(len(input_ids), past + input_ids.shape[1])} of all tokens"
-            )
-        if padding is not None and padding.shape != (len(input_ids), past + input_ids.shape[1]):
-            raise ValueError(
-                f"attention_mask is {tuple(padding.shape)}; pass "
-                f"{(len(input_ids), past + input_ids.shape[1])}, the shape of the tokens"
-                + (" and those in the cache" if past else "")
-            )
-        if attention_mask is not None:
-            require_zeros_and_ones(attention_mask)
-        if padding is not None and cache is not None:
-            cache.require_same_padding(padding)
-        positions = self.positions(input_ids, padding, position_ids, cache)
-        x, position = self.embed_norm(self.embed(input_ids)), None
-        if self.position is not None:
-            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-            position = self.position(columns if positions is None else positions[:, past:])
-            if not self.settings.positions_in_attention:
-                x, position = x + position, None
+        padding = self._padding(input_ids, attention_mask, cache)
+        x, position, positions = self._embed(input_ids, padding, position_ids, cache)
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
-            cache.commit(positions, padding)
+            cache.commit(self, positions, padding)
         return self._logits(x)
 
-    def positions(
+    def embed_prompt(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the arguments of the first block for the arguments of `forward`.
+
+        They are the stream (batch, seq, d_model), the padding, the position embeddings if attention
+        alone reads them, and the positions.
+        """
+        self.require_fresh()
+        padding = self._padding(input_ids, attention_mask, None)
+        x, position, positions = self._embed(input_ids, padding, position_ids, None)
+        return x, padding, position, positions
+
+    def _padding(
+        self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
+    ) -> Tensor | None:
+        """Return booleans (batch, tokens), True at padding; raise for other wrong arguments."""
+        if cache is not None:
+            require_cache_of(self, cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        self._require_tokens(input_ids, past)
+        shape = len(input_ids), past + input_ids.shape[1]
+        if attention_mask is None:
+            if cache is not None and cache.padding is not None:
+                raise ValueError(
+                    "the cache contains padding, to which the new tokens would attend; pass the "
+                    f"attention_mask {shape} of all tokens"
+                )
+            return None
+        if attention_mask.shape != shape:
+            raise ValueError(
+                f"attention_mask is {tuple(attention_mask.shape)}; pass {shape}, the shape of the "
+                "tokens" + (" and those in the cache" if past else "")
+            )
+        require_zeros_and_ones(attention_mask)
+        padding = attention_mask == 0
+        if cache is not None:
+            cache.require_same_padding(padding)
+        return padding
+
+    def _embed(
+        self,
+        input_ids: Tensor,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the first stream, the position embeddings of attention, and all positions."""
+        positions = self._positions(input_ids, padding, position_ids, cache)
+        x = self.embed_norm(self.embed(input_ids))
+        if self.position is None:
+            return x, None, positions
+        new = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if positions is not None:
+            new = positions[:, -input_ids.shape[1] :]
+        position = self.position(new)
+        if self.settings.positions_in_attention:
+            return x, position, positions
+        return x + position, None, positions
+
+    def _positions(
         self,
         tokens: Tensor,
-        padding: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor | None:
         """Return the positions of all tokens, (batch, tokens), or None for column indices."""
         earlier = None if cache is None else cache.position_ids
@@ -300,7 +340,7 @@ class Decoder(nn.Module):
         sites = ["embed_norm", "norm:input", *outputs]
         if self.position is not None:
             sites.append("position")
-        with record(self, *sites, clone=True) as seen:
+        with record(self, *sites) as seen:
             forward(self, prompt)
         parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:

@@ -71,12 +71,6 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
                 "frequencies="
             )
         _require_known(config, tensors)
-        limit = length_limit(config)
-        if limit is not None and (settings.get("context") or 0) > limit:
-            raise ValueError(
-                f"expected a context of at most {limit}, got {settings['context']}: beyond it, the "
-                "angles of rope_type 'dynamic' depend on earlier calls of the model"
-            )
         candidates = _settings_from_model(model, config)
     else:
         candidates = list(_settings_from_module(model, tensors, theta))
@@ -89,7 +83,13 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
         return Decoder(named, chosen)
 
     chosen, comparisons = matching_settings(
-        model, tensors, roles_of(tensors), candidates, build, constants=constants
+        model,
+        tensors,
+        roles_of(tensors),
+        candidates,
+        build,
+        constants=constants,
+        limit=length_limit(config),
     )
     decoder = build(tensors, chosen)
     _require_equal_logits(model, decoder)

@@ -54,7 +54,6 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(windowed=True, eps=1e-6, defaults=_WINDOW),
     "mixtral": Family(windowed=True, default_theta=1e6, defaults={"num_experts_per_tok": 2}),
     "qwen2": Family(windowed=True, eps=1e-6),
-    "qwen2_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 4}),
     "qwen3": Family(windowed=True, eps=1e-6, defaults={"head_dim": 128}),
     "qwen3_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 8}),
     "gemma": Family(eps=1e-6, defaults={"head_dim": 256}),

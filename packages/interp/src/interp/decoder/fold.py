@@ -92,7 +92,7 @@ def fold_decoder(model: Decoder) -> Decoder:
         for part in (attention.q, attention.k, attention.v):
             readers += part.readers if isinstance(part, Latent) else [part]
         _fold_norm(block.norm1, *readers)
-        _fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router", "shared_gate"))
+        _fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router"))
         _fold_value_bias(attention)
     if _can_center(model):
         tables = [model.embed] if model.position is None else [model.embed, model.position]

@@ -131,7 +131,7 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def is_norm_role(role: str) -> bool:
     """Return True if a role is the weight or bias of a norm."""
-    part = re.sub(r"\.\d+$", "", role.rpartition(".")[0]).split(".")[-1]
+    part = role.split(".")[-2]
     return part.endswith("norm") or part in ("norm1", "norm2", "attention_out", "mlp_out")
 
 
@@ -187,10 +187,6 @@ def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None
     """Return the role of a module inside a block."""
     if sandwiched and inner == "post_attention_layernorm":
         return "attention_out"
-    if inner.endswith("shared_expert_gate"):
-        return "mlp.shared_gate"
-    if head := re.fullmatch(r"(?:.*\.)?([qk])_layernorm\.norms\.(\d+)", inner):
-        return f"attention.{head[1]}_norm.{head[2]}"
     number = re.search(r"\.experts\.(\d+)\.", inner)
     if experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", inner):
         return "mlp.router"
@@ -226,9 +222,6 @@ def _split_fused(
         values = (tensor[::2], tensor[1::2]) if is_alternating else tensor.chunk(2)
         for part, value in zip(("gate", "up"), values, strict=True):
             yield role.replace(fused, part), value
-    elif re.search(r"\.[qk]_norm\.weight$", role) and tensor.ndim == 2:
-        for i, gain in enumerate(tensor):
-            yield role.replace(".weight", f".{i}.weight"), gain
     else:
         yield role, tensor
 

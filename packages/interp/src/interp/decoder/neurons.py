@@ -31,7 +31,7 @@ def neuron_attribution(
                 f"the output of the MLP in layer {i} is not a sum over neurons (experts, a norm); "
                 "use attribution() of its whole output"
             )
-    with record(model, "norm:input", "blocks.*.mlp.down:input", clone=True) as seen:
+    with record(model, "norm:input", "blocks.*.mlp.down:input") as seen:
         forward(model, prompt)
     stream = seen["norm:input"]
     gain, _, is_centered = probe_norm(model.norm, stream)

@@ -25,9 +25,6 @@ class Rotary:
     angles: tuple[float, ...] = ()
     #: The scale of rotated vectors.
     scale: float = 1.0
-    #: The angles in texts of more than `long_after` tokens.
-    long_angles: tuple[float, ...] = ()
-    long_after: int = 0
 
 
 def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
@@ -48,7 +45,8 @@ def scaled_rotary(
     method = rope.get("rope_type") or rope.get("type") or "default"
     angles = rotary_angles(dims, rope["rope_theta"])
     if method in ("default", "dynamic"):
-        # Dynamic angles change beyond the original length, which `length_limit` excludes.
+        # Dynamic angles change beyond the original length, which `length_limit` excludes, and so do
+        # those of LongRoPE.
         return Rotary(angles)
     factor = rope.get("factor")
     if not factor and method in ("yarn", "longrope", "su") and original_length:
@@ -62,11 +60,8 @@ def scaled_rotary(
     if method == "yarn":
         return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
-        short, long = (
-            _divided(dims, rope["rope_theta"], rope[factors])
-            for factors in ("short_factor", "long_factor")
-        )
-        return Rotary(short, _longrope_scale(factor, rope, original_length), long, original_length)
+        angles = _divided(dims, rope["rope_theta"], rope["short_factor"])
+        return Rotary(angles, _longrope_scale(factor, rope, original_length))
     raise ValueError(
         f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
     )
@@ -172,17 +167,19 @@ def _rotated_dims(
 
 
 def length_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the length beyond which rotary angles depend on earlier calls, or None.
+    """Return the length beyond which the model uses other rotary angles, or None.
 
     The "dynamic" method of transformers keeps the angles of the longest text so far, until a short
-    text resets them.
+    text resets them. LongRoPE has separate factors for long texts, also for their first tokens.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.rotary:
         return None
     rope = rope_parameters(config, family, "full_attention")
-    is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
-    return int(config["max_position_embeddings"]) if is_dynamic else None
+    method = rope.get("rope_type") or rope.get("type")
+    if method == "dynamic":
+        return int(config["max_position_embeddings"])
+    return _original_length(config, rope) if method in ("longrope", "su") else None
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:

@@ -10,8 +10,8 @@ in the corrupted run and a' for its value in the clean run.
     effect = m(corrupted run with a := a') - m(corrupted run)
 
 `patch_streams` does so for each layer and position of the residual stream, and `patch_parts` for
-the queries, keys, values, outputs or MLPs of each layer, head and position. `ablate_parts` replaces
-a head at all positions by zero, by a mean or by its values for other prompts.
+the queries, keys, values, outputs or MLPs of each layer, head and position. `drop_heads` ablates
+heads at all positions, for `interp.patch`.
 
 **Restarts.** A patch in layer l does not change the blocks before l. The corrupted run is therefore
 recorded once, and a patch restarts at the recorded input of block l. Over all layers, this halves
@@ -24,8 +24,8 @@ block l, and each block is called once per batch:
     block 1   patch patch patch                    joined by those in layer 1
     block 2   patch patch patch patch patch        joined by those in layer 2
 
-**Causality.** In a `Decoder`, a patch at position t cannot change positions before t. Only the
-later positions are computed; queries, keys and values of earlier ones come from the recorded run.
+**Causality.** A patch at position t cannot change positions before t. Only the later positions are
+computed; queries, keys and values of earlier ones come from the recorded run.
 
 **Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
 head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
@@ -34,22 +34,21 @@ s_i' - s_i to the input of r alone:
 
     effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
 
-Components between i and r keep their corrupted values; those after r are computed. `path_patching`
-does so for any model. `patch_edges` does so for all edges of a `Decoder` and restarts at the
-receiver.
+Components between i and r keep their corrupted values; those after r are computed. `patch_edges`
+does so for all edges and restarts at the receiver.
 
 **Attribution patching** estimates all effects from one backward pass of the corrupted run:
 
     effect ~ (a' - a) * dm/da        with an error of second order in a' - a
 
-A saturated softmax has almost no gradient. `attribute_parts` and `edge_attribution` therefore
-recompute the softmax of patched queries and keys and linearize only what follows it (AtP*).
-`edge_attribution` also measures the largest edges and reports the error of their estimates.
+A saturated softmax has almost no gradient. `edge_attribution` therefore recomputes the softmax of
+patched queries and keys and linearizes only what follows it (AtP*). It also measures the largest
+edges and reports the error of their estimates.
 
-`patch_streams`, `patch_parts`, `ablate_parts` and all functions for a `Decoder` accept several
-pairs of prompts, (pairs, seq), and return means. Result objects also have the result of each pair
-in `pairs` and the `standard_error` of their values. `standard_error_of` computes it for any
-quantity:
+All functions need a `Decoder`: `describe` the model first. `patch_streams`, `patch_parts`,
+`patch_edges` and `edge_attribution` accept several pairs of prompts, (pairs, seq), and return
+means. Results also have the result of each pair in `pairs` and the `standard_error` of their
+values. `standard_error_of` computes it for any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 
@@ -59,27 +58,22 @@ Discovery"; Kramár et al. 2024, "AtP*".
 """
 
 from interp.patching.activation import (
-    AblationResult,
     PatchingResult,
-    ablate_parts,
     drop_heads,
     logit_difference,
     patch_parts,
     patch_streams,
 )
-from interp.patching.attribution import attribute_parts, attribution_patching, edge_attribution
-from interp.patching.paths import EdgeEffects, Node, patch_edges, path_patching
+from interp.patching.attribution import attribution_patching, edge_attribution
+from interp.patching.paths import EdgeEffects, Node, patch_edges
 from interp.prompts import Metric, Prompt
 
 __all__ = [
-    "AblationResult",
     "EdgeEffects",
     "Metric",
     "Node",
     "PatchingResult",
     "Prompt",
-    "ablate_parts",
-    "attribute_parts",
     "attribution_patching",
     "drop_heads",
     "edge_attribution",
@@ -87,5 +81,4 @@ __all__ = [
     "patch_edges",
     "patch_parts",
     "patch_streams",
-    "path_patching",
 ]

@@ -5,145 +5,73 @@ See "Batching" and "Causality" in the docstring of `interp.patching`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from interp.decoder.decoder import Decoder
 from interp.patching.restart import Restart
-from interp.prompts import Metrics, measure
+from interp.prompts import Metric, measure
 from interp.tap import installed_hooks
-
-# A patch at one of these sites changes later positions in the same block, through attention.
-_BEFORE_ATTENTION = re.compile(r":input|\.norm1(:input)?|\.attention(:input|\.[kv])")
-# A patch at one of these sites changes its own position only, until the next block.
-_AFTER_ATTENTION = re.compile(r"\.(?!norm1|attention[.:]).*|\.attention(\.q|\.o|\.o:input)?")
 
 Actions = Mapping[str, Callable[[Tensor], Tensor]]
 
 
-@dataclass(frozen=True, eq=False)
-class Patches:
-    """Head activations to replace; patch i replaces head[i] at position[i] of layer[i]."""
-
-    #: (patches,), in ascending order.
-    layer: Tensor
-    #: (patches,).
-    head: Tensor
-    #: (patches, positions per patch).
-    position: Tensor
-
-    def split(self, size: int) -> list[Patches]:
-        """Return the patches in batches of at most `size`."""
-        return [
-            Patches(layer, head, position)
-            for layer, head, position in zip(
-                self.layer.split(size),
-                self.head.split(size),
-                self.position.split(size),
-                strict=True,
-            )
-        ]
-
-
 class PatchBatch:
-    """A batch of patched runs, one row per patch, at the input of the next block."""
+    """A batch of patched runs, one row per patch, at the input of the next block.
 
-    def __init__(self, run: Restart) -> None:
-        self.run = run
-        #: Residual streams, (rows, seq, d_model).
-        self.streams = run.block_inputs[0][:0]
-
-    def add_rows(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one row per patch of this layer.
-
-        `positions` is (patches, positions per patch). Return the rows and columns of the patched
-        positions in the activations of this block; both broadcast to that shape.
-        """
-        old, new = len(self.streams), len(positions)
-        inputs = self.run.block_inputs[layer].expand(new, -1, -1)
-        self.streams = torch.cat([self.streams, inputs])
-        return torch.arange(old, old + new, device=positions.device)[:, None], positions
-
-    def run_block(self, layer: int, actions: Actions) -> None:
-        """Run one block for all rows, while `actions` replace activations at their sites."""
-        with installed_hooks(self.run.model, actions):
-            self.streams = self.run.replay(layer, self.streams)
-
-    def final_streams(self) -> Tensor:
-        """Return the final streams (rows, seq, d_model)."""
-        return self.streams
-
-
-class CausalPatchBatch(PatchBatch):
-    """A `PatchBatch` of a `Decoder` that computes the affected positions only.
-
+    Only the affected positions are computed: the patched position of a row and all later ones.
     `streams` is (1, m, d_model): the m affected positions of all rows, concatenated.
     """
 
-    def __init__(self, run: Restart, *, is_before_attention: bool) -> None:
-        super().__init__(run)
-        self.is_before_attention = is_before_attention
-        self.streams = run.block_inputs[0][:, :0]
-        length = run.block_inputs[0].shape[1]
+    def __init__(self, run: Restart) -> None:
+        self.run = run
+        self.streams = run.final_stream[:, :0]
         #: True at the affected positions, (rows, seq).
-        self.affected = torch.zeros(0, length, dtype=torch.bool, device=self.streams.device)
+        self.affected = run.final_stream.new_zeros(0, run.final_stream.shape[1], dtype=torch.bool)
 
-    def add_rows(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the affected positions of one row per patch of this layer."""
-        self._extend_to_later_positions(layer)
-        affected = self.affected.new_zeros(len(positions), self.affected.shape[1])
-        affected = affected.scatter(1, positions, True)
-        if self.is_before_attention:
-            affected = affected.cumsum(1) > 0
-        # The column in `streams` of each affected position of the new rows.
-        columns = self.streams.shape[1] + affected.flatten().cumsum(0).view_as(affected) - 1
+    def add_rows(self, layer: int, positions: Tensor) -> Tensor:
+        """Add one row per patch of this layer, with the recorded input of its block.
+
+        `positions` is (patches,). Return the columns of the patched positions in `streams`.
+        """
+        column = torch.arange(self.affected.shape[1], device=positions.device)
+        affected = column >= positions[:, None]
+        # The patched position of a row is the first of its affected positions.
+        columns = self.streams.shape[1] + affected.sum(1).cumsum(0) - affected.sum(1)
         inputs = self.run.block_inputs[layer].expand(len(affected), -1, -1)[affected]
         self.streams = torch.cat([self.streams, inputs[None]], 1)
         self.affected = torch.cat([self.affected, affected])
-        return torch.zeros_like(positions), columns.gather(1, positions)
-
-    def _extend_to_later_positions(self, layer: int) -> None:
-        """Mark all positions after an affected one, which the next block's attention affects."""
-        if self.is_before_attention:
-            return
-        streams = self._fill_rows(self.run.block_inputs[layer], self.streams)
-        self.affected = self.affected.cumsum(1) > 0
-        self.streams = streams[self.affected][None]
+        return columns
 
     def run_block(self, layer: int, actions: Actions) -> None:
-        """Run one block for all rows.
+        """Run one block for all rows, while `actions` replace activations at their sites.
 
         Attention receives whole rows of queries, keys and values; all other modules receive the
         affected positions.
         """
-        if not actions:
-            self._extend_to_later_positions(layer)
-        name = self.run.block_names[layer]
-        _, padding, position, position_ids, _ = self.run.replay.arguments[layer][0]
+        padding, position, position_ids = self.run.layout
         if position is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
             position = position.flatten(0, -2)[self.affected.nonzero()[:, 1]]
-        projections = [f"{name}.attention.{part}" for part in "qkv"]
+        name = f"blocks.{layer}.attention"
+        fill = {
+            f"{name}.{part}": partial(self._fill_rows, self.run.projections[f"{name}.{part}"])
+            for part in "qkv"
+        }
+        # The actions come before the queries, keys and values of other positions are filled in.
         with (
-            installed_hooks(self.run.model, {f"{name}.attention.o:input": self._select_affected}),
+            installed_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
             installed_hooks(self.run.model, actions),
-            installed_hooks(
-                self.run.model,
-                {site: partial(self._fill_projections, site) for site in projections},
-            ),
+            installed_hooks(self.run.model, fill),
         ):
-            block = self.run.model.get_submodule(name)
+            block = self.run.model.layers[layer]
             self.streams = block(self.streams, padding, position, position_ids)
 
     def final_streams(self) -> Tensor:
         """Return the final streams (rows, seq, d_model); unaffected positions are as recorded."""
         return self._fill_rows(self.run.final_stream, self.streams)
-
-    def _fill_projections(self, site: str, x: Tensor) -> Tensor:
-        return self._fill_rows(self.run.projections[site], x)
 
     def _select_affected(self, x: Tensor) -> Tensor:
         return x[self.affected][None]
@@ -159,34 +87,43 @@ def run_patches(
     run: Restart,
     sites: Sequence[str],
     sources: Sequence[Tensor],
-    patches: Patches,
-    metric: Metrics,
+    patches: Tensor,
+    metric: Metric,
 ) -> Tensor:
     """Return the metric (patches,) of each patched run.
 
-    `sites` and `sources` contain one site and its new values (seq, heads, d_head) per layer.
+    `sites` and `sources` contain one site and its new values (seq, heads, d_head) per layer. The
+    rows of `patches` are (layer, head, position), in ascending order of layers.
     """
-    part = sites[0].removeprefix(run.block_names[0])
-    is_before_attention = bool(_BEFORE_ATTENTION.fullmatch(part))
-    is_known_site = is_before_attention or bool(_AFTER_ATTENTION.fullmatch(part))
+    _require_unchanged_blocks(run.model)
     results = []
     for chunk in patches.split(run.batch):
         batch = PatchBatch(run)
-        if run.projections and is_known_site:
-            batch = CausalPatchBatch(run, is_before_attention=is_before_attention)
-        for layer in range(int(chunk.layer[0]), run.layers):
-            starts = chunk.layer == layer
+        for layer in range(int(chunk[0, 0]), len(sites)):
+            heads, positions = chunk[chunk[:, 0] == layer, 1:].mT
             actions: Actions = {}
-            if bool(starts.any()):
-                heads, positions = chunk.head[starts][:, None], chunk.position[starts]
-                rows, columns = batch.add_rows(layer, positions)
+            if len(heads):
+                columns = batch.add_rows(layer, positions)
                 source = sources[layer]
+                index = (torch.zeros_like(columns), columns, heads)
                 new = source[positions, heads]
-                replace = partial(replace_heads, (rows, columns, heads), new, source.shape[1])
-                actions = {sites[layer]: replace}
+                actions = {sites[layer]: partial(replace_heads, index, new, source.shape[1])}
             batch.run_block(layer, actions)
         results.append(measure(metric, batch.final_streams()))
     return torch.cat(results)
+
+
+def _require_unchanged_blocks(model: Decoder) -> None:
+    """Raise ValueError if hooks or other modules could read positions that are not computed."""
+    for name, module in model.named_modules():
+        is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+        library = type(module).__module__.partition(".")[0]
+        if is_hooked or "forward" in vars(module) or library not in ("interp", "torch"):
+            raise ValueError(
+                f"{name!r} has a hook, as inside patch() or record(), or is a module of another "
+                "library; patches compute the affected positions only, so call this function "
+                "outside of other contexts, on a decoder of describe()"
+            )
 
 
 def replace_heads(

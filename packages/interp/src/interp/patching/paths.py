@@ -1,4 +1,4 @@
-"""Path patching: the effect of one component on the metric through chosen receivers."""
+"""Path patching: the effect of one component on the metric through each receiver."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from interp.patching.batching import replace_heads
 from interp.patching.restart import Restart
 from interp.prompts import (
     MeanOverPairs,
+    Metric,
     Metrics,
     Prompt,
     forward,
     mean_over_pairs,
     measure,
-    require_equal_shapes,
-    require_repeatable,
     split_pairs,
-    tensors_of,
 )
 from interp.tap import patch, record
 
@@ -79,32 +77,6 @@ class EdgeEffects(MeanOverPairs):
 
 
 @torch.no_grad()
-def path_patching(
-    model: nn.Module, sender: str, receivers: Sequence[str], clean: Prompt, corrupted: Prompt
-) -> Tensor:
-    """Return the corrupted run's output if `receivers` read the clean output of `sender`.
-
-    `sender` is a module whose output is added to the stream. `receivers` are inputs that read the
-    stream before any norm ("blocks.3.norm1:input").
-    """
-    with record(model, sender, clone=True) as seen:
-        forward(model, clean)
-        seen.require_calls(1)
-        clean_output = seen[sender]
-        expected = tensors_of(forward(model, corrupted))
-    require_equal_shapes({sender: clean_output}, seen)
-    require_repeatable(expected, tensors_of(forward(model, corrupted)))
-    change = clean_output - seen[sender]
-    with (
-        patch(model, {site: partial(torch.add, change) for site in receivers}),
-        record(model, sender, clone=True) as repeated,
-    ):
-        out: Tensor = forward(model, corrupted)
-    require_repeatable(seen, repeated)
-    return out
-
-
-@torch.no_grad()
 def patch_edges(
     model: Decoder,
     clean: Prompt,
@@ -120,36 +92,30 @@ def patch_edges(
     `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`. An edge is patched
     at all positions at once.
     """
-    if pairs := split_pairs(clean, corrupted, metric):
-        patched = partial(patch_edges, model, senders=senders, receivers=receivers, batch=batch)
-        return mean_over_pairs([patched(*pair) for pair in pairs])
-    edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
-    values = measured(model, corrupted, metric, edges, edges.exists, changes, batch=batch)
-    return replace(edges, values=values)
+    results = []
+    for of_pair in split_pairs(clean, corrupted, metric):
+        run = Restart(model, of_pair[1], batch=batch)
+        edges, changes = sender_changes(model, *of_pair[:2], senders, receivers)
+        values = measure_edges(run, of_pair[2], edges, edges.exists, changes)
+        results.append(replace(edges, values=values))
+    return mean_over_pairs(results)
 
 
 @torch.no_grad()
-def measured(
-    model: Decoder,
-    corrupted: Prompt,
-    metric: Metrics,
-    edges: EdgeEffects,
-    wanted: Tensor,
-    changes: Tensor,
-    *,
-    batch: int,
+def measure_edges(
+    run: Restart, metric: Metric, edges: EdgeEffects, wanted: Tensor, changes: Tensor
 ) -> Tensor:
     """Return the exact effects of the `wanted` edges, (senders, receivers); 0 for other edges."""
+    model = run.model
     values = torch.zeros_like(edges.values)
-    run = Restart(model, "blocks.*", corrupted, batch=batch)
     baseline = measure(metric, run.final_stream)
     for column, receiver in enumerate(edges.receivers):
         rows = wanted[:, column].nonzero()[:, 0]
-        for chosen in torch.split(rows, batch):
+        for chosen in torch.split(rows, run.batch):
             if receiver.kind == "final":
                 after = measure(metric, run.final_stream + changes[chosen])
             else:
-                site, replacement = _receiver_patch(model, run, receiver, changes[chosen])
+                site, replacement = _receiver_patch(run, receiver, changes[chosen])
                 with patch(model, {site: replacement}):
                     streams = run.block_inputs[receiver.layer].repeat(len(chosen), 1, 1)
                     after = measure(metric, run(streams, receiver.layer))
@@ -157,14 +123,12 @@ def measured(
     return values
 
 
-def _receiver_patch(
-    model: Decoder, run: Restart, receiver: Node, changes: Tensor
-) -> tuple[str, partial[Tensor]]:
+def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str, partial[Tensor]]:
     """Return the site of a receiver and its patch for changes (n, seq, d_model) of its input."""
     name = f"blocks.{receiver.layer}"
     if receiver.kind == "mlp":
         return f"{name}.norm2:input", partial(torch.add, changes)
-    block = model.layers[receiver.layer]
+    block = run.model.layers[receiver.layer]
     normed = block.norm1(run.block_inputs[receiver.layer] + changes)
     linear, heads = projection(block.attention, receiver.kind)
     new = linear(normed).unflatten(-1, (heads, -1))[:, :, receiver.head]
@@ -189,9 +153,13 @@ def sender_changes(
 
     The outputs are (senders, seq, d_model).
     """
-    _require_edges(model)
+    if model.settings.positions_in_attention:
+        raise ValueError(
+            "edges need learned positions in the stream, got positions in queries and keys only; "
+            "use patch_parts"
+        )
     sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
-    with record(model, *sites, clone=True) as seen:
+    with record(model, *sites) as seen:
         forward(model, clean)
         before = dict(seen)
         forward(model, corrupted)
@@ -227,16 +195,6 @@ def sender_changes(
         torch.zeros(shape, dtype=dtype, device=device),
     )
     return edges, torch.cat(changes)[rows]
-
-
-def _require_edges(model: Decoder) -> None:
-    if not isinstance(model, Decoder):
-        raise TypeError(f"expected a Decoder, got a {type(model).__name__}; describe() the model")
-    if model.settings.positions_in_attention:
-        raise ValueError(
-            "edges need learned positions in the stream, got positions in queries and keys only; "
-            "use patch_parts"
-        )
 
 
 def _all_nodes(model: Decoder) -> tuple[list[Node], list[Node]]:

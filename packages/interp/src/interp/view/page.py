@@ -23,11 +23,11 @@ from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.patching import AblationResult, EdgeEffects, PatchingResult
+from interp.patching import EdgeEffects, PatchingResult
 from interp.prompts import Prompt, tokens_of
 from interp.text import TextPrompt
 
-Patched = PatchingResult | AblationResult | EdgeEffects
+Patched = PatchingResult | EdgeEffects
 
 
 def view(
@@ -52,7 +52,7 @@ def view(
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
         attributions: The result of `attribution`.
-        patching: A patching, ablation or edge result, or several by title.
+        patching: A patching or edge result, or several by title.
         vocabulary: The string of each token id.
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
@@ -109,18 +109,12 @@ def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]
         values = patched.values
         down, across = "sender", "receiver"
         note = "change of the metric when the receiver reads the clean sender"
-    elif isinstance(patched, AblationResult):
-        values = patched.effect
-        down, across = "layer", "head"
-        rows = _distinguishing_parts(list(patched.names))
-        columns = [str(head) for head in range(values.shape[1])]
-        note = "the metric minus the metric without the head"
     else:
         values, note = patched.values, "the metric after a patch"
         if patched.clean != patched.corrupted:
             values, note = patched.recovered, "the fraction of the gap that a patch closes"
         _require_length("the patches", values.shape[-1], len(tokens))
-        rows = _distinguishing_parts(list(patched.names))
+        rows = [str(layer) for layer in range(len(values))]
         down, across = "layer", "position"
         columns = [f"{i} {token}" for i, token in enumerate(tokens)]
         if values.ndim == 3:

@@ -95,9 +95,7 @@ class DecoderAttention(nn.Module):
                 f"{self.heads} heads of {self.d_head}, evenly shared"
             )
         # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
-        self.frequencies = self.long_frequencies = settings.frequencies[layer]
-        if settings.long_frequencies:
-            self.long_frequencies = settings.long_frequencies[layer]
+        self.frequencies = settings.frequencies[layer]
         self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
 
     def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
@@ -149,9 +147,8 @@ class DecoderAttention(nn.Module):
         column = torch.arange(k.shape[-2], device=q.device)
         first = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
-        is_long = bool(self.settings.long_after) and self._is_long(positions)
-        q = self.rotate(q, positions[..., first:], is_long=is_long)
-        k = self.rotate(k, positions, is_long=is_long)
+        q = self.rotate(q, positions[..., first:])
+        k = self.rotate(k, positions)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if self.settings.alibi_slopes:
@@ -171,14 +168,11 @@ class DecoderAttention(nn.Module):
             return scores
         return torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
 
-    def _is_long(self, positions: Tensor) -> bool:
-        return int(positions.max()) + 1 > self.settings.long_after
-
     def _clip(self, x: Tensor) -> Tensor:
         bound = self.settings.clip
         return x if bound is None else x.clamp(-bound, bound)
 
-    def rotate(self, x: Tensor, positions: Tensor, *, is_long: bool = False) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
 
         `positions` broadcasts to the shape of `x` without its last dimension.
@@ -186,8 +180,7 @@ class DecoderAttention(nn.Module):
         if not self.frequencies:
             return x
         half = len(self.frequencies)
-        frequencies = self.long_frequencies if is_long else self.frequencies
-        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
+        angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
         angle = positions[..., None].float() * angles  # [..., seq, half]
         cos = (angle.cos() * self.rotary_scale).to(x.dtype)
         sin = (angle.sin() * self.rotary_scale).to(x.dtype)
@@ -202,10 +195,7 @@ class DecoderAttention(nn.Module):
         return torch.cat([new_left, new_right, rest], -1)
 
     def qk(self, distance: int = 0) -> LowRank:
-        """Return W_QK of the heads for a key `distance` positions before the query.
-
-        For LongRoPE, the angles are those of texts within the original length.
-        """
+        """Return W_QK of the heads for a key `distance` positions before the query."""
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
         # Rotary scores depend only on the difference of positions, so only the key is rotated.
         position = torch.tensor([-distance], device=w_k.device)

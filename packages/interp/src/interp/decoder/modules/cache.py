@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Cache:
-    """Keys and values of earlier tokens, so that `Decoder` is called with new tokens only.
+    """Keys and values of earlier tokens, so that a `Decoder` is called with new tokens only.
 
-    Keys are stored before their norm and rotation. A call that raises an error adds nothing.
+    A cache belongs to the first decoder that it is passed to. Keys are stored before their norm and
+    rotation. A call that raises an error adds nothing.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.grown: dict[int, tuple[Tensor, Tensor]] = {}
+        #: A weak reference to the decoder that computed the keys and values.
+        self.decoder: ref[nn.Module] | None = None
         #: The positions of all tokens, (batch, tokens), or None if the cache is empty.
         self.position_ids: Tensor | None = None
         #: True at the tokens that are padding, (batch, tokens), or None if none of them is.
@@ -41,8 +46,22 @@ class Cache:
                 "their keys and values were computed with the earlier mask: extend that mask"
             )
 
-    def commit(self, position_ids: Tensor, padding: Tensor | None) -> None:
+    def commit(self, decoder: nn.Module, position_ids: Tensor, padding: Tensor | None) -> None:
         """Store the keys and values of a call that reached the last layer."""
+        self.decoder = ref(decoder)
         self.layers, self.position_ids = self.grown, position_ids
         self.padding = padding if padding is not None and bool(padding.any()) else None
         self.grown = {}
+
+
+def require_cache_of(decoder: nn.Module, cache: object) -> None:
+    """Raise unless a cache is a `Cache` that is empty or that this decoder has filled."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"expected an interp.Cache, got a {type(cache).__name__}; create one with Cache() and "
+            "call the decoder with the whole prompt"
+        )
+    if cache.decoder is not None and cache.decoder() is not decoder:
+        raise ValueError(
+            "the cache has keys and values of another decoder; create one Cache() per decoder"
+        )

@@ -65,11 +65,9 @@ class Experts(nn.Module):
             DecoderMLP(weights, f"{name}.experts.{i}", settings)
             for i in range(self.router.out_features)
         )
-        self.shared = self.shared_gate = None
+        self.shared = None
         if f"{name}.shared.up" in weights:
             self.shared = DecoderMLP(weights, f"{name}.shared", settings)
-            if f"{name}.shared_gate" in weights:
-                self.shared_gate = weights.linear(f"{name}.shared_gate")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the chosen experts' outputs, weighted by the router."""
@@ -82,8 +80,7 @@ class Experts(nn.Module):
                 weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
                 out[tokens] += weight[:, None] * expert(x[tokens])
         if self.shared is not None:
-            gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
-            out = out + gate * self.shared(x)
+            out = out + self.shared(x)
         return out
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:

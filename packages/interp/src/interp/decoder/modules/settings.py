@@ -23,10 +23,7 @@ class Settings:
     #: True if the norms have no weights (OLMo 1).
     bare_norms: bool = False
     activation: str = "silu"
-    #: The `frequencies` in texts of more than `long_after` tokens (LongRoPE); () if unchanged.
-    long_frequencies: tuple[tuple[float, ...], ...] = ()
-    long_after: int = 0
-    #: For each layer, the scale of rotated queries and keys (YaRN); () for 1.
+    #: For each layer, the scale of rotated queries and keys (YaRN, LongRoPE); () for 1.
     rotary_scales: tuple[float, ...] = ()
     #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
     interleaved: bool = False

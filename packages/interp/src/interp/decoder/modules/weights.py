@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from interp.decoder.modules.settings import Settings
@@ -45,9 +43,6 @@ class Weights:
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
         """Return the norm with this name, or the identity if the family does not have it."""
-        if f"{name}.0" in self:
-            heads = [key for key in self.tensors if re.fullmatch(rf"{name}\.\d+\.weight", key)]
-            return HeadNorms(self.norm(f"{name}.{i}", settings) for i in range(len(heads)))
         if name not in self:
             return nn.Identity()
         size = len(self.parameter(f"{name}.weight"))
@@ -72,11 +67,3 @@ class Weights:
             if f"{name}.{kind}" in self.tensors:
                 module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
         return module
-
-
-class HeadNorms(nn.ModuleList):
-    """A separate norm for each head (Cohere, StableLM)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized heads (batch, heads, seq, d_head)."""
-        return torch.stack([norm(x[:, i]) for i, norm in enumerate(self)], 1)

@@ -37,19 +37,20 @@ def matching_settings(
     build: Build,
     *,
     constants: Constants,
+    limit: int | None,
 ) -> tuple[Settings, tuple[Comparison, ...]]:
     """Return the first of `candidates` that describes `model`, and the comparisons that it passed.
 
     `roles` maps the names of `tensors` to canonical names, and `build` creates a `Decoder` from
-    tensors and settings. The settings' `context` is the largest verified length. Raises ValueError
-    if no candidate describes the model.
+    tensors and settings. The settings' `context` is the largest verified length, at most `limit`.
+    Raises ValueError if no candidate describes the model.
     """
     random_weights = RandomWeights(tensors, roles, candidates[0], constants.gain_offset)
     # Rounding may route a token to another expert, but rarely does so for both of two draws.
     seeds = range(2 if candidates[0].experts_used else 1)
     comparisons = []
     with evaluating(model):
-        context = _context(model, tensors, roles, candidates[0])
+        context = _context(model, tensors, roles, candidates[0], limit)
         for probe in _probes(model, context):
             for seed in seeds:
                 drawn = replace(probe, seed=seed)
@@ -184,39 +185,46 @@ def _probes(model: nn.Module, context: int) -> list[Probe]:
 
 
 def _context(
-    model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], settings: Settings
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    roles: Mapping[str, str],
+    settings: Settings,
+    limit: int | None,
 ) -> int:
     """Return the number of tokens up to which the description is verified."""
     config = getattr(model, "config", None)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    tables = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
-    if tables and isinstance(named, int):
-        tables.append(named)  # OPT's table has more rows than positions.
+    limits = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
+    if limits and isinstance(named, int):
+        limits.append(named)  # OPT's table has more rows than positions.
+    if limit is not None:
+        limits.append(limit)
     if settings.context is not None:
-        if not 1 <= settings.context <= min([settings.context, *tables]):
-            limit = f" and at most {min(tables)}, the learned positions" if tables else ""
-            raise ValueError(f"expected a context of at least 1{limit}, got {settings.context}")
+        if not 1 <= settings.context <= min([settings.context, *limits]):
+            most = f" and at most {min(limits)}" if limits else ""
+            raise ValueError(
+                f"expected a context of at least 1{most}, got {settings.context}: the model has no "
+                "learned positions beyond it, or uses other rotary angles"
+            )
         return settings.context
     parameters = sum(tensor.numel() for tensor in tensors.values())
     affordable = int(_FORWARD_FLOPS / (2 * max(1, parameters)))
-    longest = min(_DEFAULT_CONTEXT, max(128, affordable))
-    if tables or isinstance(named, int):
-        return min(longest, *tables, *([named] if isinstance(named, int) else []))
-    return _longest_text(model, longest, next(iter(tensors.values())).device)
+    if isinstance(named, int):
+        limits.append(named)
+    context = min(_DEFAULT_CONTEXT, max(128, affordable), *limits)
+    return context if limits else _accepted_length(model, context)
 
 
-def _longest_text(model: nn.Module, longest: int, device: torch.device) -> int:
-    """Return the largest length up to `longest` that the model accepts."""
-    accepted, refused = 1, longest + 1
-    length = longest
-    while accepted + 1 < refused:
-        try:
-            compute_logits(model, torch.zeros(1, length, dtype=torch.long, device=device))
-            accepted = length
-        except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-            refused = length
-        length = (accepted + refused) // 2
-    return accepted
+def _accepted_length(model: nn.Module, length: int) -> int:
+    """Return the first of `length`, half of it and so on that the model accepts."""
+    device = next(model.parameters()).device
+    try:
+        compute_logits(model, torch.zeros(1, length, dtype=torch.long, device=device))
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        if length == 1:
+            raise
+        return _accepted_length(model, length // 2)
+    return length
 
 
 def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:

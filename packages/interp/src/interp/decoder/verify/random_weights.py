@@ -88,7 +88,7 @@ class RandomWeights:
     def _mean_and_std(self, role: str, shape: torch.Size, probe: Probe) -> tuple[float, float]:
         """Return the mean and the standard deviation of a weight."""
         part, _, kind = role.rpartition(".")
-        part = re.sub(r"^blocks\.\d+\.|\.\d+$", "", part)
+        part = re.sub(r"^blocks\.\d+\.", "", part)
         size = self._output_std(part, probe)
         if is_norm_role(role) and kind == "weight":
             return size - self.gain_offset, 0.25 * size
