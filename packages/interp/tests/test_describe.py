@@ -295,12 +295,6 @@ def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> No
         describe(model_of(**REFUSED[name]).to(dtype), context=CONTEXT)
 
 
-@pytest.mark.parametrize("name", [k for k, (_, settings) in CARRIED.items() if settings])
-def test_wrong_settings_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no description of this Model has its logits"):
-        describe(model_of(), context=CONTEXT, **CARRIED[name][1])
-
-
 def test_texts_longer_than_the_verified_length_are_refused() -> None:
     model = model_of(window=60)
     decoder = describe(model, context=60)

@@ -8,7 +8,6 @@ import torch
 from interp import (
     AttentionOnly,
     LowRank,
-    at_positions,
     attribution,
     composition_scores,
     detect_heads,
@@ -84,10 +83,6 @@ def model() -> AttentionOnly:
             r"targets have shape \(4,\); pass \(1, 4\)",
         ),
         (
-            lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), top=-1),
-            "expected top >= 0 tokens per layer, got -1",
-        ),
-        (
             lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, exact=-1),
             "expected exact >= 0, got -1",
         ),
@@ -109,10 +104,6 @@ def model() -> AttentionOnly:
             r"prompts are \(4,\) and \(4,\); both must be \(1, seq\), or \(pairs, seq\)",
         ),
         (lambda: knock_out_attention([False, True], [0]), "indices of queries, got torch.bool"),
-        (
-            lambda: at_positions([False, True], torch.zeros(1)),
-            r"expected positions, got the mask \[False, True\]; pass mask.nonzero",
-        ),
         (
             lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": TOKENS - 4}),
             "attention_mask has values from -3 to 0; each row must be 1",

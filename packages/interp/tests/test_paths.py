@@ -266,7 +266,7 @@ def test_estimates_are_refused_inside_a_patch_of_patterns() -> None:
     metric = logit_difference(None, decoder.unembed, 5, 8)
     knocked_out = {"blocks.1.attention.pattern": knock_out_attention([5], [2])}
     with patch(decoder, knocked_out):
-        with pytest.raises(ValueError, match=r"blocks\.1\.attention\.pattern is not the softmax"):
+        with pytest.raises(ValueError, match=r"'blocks\.1\.attention\.pattern' has a hook"):
             edge_attribution(decoder, CLEAN, CORRUPTED, metric)
         # Exact effects of equal prompts are 0.
         assert not patch_edges(decoder, CLEAN, CLEAN, metric).values.any()

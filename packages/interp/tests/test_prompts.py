@@ -10,7 +10,6 @@ import torch
 from interp import (
     Cache,
     Decoder,
-    at_positions,
     describe,
     detect_heads,
     logit_lens,
@@ -146,27 +145,6 @@ def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
         with pytest.raises(ValueError, match="differs from that of the earlier calls"):
             decoder(TOKENS[:, 8:], mask, cache=earlier)
     assert cache.get_seq_length() == bare.get_seq_length() == 8
-
-
-def test_patches_of_a_cached_text_act_at_their_positions() -> None:
-    decoder = described("LlamaForCausalLM")
-    with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):
-        whole = decoder(TOKENS)
-    cache = Cache()
-    with patch(decoder, {"blocks.0": at_positions([2, 7], torch.zeros(24))}):
-        parts = [decoder(part, cache=cache) for part in TOKENS.split([5, 1, 4, 2], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
-
-
-def test_at_positions_refuses_prompts_that_are_padded_on_the_left() -> None:
-    model = peer("LlamaForCausalLM")
-    message = "padded on the left; pass prompts of equal length"
-    for arguments, options in (((TOKENS,), {"attention_mask": MASK}), ((TOKENS, MASK), {})):
-        with (
-            pytest.raises(RuntimeError, match=message),
-            patch(model, {"model.layers.0": at_positions([0], torch.zeros(24))}),
-        ):
-            model(*arguments, **options)
 
 
 @torch.no_grad()

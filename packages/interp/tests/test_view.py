@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from figures import assert_at_most
-from interp import AttentionOnly, attribution, detect_heads, logit_lens, view
-from interp.patching import logit_difference, patch_edges, patch_parts, patch_streams
+from interp import attribution, detect_heads, logit_lens, view
 
 WORDS = ["<b>", "</script>", "a&b", "\u2028", "naïve"]
 TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
@@ -43,23 +42,13 @@ class Page(HTMLParser):
             self.headings.append(text)
 
 
-def scans() -> dict:
-    model = AttentionOnly(vocabulary=6, context=5, d_model=8, layers=2, heads=2).double()
-    metric = logit_difference(None, model.unembed, 1, 2)
-    pair = TOKENS, torch.tensor([[0, 1, 3, 0, 1]])
-    return {
-        "Streams": patch_streams(model, *pair, metric),
-        "Heads": patch_parts(model, "attention.o:input", *pair, metric),
-        "Edges": patch_edges(model, *pair, metric),
-    }
-
-
 @pytest.fixture
 def page(tmp_path: Path) -> tuple[str, dict]:
     torch.manual_seed(0)
     patterns = torch.randn(2, 1, 3, 5, 5).softmax(-1)
     streams = torch.randn(2, 1, 5, 4)
     unembed = torch.randn(5, 4)
+    patching = torch.arange(20.0).view(2, 2, 5)
     path = view(
         tmp_path / "page.html",
         tokens=WORDS,
@@ -67,13 +56,13 @@ def page(tmp_path: Path) -> tuple[str, dict]:
         heads=detect_heads(patterns, TOKENS),
         lens=logit_lens(streams, None, unembed),
         attributions=attribution({"a": streams[0], "b": streams[1]}, None, unembed, TOKENS),
-        patching=scans(),
+        patching=patching,
         vocabulary=WORDS,
         title="</title><script>{{data}}",
     )
     assert path == tmp_path / "page.html"
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
-    return path.read_text(encoding="utf-8"), {"patterns": patterns}
+    return path.read_text(encoding="utf-8"), {"patterns": patterns, "patching": patching}
 
 
 def test_page_is_self_contained_and_escapes_text(page: tuple[str, dict]) -> None:
@@ -99,13 +88,10 @@ def test_page_data_round_trips(page: tuple[str, dict]) -> None:
     }
     assert data["lens"]["top"][0][0][0] in WORDS
     assert data["attribution"]["names"] == ["a", "b"]
-    shapes = [(len(m["rows"]), len(m["columns"]), m["down"], m["across"]) for m in data["patching"]]
-    assert shapes == [
-        (2, 5, "layer", "position"),
-        (4, 5, "layer.head", "position"),
-        (7, 15, "sender", "receiver"),
-    ]
-    assert all(len(m["values"]) == len(m["rows"]) for m in data["patching"])
+    patched = data["patching"]
+    assert patched["rows"] == ["0.0", "0.1", "1.0", "1.1"]
+    assert patched["across"] == "position"
+    assert torch.equal(torch.tensor(patched["values"]).view(2, 2, 5), page[1]["patching"])
 
 
 def drawn(path: Path, folder: Path, *more: str) -> str:
@@ -137,21 +123,16 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
     """  # noqa: E501
     text = drawn(tmp_path / "page.html", tmp_path, sort, point)
     headings = re.findall(r"<h2>(.*?)</h2>", text)
-    patched = [
-        "Streams",
-        "Heads",
-        "Edges",
-    ]
     assert headings == [
         "Attention",
-        *patched,
+        "Patching",
         "Kinds of heads",
         "Logit lens",
         "Direct logit attribution",
     ]
-    # One canvas for each of 2 x 3 heads; a map and its legend for the chosen head, each patching
-    # result and the attribution; a legend for the heads and for the lens.
-    assert text.count("<canvas") == 6 + 2 * (1 + 3 + 1) + 2
+    # One canvas for each of 2 x 3 heads; a map and its legend for the chosen head, the patches
+    # and the attribution; a legend for the heads and for the lens.
+    assert text.count("<canvas") == 6 + 2 * 3 + 2
     assert text.count("<tr>") == (1 + 6) + (1 + 2)
     assert 'data-ready-ms="' in text
     assert re.search(r'role="tooltip"[^>]*>query 4 “naïve”\nkey 4 “naïve”', text)

@@ -17,7 +17,6 @@ from interp.interventions import (
 )
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.positions import at_positions
 from interp.tap import patch, record
 from interp.view import view
 
@@ -27,7 +26,6 @@ __all__ = [
     "Decoder",
     "LowRank",
     "SparseAutoencoder",
-    "at_positions",
     "attribution",
     "composition_scores",
     "describe",

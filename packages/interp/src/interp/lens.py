@@ -73,8 +73,6 @@ def logit_lens(
         names = tuple(str(i) for i in range(len(streams)))
     if not streams:
         raise ValueError("expected at least one residual stream, got none")
-    if top < 0:
-        raise ValueError(f"expected top >= 0 tokens per layer, got {top}")
 
     if isinstance(unembed, Tensor):
         require_alike("the streams and the unembedding", *streams, unembed)

@@ -120,7 +120,7 @@ def sdpa_pattern(
 
     It is computed in float32 or float64. A query without visible keys has a row of zeros.
     """
-    wide = _wide(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = (query.to(wide) @ key.to(wide).mT) * (
@@ -148,10 +148,6 @@ def _unpack_groups(module: nn.Module, pattern: Tensor) -> Tensor:
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
     is_packed = groups > 1 and pattern.shape[2] == groups and pattern.shape[1] * groups == heads
     return pattern.flatten(1, 2)[:, :, None] if is_packed else pattern
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _over_keys(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -160,12 +160,11 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
     """Return the model's output for a prompt, without filling a cache."""
-    options: dict[str, Any] = {}
+    arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
     if "use_cache" in inspect.signature(model.forward).parameters:
-        options["use_cache"] = False
-    if isinstance(prompt, Tensor):
-        return model(prompt, **options)
-    return model(**{**prompt, **options})
+        arguments["use_cache"] = False
+    # The first argument of a model need not be called input_ids.
+    return model(prompt, **arguments) if isinstance(prompt, Tensor) else model(**arguments)
 
 
 def measure(metric: Metric, streams: Tensor) -> Tensor:
@@ -180,13 +179,3 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
     wide = torch.promote_types(streams.dtype, torch.float32)
     return result if result.is_floating_point() else result.to(wide)
-
-
-def is_close(repeated: Tensor, original: Tensor) -> bool:
-    """Return True if a repeated computation equals the original up to rounding."""
-    # Masked logits are -inf, and must be -inf again.
-    finite = original[original.isfinite()]
-    atol = 1e-4 * float(finite.abs().max()) if finite.numel() else 0.0
-    return repeated.shape == original.shape and torch.allclose(
-        repeated, original, rtol=1e-3, atol=atol
-    )

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from interp.positions import AtPositions, Replacement, report_calls
+Replacement = Tensor | Callable[[Tensor], Tensor]
 
 
 class Record(dict[str, Tensor]):
@@ -73,7 +73,7 @@ def record(
 @contextmanager
 def patch(
     model: nn.Module,
-    replacements: Mapping[str, Replacement | AtPositions],
+    replacements: Mapping[str, Replacement],
     *,
     names: str | None = None,
 ) -> Iterator[None]:
@@ -106,13 +106,15 @@ def patch(
             ) from error
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
-    positioned: dict[str, AtPositions] = {}
-    for site, (heads, new) in _replacements_by_site(model, replacements, names).items():
-        if isinstance(new, AtPositions):
-            positioned[site] = new
-            new = new.replace
-        hooks[site] = partial(replace, site, heads, new)
-    with report_calls(model, positioned.values()), installed_hooks(model, hooks):
+    for pattern, new in replacements.items():
+        for site, heads in _points(model, (pattern,), names).values():
+            if site in hooks:
+                raise ValueError(
+                    f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
+                    "replacement per site, or nest two patches"
+                )
+            hooks[site] = partial(replace, site, heads, new)
+    with installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         missed_sites = ", ".join(missed)
@@ -120,11 +122,6 @@ def patch(
             f"the patch of {missed_sites} never ran: the module was not called, or was compiled "
             "before"
         )
-    for site, at in positioned.items():
-        if not at.was_used:
-            raise RuntimeError(
-                f"the patch of {site} changed nothing: no call contained any of its positions"
-            )
 
 
 def _points(
@@ -136,27 +133,6 @@ def _points(
     from interp.hook_points import hook_points  # imports this module
 
     return hook_points(model, patterns, names)
-
-
-def _replacements_by_site(
-    model: nn.Module, replacements: Mapping[str, Replacement | AtPositions], names: str | None
-) -> dict[str, tuple[int, Replacement | AtPositions]]:
-    """Return the number of heads or 0, and the replacement, of each site."""
-    by_site: dict[str, tuple[int, Replacement | AtPositions]] = {}
-    for pattern, new in replacements.items():
-        for site, heads in _points(model, (pattern,), names).values():
-            if site in by_site:
-                raise ValueError(
-                    f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
-                    "replacement per site, or nest two patches"
-                )
-            if isinstance(new, AtPositions) and site.endswith(".pattern"):
-                raise ValueError(
-                    f"{site!r} has heads before positions, which at_positions() would patch; pass "
-                    "a function of the pattern, such as knock_out_attention()"
-                )
-            by_site[site] = heads, new
-    return by_site
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

@@ -34,12 +34,11 @@ def encode(
     texts: str | Sequence[str],
     *,
     padding_id: int = 0,
-    positions: bool = True,
 ) -> TextPrompt:
     """Return the token ids (texts, seq) of one or several texts, padded on the left.
 
-    If the texts differ in length, the result also has an `attention_mask` and `position_ids`. Pass
-    `positions=False` for models that do not accept `position_ids` (Bloom).
+    If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
+    Delete `position_ids` for models that do not accept them (Bloom).
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     rows = [_ids_of(tokenizer, text) for text in texts]
@@ -48,14 +47,12 @@ def encode(
     length = max(map(len, rows))
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
     ids = torch.tensor([[padding_id] * (length - len(row)) + row for row in rows])
-    strings = [
-        [""] * (length - len(row)) + [_string_of(tokenizer, token) for token in row] for row in rows
-    ]
+    decode = getattr(tokenizer, "decode", lambda ids: ids[0])
+    strings = [[""] * (length - len(row)) + [str(decode([token])) for token in row] for row in rows]
     arguments = {"input_ids": ids}
     if not bool(mask.all()):
         arguments["attention_mask"] = mask
-        if positions:
-            arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+        arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
     return TextPrompt(arguments, strings)
 
 
@@ -95,11 +92,6 @@ def _ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     encoded = tokenizer(text)
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
     return [int(token) for token in ids]
-
-
-def _string_of(tokenizer: Tokenizer, token: int) -> str:
-    decode = getattr(tokenizer, "decode", None)
-    return str(token) if decode is None else str(decode([token]))
 
 
 def _token_of(tokenizer: Any, answer: str | int) -> int:

@@ -21,7 +21,11 @@ def circuit_pattern(
     """
     require_alike("the stream and W_QK", x, qk.a if isinstance(qk, LowRank) else qk)
     scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
-    return _softmax(scores * scale, causal)
+    if causal:
+        queries, keys = scores.shape[-2:]
+        future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(future.triu(keys - queries + 1), float("-inf"))
+    return (scores * scale).softmax(dim=-1)
 
 
 def attention_head(
@@ -36,11 +40,3 @@ def attention_head(
     require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
-
-
-def _softmax(scores: Tensor, causal: bool) -> Tensor:
-    if causal:
-        queries, keys = scores.shape[-2:]
-        future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
-        scores = scores.masked_fill(future.triu(keys - queries + 1), float("-inf"))
-    return scores.softmax(dim=-1)

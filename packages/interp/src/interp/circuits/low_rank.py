@@ -41,13 +41,7 @@ class LowRank:
         if not a.dtype.is_floating_point:
             raise TypeError(f"factors are {a.dtype} and {b.dtype}; pass a floating dtype for both")
         require_alike("factors", a, b)
-        try:
-            np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        except ValueError as error:
-            raise ValueError(
-                f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} have batches that do not "
-                "broadcast; pass (layers, heads) for both"
-            ) from error
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # raises ValueError if they differ
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -125,7 +119,8 @@ class LowRank:
 
     def eigenvalues(self) -> Tensor:
         """Return the r eigenvalues that can be nonzero, complex (..., r), from those of `b a`."""
-        _require_square(self)
+        if self.shape[-1] != self.shape[-2]:
+            raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
         full = self._decomposable()
         values: Tensor = torch.linalg.eigvals(full.b @ full.a)
         return values
@@ -211,11 +206,6 @@ def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:
             f"matrices of shapes {tuple(left)} and {tuple(right.shape)} do not multiply; the "
             "columns of the left matrix must match the rows of the right matrix"
         )
-
-
-def _require_square(matrix: LowRank) -> None:
-    if matrix.shape[-1] != matrix.shape[-2]:
-        raise ValueError(f"expected square matrices for eigenvalues, got {tuple(matrix.shape)}")
 
 
 def stack_layers(layers: list[LowRank]) -> LowRank:

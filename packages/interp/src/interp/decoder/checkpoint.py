@@ -87,13 +87,10 @@ def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
             _, layer, role = name.split(".", 2)
             roles.setdefault(layer, set()).add(role)
     for layer, present in roles.items():
-        like = [x for x in roles.values() if _has_experts(x) == _has_experts(present)]
+        has_experts = "mlp.router.weight" in present
+        like = [x for x in roles.values() if ("mlp.router.weight" in x) == has_experts]
         if missing := sorted(set().union(*like) - present):
             raise ValueError(
                 f"{folder}: layer {layer} has no {', '.join(missing)}, others have; is a shard "
                 "missing?"
             )
-
-
-def _has_experts(roles: set[str]) -> bool:
-    return any(role.startswith("mlp.experts.") for role in roles)

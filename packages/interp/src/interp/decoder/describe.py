@@ -44,7 +44,8 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     `settings` are fields of `Settings` that override the detected ones. For a module without a
     configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
     tokens to verify and to accept later. Its default is the model's number of positions, at most
-    1,024, and fewer for large models.
+    1,024, and fewer for large models. If the number is unknown, 1,024 is halved until the model
+    accepts texts of that length.
 
     The description is compared with the model under random weights and under its own weights; see
     `interp.decoder.verify`, and `comparisons` of the result for the errors. Weights with a constant

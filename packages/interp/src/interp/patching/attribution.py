@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
+from interp.patching.batching import require_unchanged_blocks
 from interp.patching.paths import (
     EdgeEffects,
     Node,
@@ -18,19 +19,17 @@ from interp.patching.paths import (
     sender_changes,
 )
 from interp.patching.restart import Restart
-from interp.positions import Replacement
 from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
     forward,
-    is_close,
     mean_over_pairs,
     measure,
     split_pairs,
     tokens_of,
 )
-from interp.tap import patch, record
+from interp.tap import Replacement, patch, record
 
 
 def attribution_patching(
@@ -76,6 +75,7 @@ def edge_attribution(
     """
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
+    require_unchanged_blocks(model)  # The softmax is recomputed, also if its output is patched.
     pairs = split_pairs(clean, corrupted, metric)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
@@ -121,7 +121,6 @@ def _estimated_edges(
     sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
     with torch.no_grad(), record(model, *sites) as seen:
         forward(model, corrupted)
-    _require_unpatched_patterns(run, seen)
     gradients = _gradients(
         model, corrupted, lambda logits, final_stream: measure(metric, final_stream), seen
     )
@@ -178,23 +177,6 @@ def _receiver_effects(
     # A key head changes the patterns of all query heads that share it.
     effects = pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
     return effects
-
-
-@torch.no_grad()
-def _require_unpatched_patterns(run: Restart, seen: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a recorded pattern is not the softmax of its scores."""
-    padding, _, position_ids = run.layout
-    for i, block in enumerate(run.model.layers):
-        site = f"blocks.{i}.attention"
-        pattern, q, k = seen[f"{site}.pattern"], seen[f"{site}.q"], seen[f"{site}.k"]
-        scores = block.attention.scores(q, k, padding, position_ids)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        expected = scores.softmax(-1, dtype=wide)[..., : pattern.shape[-1]].to(pattern)
-        if not is_close(pattern, expected):
-            raise ValueError(
-                f"{site}.pattern is not the softmax of its scores, as if it was patched; estimates "
-                "recompute the softmax: use patch_edges() inside such a patch"
-            )
 
 
 def _gradients(

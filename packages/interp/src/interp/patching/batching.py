@@ -95,7 +95,7 @@ def run_patches(
     `sites` and `sources` contain one site and its new values (seq, heads, d_head) per layer. The
     rows of `patches` are (layer, head, position), in ascending order of layers.
     """
-    _require_unchanged_blocks(run.model)
+    require_unchanged_blocks(run.model)
     results = []
     for chunk in patches.split(run.batch):
         batch = PatchBatch(run)
@@ -113,16 +113,16 @@ def run_patches(
     return torch.cat(results)
 
 
-def _require_unchanged_blocks(model: Decoder) -> None:
-    """Raise ValueError if hooks or other modules could read positions that are not computed."""
+def require_unchanged_blocks(model: Decoder) -> None:
+    """Raise ValueError if hooks or modules of other libraries could act on a part of a run."""
     for name, module in model.named_modules():
         is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)
         library = type(module).__module__.partition(".")[0]
         if is_hooked or "forward" in vars(module) or library not in ("interp", "torch"):
             raise ValueError(
                 f"{name!r} has a hook, as inside patch() or record(), or is a module of another "
-                "library; patches compute the affected positions only, so call this function "
-                "outside of other contexts, on a decoder of describe()"
+                "library; only parts of the blocks are computed, so call this function outside of "
+                "other contexts, on a decoder of describe(), or use patch_edges()"
             )
 
 

@@ -18,16 +18,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.patching import EdgeEffects, PatchingResult
 from interp.prompts import Prompt, tokens_of
 from interp.text import TextPrompt
-
-Patched = PatchingResult | EdgeEffects
 
 
 def view(
@@ -38,7 +36,7 @@ def view(
     heads: HeadScores | None = None,
     lens: Lens | None = None,
     attributions: Attribution | None = None,
-    patching: Patched | Mapping[str, Patched] | None = None,
+    patching: Tensor | None = None,
     vocabulary: Sequence[str] | None = None,
     title: str = "interp",
     example: int = 0,
@@ -52,7 +50,7 @@ def view(
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
         attributions: The result of `attribution`.
-        patching: A patching or edge result, or several by title.
+        patching: Values such as `recovered`, (layers, positions) or (layers, heads, positions).
         vocabulary: The string of each token id.
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
@@ -68,8 +66,7 @@ def view(
             "p_values": {kind: values.tolist() for kind, values in heads.p_values.items()},
         }
     if patching is not None:
-        maps = patching if isinstance(patching, Mapping) else {"Patching": patching}
-        data["patching"] = [_heat_map(name, map_, strings) for name, map_ in maps.items()]
+        data["patching"] = _heat_map(patching, strings)
     if lens is not None:
         data["lens"] = _lens(lens, example, len(strings), vocabulary)
     if attributions is not None:
@@ -101,32 +98,17 @@ def _name(token: int, vocabulary: Sequence[str] | None) -> str:
     return vocabulary[token] if vocabulary else str(token)
 
 
-def _heat_map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
-    """Return the rows, columns, values and labels of a heat map."""
-    if isinstance(patched, EdgeEffects):
-        rows = [str(sender) for sender in patched.senders]
-        columns = [str(receiver) for receiver in patched.receivers]
-        values = patched.values
-        down, across = "sender", "receiver"
-        note = "change of the metric when the receiver reads the clean sender"
-    else:
-        values, note = patched.values, "the metric after a patch"
-        if patched.clean != patched.corrupted:
-            values, note = patched.recovered, "the fraction of the gap that a patch closes"
-        _require_length("the patches", values.shape[-1], len(tokens))
-        rows = [str(layer) for layer in range(len(values))]
-        down, across = "layer", "position"
-        columns = [f"{i} {token}" for i, token in enumerate(tokens)]
-        if values.ndim == 3:
-            down = "layer.head"
-            rows = [f"{layer}.{head}" for layer in rows for head in range(values.shape[1])]
+def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
+    """Return the rows, columns, values and labels of a heat map of patches."""
+    _require_length("the patches", values.shape[-1], len(tokens))
+    rows = [".".join(map(str, index)) for index in np.ndindex(values.shape[:-1])]
     return {
-        "title": title,
-        "note": note,
+        "title": "Patching",
+        "note": "The values of patches per position.",
         "rows": rows,
-        "columns": columns,
-        "down": down,
-        "across": across,
+        "columns": [f"{i} {token}" for i, token in enumerate(tokens)],
+        "down": "layer" if values.ndim == 2 else "layer.head",
+        "across": "position",
         "values": values.reshape(len(rows), -1).tolist(),
     }
 

@@ -82,12 +82,7 @@ def _errors(
     """Yield the `distance` between the logits of each candidate and those of the model."""
     weights = random_weights.draw(probe)
     tokens = _tokens(random_weights.vocabulary, probe, random_weights.device)
-    mask, positions = _padding(probe, random_weights.device)
-    arguments: dict[str, Any] = {}
-    if mask is not None:
-        arguments["attention_mask"] = mask
-    if positions is not None:
-        arguments["position_ids"] = positions
+    arguments = _padding(probe, random_weights.device)
     expected = compute_logits(model, tokens, weights=weights, **arguments)
     for candidate in candidates:
         decoder = build(weights, candidate)
@@ -95,7 +90,7 @@ def _errors(
             # The probe tests positions that count padding, so the decoder's warning is ignored.
             warnings.simplefilter("ignore", UserWarning)
             logits = decoder(tokens, **arguments)
-        error = distance(logits, expected, mask)
+        error = distance(logits, expected, arguments.get("attention_mask"))
         yield float("inf") if error != error else error
 
 
@@ -121,7 +116,7 @@ def compute_logits(
     **arguments: Any,
 ) -> Tensor:
     """Return the model's logits; `weights` replace its parameters, and buffers are then float32."""
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -239,13 +234,13 @@ def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
     return tokens.to(device)
 
 
-def _padding(probe: Probe, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return the attention mask and position ids of a probe, each (rows, length) or None."""
+def _padding(probe: Probe, device: torch.device) -> dict[str, Tensor]:
+    """Return the attention mask and the position ids of a probe, both (rows, length), if any."""
     if not probe.is_padded:
-        return None, None
+        return {}
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
     mask[0, : probe.length // 3] = 0
     mask[1, -(probe.length // 4) :] = 0
-    if probe.passes_positions:
-        return mask, (mask.cumsum(-1) - 1).clamp_min(0)
-    return mask, None
+    if not probe.passes_positions:
+        return {"attention_mask": mask}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
