@@ -532,6 +532,14 @@ def test_lengths_at_which_models_use_other_angles_are_refused(method: str) -> No
         describe(model, context=limit + 1)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_rounding_errors_of_deep_models_stay_below_the_tolerances(name: str) -> None:
+    """Sharp attention and routing amplify rounding errors in each layer."""
+    decoder = describe(family(name, num_hidden_layers=48))
+    assert all(c.error < 0.5 * c.tolerance for c in decoder.comparisons)
+
+
 # For each constant: the family, the class of the modules that have it, and another value.
 CONSTANTS: dict[str, tuple[str, str, float]] = {
     "limit": ("GptOssForCausalLM", "GptOssExperts", 6.0),

@@ -58,16 +58,6 @@ def test_scores_equal_the_definition_query_by_query(
     assert torch.equal(patterns, before)
 
 
-def test_half_precision_patterns_are_averaged_in_single_precision() -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(50, (2, 300))
-    pattern = torch.randn(2, 1, 300, 300, requires_grad=True).softmax(-1).bfloat16()
-    single = detect_heads([pattern.float()], tokens).scores
-    for kind, score in detect_heads([pattern], tokens).scores.items():
-        assert not score.requires_grad
-        torch.testing.assert_close(score, single[kind])
-
-
 @pytest.mark.parametrize("kind", ["previous", "duplicate", "induction", "first", "current"])
 def test_perfect_heads_score_one_and_uniform_heads_score_chance(kind: str) -> None:
     period = torch.randperm(8)

@@ -56,14 +56,6 @@ def test_the_circuit_is_bit_equal_to_its_specification_on_every_sequence(
     assert torch.equal(seen["blocks.0.attention.pattern"], shift.expand(4096, 1, 7, 7))
 
 
-def test_reference_returns_earlier_successors() -> None:
-    weights = induction_reference(torch.tensor([[0, 1, 2, 1, 3, 1, 4]]), 5)[0]
-    # After the third 1, its successors are 2 and 3; a token without an earlier occurrence gives 0.
-    assert weights[5].tolist() == [0, 0, 0.5, 0.5, 0]
-    assert weights[3].tolist() == [0, 0, 1, 0, 0]
-    assert weights[[0, 1, 2, 4, 6]].abs().max() == 0
-
-
 @pytest.mark.parametrize(("sharpness", "largest"), [(10.0, 0.1), (50.0, 1e-9)])
 def test_error_of_a_softer_circuit_is_bounded_by_the_softmax(
     sharpness: float, largest: float

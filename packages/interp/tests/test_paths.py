@@ -270,10 +270,3 @@ def test_estimates_are_refused_inside_a_patch_of_patterns() -> None:
             edge_attribution(decoder, CLEAN, CORRUPTED, metric)
         # Exact effects of equal prompts are 0.
         assert not patch_edges(decoder, CLEAN, CLEAN, metric).values.any()
-
-
-def test_no_senders_have_no_edges() -> None:
-    decoder = attention_only(1, 1.0)
-    metric = logit_difference(None, decoder.unembed, 5, 8)
-    edges = patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[])
-    assert edges.values.shape == edges.exists.shape == (0, len(edges.receivers))

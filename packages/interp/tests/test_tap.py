@@ -1,8 +1,9 @@
 from collections import namedtuple
+from collections.abc import Iterator
 
 import pytest
 import torch
-from interp import AttentionOnly, patch, record
+from interp import AttentionOnly, patch, record, record_patterns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -189,3 +190,34 @@ def test_a_model_that_works_in_place_does_not_change_the_new_values_of_a_patch()
         assert torch.equal(new, before)
         torch.testing.assert_close(first, new + model.first(x))
         assert torch.equal(first, second)
+
+
+def test_closed_generators_and_nested_records_leave_no_hooks(model: AttentionOnly) -> None:
+    tokens = TOKENS[[0, 1, 0]]
+
+    def layers() -> Iterator[Tensor]:
+        with (
+            record(model, "blocks.*") as seen,
+            patch(model, {"embed": torch.zeros_like}),
+            record_patterns(model),
+        ):
+            model(tokens)
+            yield from seen.values()
+
+    generator = layers()
+    assert next(generator).shape == (3, 4, 8)
+    assert hook_count(model) > 0
+    generator.close()
+    assert hook_count(model) == 0
+    expected = model(tokens)
+    first, second = record(model, "blocks.0"), record(model, "blocks.*")
+    single = first.__enter__()
+    both = second.__enter__()
+    model(tokens)
+    first.__exit__(None, None, None)  # not in the order of entry
+    model(tokens[:1])
+    second.__exit__(None, None, None)
+    assert single["blocks.0"].shape[0] == 3
+    assert both["blocks.0"].shape[0] == 1
+    assert hook_count(model) == 0
+    assert torch.equal(model(tokens), expected)

@@ -166,12 +166,6 @@ def test_layers_are_labeled_by_their_distinguishing_parts(tmp_path: Path) -> Non
     assert [p["name"] for p in json.loads(Page(text).scripts[0])["patterns"]] == ["0", "1", "10"]
 
 
-def test_prompts_of_tokenizers_are_shown_by_their_ids(tmp_path: Path) -> None:
-    prompt = {"input_ids": torch.tensor([[3, 1, 4], [1, 5, 2]]), "attention_mask": torch.ones(2, 3)}
-    text = view(tmp_path / "page.html", tokens=prompt, example=1).read_text()
-    assert json.loads(Page(text).scripts[0])["tokens"] == ["1", "5", "2"]
-
-
 def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")

@@ -112,14 +112,14 @@ class RandomWeights:
             return probe.stream_std if self.norms_queries else query
         if part == "attention.sinks":
             return probe.score_std
-        if part == "mlp.correction":
-            return 1.0
+        if part == "mlp.router":
+            return 1.5  # Also in large probes: sharp routing amplifies rounding errors.
         if part == "unembed":
             return 30.0
         if part in ("embed", "embed_norm", "position"):
             return probe.stream_std
         if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
             return write
-        if part.endswith(("up", "gate", "router")):
+        if part.endswith(("up", "gate")):
             return probe.inner_std
         return 1.0
