@@ -2,8 +2,7 @@
 
     python tests/paramserver_study.py --plot docs/results/paramserver
 
-- `exchange`: the bench's rows. If Ray is installed, also over Ray: by this package's transport, and
-  by the pattern of Ray's examples, an actor that stores the weights.
+- `exchange`: the bench's rows.
 - `bound`: exchanges, interleaved with what bounds them: the copies in and out of shared memory and
   the update; and the same bytes there and back over bare ZeroMQ frames and over a Unix socket, from
   and into memory that exists, without any computation.
@@ -43,7 +42,6 @@ from paramserver import (
     Integers,
     LocalSteps,
     StaleSynchronous,
-    TopK,
     join,
     run,
 )
@@ -60,7 +58,6 @@ POLICIES = {
     "DiLoCo": LocalSteps(LOCAL_STEPS),
     "DiLoCo, 8 bits": LocalSteps(LOCAL_STEPS, compression=Integers(8)),
     "DiLoCo, 4 bits": LocalSteps(LOCAL_STEPS, compression=Integers(4)),
-    "DiLoCo, top 1 %": LocalSteps(LOCAL_STEPS, compression=TopK(0.01)),
     "DiLoCo, 4 bits, 5 fragments, overlap 5": LocalSteps(
         LOCAL_STEPS, compression=Integers(4), fragments=5, overlap=5
     ),
@@ -108,7 +105,7 @@ def train(worker, steps: int) -> tuple[float, float, int]:
     torch.set_num_threads(1)
     corpus = load_corpus()
     exchange_seconds = 0.0
-    optimizer = worker._optimizer
+    optimizer = worker._updater.optimizer
     base = optimizer.param_groups[0]["lr"]
     begin = None
     for step in range(steps):
@@ -277,62 +274,6 @@ class _ZeroMQPeer:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
-
-
-def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
-    """Return rows of a push and a pull over Ray, or none if Ray is not installed."""
-    try:
-        import ray
-    except ImportError:
-        print("nothing is measured over Ray: it is not installed", file=sys.stderr)
-        return []
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
-    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=4, runtime_env=environment)
-    times = {"ray": [], "ray_pattern": []}
-    try:
-        for _ in range(2):  # interleaved
-            times["ray"] += time_exchanges(mebibytes, rounds, transport="ray")[0]
-            server = ray.remote(_Weights).remote(mebibytes)
-            times["ray_pattern"] += ray.get(ray.remote(_ray_pattern).remote(server, rounds))
-            ray.kill(server)
-    finally:
-        ray.shutdown()
-    rows = []
-    for name, pairs in times.items():
-        row = {"case": "ray", "transport": name, "model_mib": mebibytes} | median_times(pairs)
-        row["pattern_over_this_p50"] = median_ratio(times["ray_pattern"], pairs)
-        rows.append(row)
-    return rows
-
-
-class _Weights:
-    """The server of Ray's examples: an actor that stores the weights and applies gradients."""
-
-    def __init__(self, mebibytes):
-        self.x = nn.Parameter(torch.randn(mebibytes * 2**18))
-        self.optimizer = torch.optim.SGD([self.x], lr=0.0)
-
-    def apply(self, gradient):
-        self.x.grad = torch.from_numpy(gradient.copy())
-        self.optimizer.step()
-
-    def weights(self):
-        return self.x.detach().numpy()
-
-
-def _ray_pattern(server, rounds):
-    import ray
-
-    weights = torch.from_numpy(ray.get(server.weights.remote()).copy())
-    gradient = torch.randn_like(weights)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        ray.get(server.apply.remote(gradient.numpy()))
-        middle = time.perf_counter()
-        weights.copy_(torch.from_numpy(ray.get(server.weights.remote()).copy()))
-        times.append((middle - start, time.perf_counter() - middle))
-    return times
 
 
 def _target(quick: bool) -> list[dict]:
@@ -554,7 +495,6 @@ def main() -> None:
     ]
     if options.exchange:
         rows += bound_rows(size, rounds)
-        rows += ray_rows(size, rounds)
         rows += [_scale(*scale, rounds=rounds) for scale in scales]
         rows += _target(options.quick)
     rows += loss_rows(options.size, options.steps, options.lr) if options.steps else []

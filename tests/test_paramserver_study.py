@@ -37,16 +37,6 @@ def test_an_exchange_takes_little_more_than_what_bounds_it():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_an_exchange_over_ray_is_measured_beside_rays_own_pattern():
-    pytest.importorskip("ray", reason="the optional extra paramserver[ray] is not installed")
-    rows = study.ray_rows(1, 2)
-    assert [row["transport"] for row in rows] == ["ray", "ray_pattern"]
-    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
-    assert rows[1]["pattern_over_this_p50"] == 1
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timing
 def test_a_bound_lets_four_reach_the_target_before_the_slow_one_would():
     by_kind = {row["kind"]: row for row in study._target(quick=False)}

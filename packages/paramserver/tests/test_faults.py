@@ -428,12 +428,12 @@ def test_invalid_arguments_are_refused_with_the_remedy():
             Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")
-    for transport in ("shared_memory", "distributed", "ray"):
+    for transport in ("shared_memory", "distributed"):
         with pytest.raises(ValueError, match=f"expected transport 'zeromq' .* got '{transport}'"):
             run(train, model(), SGD, transport=transport, restarts=1)
         with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
             run(train, model(), SGD, transport=transport, workers=0)
-    with pytest.raises(ValueError, match="'shared_memory', 'distributed', 'zeromq' or 'ray'"):
+    with pytest.raises(ValueError, match="'shared_memory', 'distributed' or 'zeromq'"):
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)

@@ -38,7 +38,7 @@ def run(
     args: Sequence[Any] = (),
     workers: int = 2,
     servers: int = 1,
-    transport: Literal["shared_memory", "distributed", "zeromq", "ray"] = "shared_memory",
+    transport: Literal["shared_memory", "distributed", "zeromq"] = "shared_memory",
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False,
@@ -51,8 +51,7 @@ def run(
 ) -> Result:
     """Call `train(worker, *args)` on every worker, with servers that start from `module`.
 
-    Each server and each worker is a process of this machine, or a Ray actor. `train` pulls and
-    pushes; the worker finishes when `train` returns. After a failure, processes that have not ended
+    Each server and each worker is a process of this machine. `train` pulls and pushes; the worker finishes when `train` returns. After a failure, processes that have not ended
     within `timeout` seconds are killed.
 
     Args:
@@ -99,10 +98,6 @@ def run(
     )
     _check_options(job, transport, restarts, journal)
     shards = job.shards()
-    if transport == "ray":
-        from paramserver.transport.ray import run_on_ray
-
-        return run_on_ray(job, shards, progress)
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(PRELOADED)
@@ -144,7 +139,7 @@ def _connect(
     if transport == "distributed":
         return distributed.connect_all(sizes, workers, f"{folder}/store")
     raise ValueError(
-        f"expected transport 'shared_memory', 'distributed', 'zeromq' or 'ray', got {transport!r}"
+        f"expected transport 'shared_memory', 'distributed' or 'zeromq', got {transport!r}"
     )
 
 
