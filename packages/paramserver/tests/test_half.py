@@ -118,26 +118,6 @@ def test_mean_of_compressed_changes_is_rounded_once(compression, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_mean_of_sparse_and_dense_gradients_is_rounded_once(dtype):
-    def rows_of(rank):
-        return torch.tensor([rank, 7, 30 + rank, 50])
-
-    def some_rows(worker):
-        worker.pull()
-        gradient, rows = pushed(worker.rank, dtype), rows_of(worker.rank)
-        sparse = torch.sparse_coo_tensor(rows[None], gradient[rows], gradient.shape)
-        worker.module.x.grad = sparse if worker.rank else sparse.to_dense()
-        worker.push()
-
-    masked = [torch.zeros(60, 5, dtype=dtype) for _ in range(WORKERS)]
-    for rank, gradient in enumerate(masked):
-        gradient[rows_of(rank)] = pushed(rank, dtype)[rows_of(rank)]
-    with torch.sparse.check_sparse_tensor_invariants():
-        stored = a_step_in_threads(dtype, BulkSynchronous(), some_rows)
-    assert torch.equal(stored, rounded_once(masked).view(-1))
-
-
 def test_residual_contains_the_rounding_error_of_16_bits():
     module = nn.Linear(32, 1, bias=False).bfloat16()
     nn.init.zeros_(module.weight)

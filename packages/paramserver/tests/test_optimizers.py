@@ -162,29 +162,6 @@ def test_master_weights_that_would_lose_values_are_refused():
         servers_of(module, OptimizerSpec(ADAMW, master_dtype=torch.float64))
 
 
-def test_clipped_sparse_gradients_equal_one_process():
-    def embedding():
-        torch.manual_seed(0)
-        return nn.Embedding(50, 4, sparse=True, dtype=torch.float64)
-
-    spec = OptimizerSpec(partial(torch.optim.SGD, lr=0.5), max_norm=0.1)
-    module, alone = embedding(), embedding()
-    alone.sparse = False
-    (server,) = servers_of(module, spec, workers=1)
-    worker = Worker(module, server)
-    optimizer = spec.optimizer(alone.parameters())
-    for rows in ([1, 3, 3], [7, 1]):
-        worker.pull()
-        module(torch.tensor(rows)).square().sum().backward()
-        worker.push()
-        optimizer.zero_grad()
-        alone(torch.tensor(rows)).square().sum().backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optimizer.step()
-    worker.pull()
-    torch.testing.assert_close(module.weight, alone.weight)
-
-
 @pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"])])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
@@ -342,11 +319,6 @@ def groups_by_dimension(parameters):
             r"expected `groups` to return options for some parameter, got none for any of 0\.wei",
         ),
         (OptimizerSpec(MOMENTUM, lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau"),
-        (
-            OptimizerSpec(partial(torch.optim.SparseAdam, lr=0.1), max_norm=1.0),
-            {},
-            "max_norm=None and master_dtype=None with SparseAdam",
-        ),
         (
             MOMENTUM,
             {"policy": LocalSteps(4, OptimizerSpec(MOMENTUM, max_norm=1.0), fragments=2)},

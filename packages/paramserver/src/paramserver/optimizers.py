@@ -104,18 +104,8 @@ class Updater:
             _copy_tensor_options(self.optimizer)
             if spec.groups:
                 _require_known_options(self.optimizer)
-            if self.needs_dense_gradients and isinstance(self.optimizer, torch.optim.SparseAdam):
-                raise ValueError(
-                    "expected max_norm=None and master_dtype=None with SparseAdam, which needs "
-                    "sparse gradients; pass Adam to use them"
-                )
             if spec.scheduler:
                 self._scheduler = _checked(spec.scheduler(self.optimizer))
-
-    @property
-    def needs_dense_gradients(self) -> bool:
-        """True if sparse gradients have to be converted before they are assigned."""
-        return self.spec.max_norm is not None or self.spec.master_dtype is not None
 
     def step(self) -> None:
         """Apply the gradients of `targets`, clear them, and advance the schedule."""

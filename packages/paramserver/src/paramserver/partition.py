@@ -71,10 +71,9 @@ class Shard:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return each piece as a tensor of shape `view_shape` that shares the buffer's memory."""
-        # Each view has a storage that starts at the piece: torch adds a sparse vector at a wrong
-        # address if the dense vector has a storage offset.
-        parts = [(p, buffer.numpy()[p.offset : p.offset + p.nbytes]) for p in self.pieces]
-        return [torch.from_numpy(part).view(p.dtype).view(p.view_shape) for p, part in parts]
+        parts = [buffer[p.offset : p.offset + p.nbytes] for p in self.pieces]
+        pairs = zip(parts, self.pieces, strict=True)
+        return [part.view(piece.dtype).view(piece.view_shape) for part, piece in pairs]
 
     def gather(self, buffer: Tensor, flat: Mapping[str, Tensor]) -> None:
         """Copy a buffer into flat parameters by name, each in its logical order."""

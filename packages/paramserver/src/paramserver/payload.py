@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver import sparse
 from paramserver.consistency import LocalSteps
 from paramserver.partition import Shard, local_part
 from paramserver.protocol.gradients import add_flat, flatten
@@ -50,12 +49,9 @@ class Gradients:
         shard = self._shards[server]
         buffer = self._connections[server].gradients
         gradients = {p.name: local_part(self._parameters[p.name].grad) for p in shard.pieces}
-        size = sparse.pack(shard, gradients, buffer)
-        if size is not None:
-            return size, ()
-        return len(buffer), self._write_dense(shard, gradients, buffer)
+        return len(buffer), self._write_pieces(shard, gradients, buffer)
 
-    def _write_dense(
+    def _write_pieces(
         self, shard: Shard, gradients: GradientsByName, buffer: Tensor
     ) -> Iterator[int]:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):

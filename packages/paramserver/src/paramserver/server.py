@@ -112,11 +112,6 @@ class Server:
         """Number of applied gradients by staleness: versions between the pull and the update."""
         return self.core.replica.staleness
 
-    @property
-    def push_bytes(self) -> Counter[int]:
-        """Number of applied gradients by the size of their payload in bytes."""
-        return self.core.replica.push_bytes
-
     def connect(self, worker: int) -> "LocalConnection":
         """Return a connection of a worker in this process."""
         return LocalConnection(self, worker)

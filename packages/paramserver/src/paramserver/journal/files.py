@@ -26,7 +26,7 @@ import torch
 from paramserver.protocol.log import Log
 from paramserver.protocol.records import Followed, Record, Staged
 
-MAGIC = b"pserver2"
+MAGIC = b"pserver3"
 #: Number of random bytes that identify a journal.
 IDENTITY_BYTES = 8
 # Magic number, identity of the journal, number of the file, checksum.

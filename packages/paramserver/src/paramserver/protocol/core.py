@@ -254,7 +254,7 @@ class Core:
         for record in records:
             match record:
                 case Staged(push, data) if self.replica.wants(push):
-                    self.replica.stage(push, self.replica.unpack(push, data), len(data))
+                    self.replica.stage(push, self.replica.unpack(push, data))
                 case Followed(log):
                     self.ledger.replay(log)
                     self.replica.follow(log)
@@ -298,7 +298,7 @@ class Core:
             return self._fetch(worker, message)
         if message.kind is Kind.FOLLOW:
             return Message(Kind.OK, position=self.replica.position)
-        return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
+        return self._newest(json.dumps(self.replica.staleness))
 
     def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
@@ -325,7 +325,7 @@ class Core:
         gradients = self.replica.unpack(push, data, is_known_finite=is_known_finite)
         if self.journal:
             self.journal.record(Staged(push, data))
-        self.replica.stage(push, gradients, len(data))
+        self.replica.stage(push, gradients)
 
     def _check_join(self, worker: int, message: Message) -> None:
         replica = self.replica

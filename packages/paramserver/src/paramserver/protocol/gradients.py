@@ -29,17 +29,13 @@ def mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
     The sum is computed in the memory of the first gradient if its dtype is wide enough.
     """
-    # The sort is stable, so it keeps the order of the workers. A dense tensor has to come first,
-    # because a dense tensor cannot be added to a sparse one in place.
-    total, *others = sorted(gradients, key=lambda gradient: gradient.is_sparse)
+    total, *others = gradients
     if others:
-        wide = torch.promote_types(dtype, torch.float32)
-        total = total.to(wide)
+        total = total.to(torch.promote_types(dtype, torch.float32))
         for other in others:
-            total.add_(other.to(wide) if other.is_sparse else other)
+            total.add_(other)
         total.div_(len(gradients))
-    # Coalescing sums the elements of repeated rows before they are rounded.
-    return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)
+    return total.to(dtype)
 
 
 def flatten(views: Iterable[Tensor]) -> Tensor:

@@ -26,7 +26,6 @@ _ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.ASGD,
-    torch.optim.SparseAdam,
 )
 
 
@@ -63,6 +62,11 @@ def updater_of_pieces(
             f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
             "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
             "of each worker's gradients"
+        )
+    if isinstance(updater.optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "expected an optimizer of dense gradients, which servers receive, got SparseAdam; pass "
+            "Adam"
         )
     if updater.optimizer:
         _require_elementwise(pieces, updater.optimizer)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver import sparse
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Piece, Shard, local_part
@@ -47,8 +46,6 @@ class Replica:
         self.version = 0
         #: Number of applied gradients by staleness, in versions.
         self.staleness: Counter[int] = Counter()
-        #: Number of applied gradients by payload size, in bytes.
-        self.push_bytes: Counter[int] = Counter()
         self._fragments = shard.fragments(local.fragments if local else 1)
         if memory is None:
             memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
@@ -82,8 +79,8 @@ class Replica:
         #: Fragment of the last update, and the data that readers of the version before it need.
         self._changed = 0
         self._change = self._buffer
-        #: Gradients and payload bytes of each push that was not applied yet.
-        self._staged: dict[Push, tuple[list[Tensor], int]] = {}
+        #: Gradients of each push that was not applied yet.
+        self._staged: dict[Push, list[Tensor]] = {}
         #: Staged pushes that are accepted.
         self._accepted: set[Push] = set()
         #: Epoch and clock of each worker's next push.
@@ -111,18 +108,16 @@ class Replica:
         size = fragment.stop - fragment.start
         if len(data) == size and data.dtype == torch.uint8:
             gradients = shard.views(data)
-        elif len(data) > size or data.dtype != torch.uint8:
+        elif len(data) > size or data.dtype != torch.uint8 or not self.compression:
             raise ValueError(
-                f"expected at most {size} elements of torch.uint8, worker {push[0]} pushed "
+                f"expected {size} elements of torch.uint8, worker {push[0]} pushed "
                 f"{data.numel()} of {data.dtype}"
             )
-        elif self.compression:
+        else:
             numels = [piece.stop - piece.start for piece in shard.pieces]
             parts = self.compression.decode(data, sum(numels)).split(numels)
             pairs = zip(parts, shard.pieces, strict=True)
             gradients = [part.view(piece.view_shape) for part, piece in pairs]
-        else:
-            gradients = sparse.unpack(shard, data)
         if not is_known_finite:
             names = [piece.name for piece in shard.pieces]
             require_finite(push[0], dict(zip(names, gradients, strict=True)))
@@ -144,10 +139,10 @@ class Replica:
             )
         return (epoch, clock) == expected
 
-    def stage(self, push: Push, gradients: list[Tensor], nbytes: int) -> None:
-        """Store gradients, which arrived in `nbytes` bytes, until the log applies or drops them."""
+    def stage(self, push: Push, gradients: list[Tensor]) -> None:
+        """Store gradients until the log applies or drops them."""
         self._drop(push[0])  # a worker has at most one push that is not accepted
-        self._staged[push] = gradients, nbytes
+        self._staged[push] = gradients
 
     def has(self, push: Push) -> bool:
         """Return True if the gradients of the push are staged."""
@@ -179,13 +174,12 @@ class Replica:
                     self.next[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._preserve_pending_reads()
-                    gradients, nbytes = zip(*(self._staged.pop(p) for p in pushes), strict=True)
+                    gradients = [self._staged.pop(push) for push in pushes]
                     if self._scale_by_staleness and staleness[0]:
                         for gradient in gradients[0]:
                             gradient.div_(1 + staleness[0])
                     self._apply(pushes[0][2] % len(self._fragments), gradients)
                     self._accepted.clear()
-                    self.push_bytes.update(nbytes)
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
                         following = (epoch, clock + 1)
@@ -259,15 +253,14 @@ class Replica:
         fragment_bytes = len(self._fragments[self._changed].of(self._buffer))
         is_compressed = len(self._change) != fragment_bytes
         staged = {
-            push: ([gradient.clone() for gradient in gradients], nbytes)
-            for push, (gradients, nbytes) in self._staged.items()
+            push: [gradient.clone() for gradient in gradients]
+            for push, gradients in self._staged.items()
         }
         return self.state_dict() | {
             "position": self.position,
             "base_version": self.base_version,
             "terms": self._settings,
             "staleness": dict(self.staleness),
-            "push_bytes": dict(self.push_bytes),
             "staged": staged,
             "accepted": sorted(self._accepted),
             "next": dict(self.next),
@@ -295,7 +288,6 @@ class Replica:
         self._staged = dict(state["staged"])
         self.next = dict(state["next"])
         self._accepted = set(state["accepted"])
-        self.push_bytes = Counter(state["push_bytes"])
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
@@ -324,14 +316,8 @@ class Replica:
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
         """Update fragment `number` by the mean of the gradients of `pushes`."""
         fragment = self._fragments[number]
-        targets = zip(
-            self._targets[number], fragment.shard.pieces, zip(*pushes, strict=True), strict=True
-        )
-        for target, piece, gradients in targets:
-            gradient = mean(gradients, target.dtype)
-            if self._updater.needs_dense_gradients:
-                gradient = gradient.to_dense()
-            target.grad = sparse.convert_for(self._updater.optimizer, gradient, piece)
+        for target, *gradients in zip(self._targets[number], *pushes, strict=True):
+            target.grad = mean(gradients, target.dtype)
         self._updater.step()
         self.version += 1
         self._changed = number

@@ -94,7 +94,7 @@ def _whole_values(replicas: Sequence[Replica]) -> tuple[Values, dict[str, dict[s
         for index, (piece, target, state, group) in enumerate(_targets(replica)):
             of_piece = {_PARAMETER: target.detach(), **state}
             for push in sorted(replica._accepted):
-                of_piece[f"push {push}"] = replica._staged[push][0][index].to_dense()
+                of_piece[f"push {push}"] = replica._staged[push][index]
             for key, value in of_piece.items():
                 _add(values.setdefault(piece.name, {}), key, value, piece)
             options[piece.name] = group
@@ -174,14 +174,11 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     replica.version = first.version
     replica.base_version = first.base_version
     replica.staleness = Counter(first.staleness)
-    if replica.shard.number == 0:
-        replica.push_bytes = sum((other.push_bytes for other in old), Counter())
     replica.next = dict(first.next)
     replica._accepted = set(first._accepted)
     for push in replica._accepted:
         key = f"push {push}"
-        gradients = [
+        replica._staged[push] = [
             _part(values[piece.name][key], key, piece, torch.Size(piece.shape).numel())
             for piece in replica.shard.pieces
         ]
-        replica._staged[push] = gradients, replica.shard.buffer_bytes

@@ -33,8 +33,6 @@ class Result:
     versions: list[int]
     #: Number of applied gradients by staleness, in versions.
     staleness: Counter[int]
-    #: Number of applied gradients by payload size, in bytes.
-    push_bytes: Counter[int]
     #: Reason of each loss of a worker; filled with on_worker_loss="continue" only.
     lost: dict[int, str] = field(default_factory=dict)
 
@@ -137,13 +135,12 @@ class ServerReport:
     buffer: bytes
     version: int
     staleness: Counter[int]
-    push_bytes: Counter[int]
 
 
 def report(server: Server) -> ServerReport:
     """Return the final state of a server, in a form that is fast to pickle."""
     buffer = server.state_dict()["parameters"].numpy().tobytes()
-    return ServerReport(buffer, server.version, server.staleness, server.push_bytes)
+    return ServerReport(buffer, server.version, server.staleness)
 
 
 def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
@@ -177,7 +174,6 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
         parameters,
         [server.version for server in reports],
         sum((server.staleness for server in reports), Counter()),
-        sum((server.push_bytes for server in reports), Counter()),
         lost,
     )
 

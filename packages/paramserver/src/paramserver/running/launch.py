@@ -51,8 +51,9 @@ def run(
 ) -> Result:
     """Call `train(worker, *args)` on every worker, with servers that start from `module`.
 
-    Each server and each worker is a process of this machine. `train` pulls and pushes; the worker finishes when `train` returns. After a failure, processes that have not ended
-    within `timeout` seconds are killed.
+    Each server and each worker is a process of this machine. `train` pulls and pushes; the worker
+    finishes when `train` returns. After a failure, processes that have not ended within `timeout`
+    seconds are killed.
 
     Args:
         train: the training function. `train`, `module`, `optimizer` and `args` must be picklable.

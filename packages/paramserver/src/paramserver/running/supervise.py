@@ -97,12 +97,10 @@ def read_final_state(
         log = connections[0].request(Message(Kind.SYNC)).text
         for connection in connections:
             answer = connection.request(Message(Kind.END, text=log))
-            staleness, push_bytes = (
-                Counter({int(key): count for key, count in counts.items()})
-                for counts in json.loads(answer.text)
-            )
+            counts = json.loads(answer.text)
+            staleness = Counter({int(key): count for key, count in counts.items()})
             parameters = connection.parameters.numpy().tobytes()
-            reports.append(ServerReport(parameters, answer.number, staleness, push_bytes))
+            reports.append(ServerReport(parameters, answer.number, staleness))
     return reports
 
 
