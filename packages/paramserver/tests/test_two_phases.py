@@ -77,6 +77,8 @@ class Dies(BaseException):
 class Mortal:
     """A connection whose worker dies after sending a number of requests."""
 
+    session = None
+
     def __init__(self, connection, life):
         self._connection, self._life = connection, life
 

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from paramserver.journal import recover, require_journals
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
@@ -39,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.set_defaults(call=_serve)
     join = commands.add_parser("join", help="train as one worker")
     join.add_argument("--rank", type=int, required=True, help="number of the worker")
-    join.add_argument("--site", action="store_true", help="this process is one rank of the worker")
     join.set_defaults(call=_join)
     join.add_argument("--checkpoint", type=Path, help="file of the state of local steps")
     for command in (serve, join):
@@ -105,17 +102,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _join(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
-    site = None
-    if arguments.site:  # started by torchrun, for example
-        dist.init_process_group()
-        site = dist.group.WORLD
     public, secret = _read_key_pair(arguments.keys)
     if bool(secret) != bool(arguments.peer):
         raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
-    checkpoint = arguments.checkpoint
     with join_servers(
-        job, arguments.rank, arguments.address, keys=keys, site=site, checkpoint=checkpoint
+        job, arguments.rank, arguments.address, keys=keys, checkpoint=arguments.checkpoint
     ) as worker:
         print(job.train(worker, *job.args), flush=True)
 

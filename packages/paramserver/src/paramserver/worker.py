@@ -1,15 +1,14 @@
 """A worker: it pulls parameters from the servers, and pushes gradients to them.
 
 With several servers, requests to each server run in a thread per server. With overlapping local
-steps, one more thread exchanges a fragment while the worker computes. A worker may consist of many
-ranks, its site; then the first rank of the site communicates with the servers for all of them.
+steps, one more thread exchanges a fragment while the worker computes.
 """
 
 import json
 import math
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.checkpoint import (
@@ -35,7 +33,6 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.protocol.replica import layout
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
-from paramserver.site import Site
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
 
 T = TypeVar("T")
@@ -46,23 +43,18 @@ class Worker:
 
     A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
     of the block unless it has left. If the block or `finish` raises, the worker reports the failure
-    to the servers. The first rank reports for its site. If the block raises on another rank, the
-    first rank fails in its next collective of the site: as soon as that rank's process has ended,
-    or otherwise after the timeout of the site's process group.
+    to the servers.
 
     Args:
-        module: the module to train; its parameters that require a gradient are on the servers.
+        module: the module to train; its parameters that require a gradient are on the servers. With
+            FSDP, each rank is a worker that trains its shard, with the ranks that have the same
+            shard in the other FSDP groups.
         servers: a server in this process, several of them, or connections to them, in the order of
             `partition(parameters, len(servers), whole=whole)`.
         rank: number of this worker.
         whole: whether each parameter is stored on one server.
         local: the policy of the servers, if it is `LocalSteps` and `servers` are connections.
         optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
-        site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
-            same methods and passes gradients that are already averaged over the group. Only the
-            `servers` of the first rank are used. With FSDP, do not pass `site`: each rank is its
-            own worker and trains its shard with the ranks that have the same shard in the other
-            sites.
         checkpoint: file that receives the state of local steps before every exchange: the module,
             the local optimizer and torch's random number generators of the CPU and of the module's
             GPUs. If the file exists, the worker continues exactly from it. With `LocalSteps` only.
@@ -77,15 +69,11 @@ class Worker:
         whole: bool = False,
         local: LocalSteps | None = None,
         optimizer: OptimizerFactory | None = None,
-        site: dist.ProcessGroup | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
         rank = operator.index(rank)  # an integer of any library
-        self._site = Site(site)
         if isinstance(servers, Server):
             servers = [servers]
-        if not self._site.is_communicator:
-            servers = []
         if local is None and servers and isinstance(servers[0], Server):
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
@@ -95,17 +83,17 @@ class Worker:
                 "expected LocalSteps with a local `optimizer`, which other policies would ignore; "
                 "pass the optimizer to the server, or local=LocalSteps(...)"
             )
-        if checkpoint and (site is not None or not local):
+        if checkpoint and not local:
             raise ValueError(
-                "expected LocalSteps and one rank per worker with a checkpoint; pass None: with "
-                "other policies the servers store all state; save each rank of a site yourself"
+                "expected LocalSteps with a checkpoint; pass None: with other policies the servers "
+                "store all state"
             )
         self.module = module
         self.rank = rank
         self._parameters = trainable_parameters(module)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
-        shards = partition(self._parameters, len(servers), whole=whole) if servers else []
+        shards = partition(self._parameters, len(servers), whole=whole)
         payload_type = partial(Changes, local) if local else Gradients
         self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
@@ -129,11 +117,11 @@ class Worker:
         self._next_pull_step: int | None = 0
         self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
         self._exchange: Future[None] | None = None
-        session_id = getattr(self._connections[0], "session", None) if self._connections else None
+        session_id = self._connections[0].session
         session_id = secrets.randbits(48) if session_id is None else session_id
         self._layouts = [layout(shard, local) for shard in shards]
         self._session = Session(rank, self._layouts, session_id)
-        self._on_communicator(lambda: self._run_requests(self._session.join()))
+        self._run_requests(self._session.join())
         #: Position at local step 0.
         self._first_position = self._position_of_pushes()
         self._checkpoint = Path(checkpoint) if checkpoint else None
@@ -208,7 +196,8 @@ class Worker:
         """
         self._require_active()
         if self._local is None or self._updater is None:
-            self._on_communicator(self._push, lambda: self._prepare_push(loss))
+            self._prepare_push(loss)
+            self._push()
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
@@ -238,8 +227,8 @@ class Worker:
             if self._next_pull_step is not None:
                 self._receive_update()
             self._send_fragment()
-        self._on_communicator(lambda: self._run_requests(self._session.finish()))
-        self._load()
+        self._run_requests(self._session.finish())
+        self._payload.load()
         self._finished = True
         return self.version
 
@@ -252,7 +241,7 @@ class Worker:
         if self._exchange:
             self._exchange.result()
             self._exchange = None
-        self._on_communicator(lambda: self._run_requests(self._session.leave()))
+        self._run_requests(self._session.leave())
         self._has_left = True
 
     def abort(self, reason: str) -> None:
@@ -322,19 +311,6 @@ class Worker:
         shapes = [parameter.shape for parameter in parameters.values()]
         return Updater(spec, list(parameters.values()), list(parameters), shapes)
 
-    def _on_communicator(
-        self, function: Callable[[], object], check: Callable[[], None] = lambda: None
-    ) -> None:
-        """Call `check` on every rank of the site, then `function` on the first; see `Site.run`."""
-        session = self._session
-
-        def communicate() -> tuple[int, int, int, int]:
-            function()
-            return self.rank, session.clock, session.pushes, session.version
-
-        state = self._site.run(communicate, check)
-        self.rank, session.clock, session.pushes, session.version = state
-
     def _run_requests(self, steps: Steps[T]) -> T:
         """Run a session generator and return its result.
 
@@ -388,11 +364,10 @@ class Worker:
         self._payload.capture(fragment)
         if self._checkpoint:
             self._save(self._checkpoint)
-        # With overlap, the other ranks of a site take part in `_receive_update` only.
-        if overlap and self._exchange_thread and self._site.is_communicator:
+        if overlap and self._exchange_thread:
             self._exchange = self._exchange_thread.submit(self._push_and_pull)
-        elif not overlap:
-            self._on_communicator(self._push)
+        else:
+            self._push()
         self._sent_at[fragment] = self._steps
         self._next_pull_step = self._steps + overlap
 
@@ -462,24 +437,14 @@ class Worker:
         self._run_requests(self._session.pull())
 
     def _receive_update(self) -> None:
-        self._on_communicator(self._wait_for_update)
-        # With overlap, the module's present parameters are blended in with weight `alpha`.
-        self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
-        self._next_pull_step = None if self._local else 0
-
-    def _wait_for_update(self) -> None:
         if self._exchange:
             self._exchange.result()
             self._exchange = None
         else:
             self._run_requests(self._session.pull())
-
-    def _load(self, alpha: float = 0.0) -> None:
-        self._payload.load(alpha)
-        if self._site.group is not None:
-            flat = self._payload.flat()
-            self._site.broadcast(flat.values())
-            self._payload.store(flat)
+        # With overlap, the module's present parameters are blended in with weight `alpha`.
+        self._payload.load(self._local.alpha if self._local and self._local.overlap else 0.0)
+        self._next_pull_step = None if self._local else 0
 
 
 def local_of(consistency: Consistency | None) -> LocalSteps | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency
@@ -17,8 +16,6 @@ from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
 from paramserver.worker import Worker, local_of, trainable_parameters
-
-Site = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,6 @@ class Job:
         self,
         rank: int,
         connections: Sequence[Any],
-        site: Site = None,
         checkpoint: str | Path | None = None,
     ) -> Worker:
         """Return a new worker that has joined the servers behind `connections`."""
@@ -108,7 +104,6 @@ class Job:
             whole=self.whole,
             local=local,
             optimizer=self.optimizer if local else None,
-            site=site,
             checkpoint=checkpoint,
         )
 

@@ -15,8 +15,6 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
@@ -51,21 +49,12 @@ def join_servers(
     addresses: Sequence[str],
     *,
     keys: Keys | None = None,
-    site: dist.ProcessGroup | None = None,
     checkpoint: str | Path | None = None,
 ) -> Iterator[Worker]:
-    """Provide a worker of the servers at these addresses, in the order of their shards.
-
-    With `site`, the ranks of that group are the worker (see `Worker`): all of them call this
-    function, and the first one connects.
-    """
-    if site is not None and dist.get_rank(site) > 0:
-        with job.worker(rank, [], site) as worker:
-            yield worker
-        return
+    """Provide a worker of the servers at these addresses, in the order of their shards."""
     with (
         _connected(job, rank, addresses, keys) as connections,
-        job.worker(rank, connections, site, checkpoint) as worker,
+        job.worker(rank, connections, checkpoint) as worker,
     ):
         yield worker
 

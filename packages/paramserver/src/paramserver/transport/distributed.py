@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paramserver.consistency import Consistency
 from paramserver.optimizers import OptimizerFactory
 from paramserver.protocol.messages import Kind, Message
-from paramserver.running.job import Job, Site
+from paramserver.running.job import Job
 from paramserver.running.serving import serve
 from paramserver.transport.connection import (
     GRACE,
@@ -116,7 +116,6 @@ def join(
     on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False,
     drop_after: float | None = None,
-    site: Site = None,
 ) -> Iterator[Worker]:
     """Train in an existing process group, in which every rank is a worker.
 
@@ -134,17 +133,10 @@ def join(
         on_worker_loss: see `Server`.
         whole: whether every parameter is stored on one server.
         drop_after: see `Server`.
-        site: process group whose ranks are one worker, see `Worker`. Then `group` contains the
-            first ranks of all sites; the other ranks call `join`, too.
 
     Raises:
         PeerLost: a rank has failed; raised on every other rank, with its name.
     """
-    if site is not None and dist.get_rank(site) > 0:
-        job = Job(lambda: None, module, optimizer, consistency)
-        with job.worker(0, [], site) as worker:
-            yield worker
-        return
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
         raise ValueError(
@@ -185,7 +177,7 @@ def join(
                 tags = (reply_tag, request_tag)
                 channels[r] = DistributedChannel(name, r, tags, nbytes, private)
             threads += serve(server, channels)
-        with job.worker(rank, connections, site) as worker:
+        with job.worker(rank, connections) as worker:
             yield worker
     finally:
         for thread in threads:
