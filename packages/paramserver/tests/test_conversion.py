@@ -35,13 +35,10 @@ SCHEDULED = OptimizerSpec(
     ADAMW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20), no_decay
 )
 MASTERS = replace(SCHEDULED, master_dtype=torch.float64)
-ADAFACTOR = partial(torch.optim.Adafactor, lr=0.05)
-WHOLE = Job(print, model(), ADAFACTOR, BulkSynchronous(), whole=True)
 JOBS = {
     "adamw with a schedule and groups": Job(print, model(), SCHEDULED, BulkSynchronous()),
     "master weights": Job(print, model(torch.float32), MASTERS, BulkSynchronous()),
     "momentum, every gradient": Job(print, model(), SGD, Asynchronous()),
-    "whole tensors": WHOLE,
     "local steps": Job(print, model(), SCHEDULED, LocalSteps(2)),
 }
 
@@ -151,12 +148,12 @@ def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path
         job = Job(print, model(), SGD, policy, servers=2)
         with pytest.raises(ValueError, match="continue with the former number"):
             convert_journal(job, tmp_path, tmp_path / "new")
-    fleet = Fleet(replace(WHOLE, servers=1), tmp_path / "old")
+    whole_tensors = Job(print, model(), partial(torch.optim.Adafactor, lr=0.05), servers=1)
+    fleet = Fleet(whole_tensors, tmp_path / "old")
     fleet.train(0, 2)
     fleet.close()
-    split = replace(WHOLE, whole=False, servers=2)
-    with pytest.raises(ValueError, match=r"pass whole=True"):
-        convert_journal(split, tmp_path / "old", tmp_path / "new")
+    with pytest.raises(ValueError, match="expected an elementwise optimizer"):
+        convert_journal(replace(whole_tensors, servers=2), tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -393,13 +393,6 @@ def test_a_worker_of_another_policy_is_refused():
         worker.push()
 
 
-def test_worker_with_different_fragment_layout_is_refused():
-    policy = LocalSteps(2, OUTER, fragments=2)
-    server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
-    with pytest.raises(ValueError, match="in whole fragments of"):
-        Worker(model(), server, optimizer=INNER, whole=True)
-
-
 def test_local_steps_need_an_optimizer_and_a_number():
     with pytest.raises(ValueError, match="expected an integer steps >= 1, got 0"):
         LocalSteps(0)

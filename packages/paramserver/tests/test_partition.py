@@ -20,17 +20,15 @@ def tensors(shapes):
     return {str(i): torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
 
 
-@given(shapes=SHAPES, servers=st.integers(1, 6), whole=st.booleans())
-def test_each_element_is_stored_once(shapes, servers, whole):
+@given(shapes=SHAPES, servers=st.integers(1, 6))
+def test_each_element_is_stored_once(shapes, servers):
     parameters = tensors(shapes)
-    shards = partition(parameters, servers, whole=whole)
+    shards = partition(parameters, servers)
     assert len(shards) == servers
     counts = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
     for shard in shards:
         for piece in shard.pieces:
             counts[piece.name][piece.start : piece.stop] += 1
-            if whole:
-                assert piece.stop - piece.start == counts[piece.name].numel()
     assert all((part_counts == 1).all() for part_counts in counts.values())
 
 
@@ -54,12 +52,6 @@ def test_views_share_the_buffer_and_never_overlap(shapes, servers):
             assert view.dtype == piece.dtype
             if piece.stop - piece.start == math.prod(piece.shape):
                 assert view.shape == piece.shape
-
-
-def test_whole_parameters_are_spread_largest_first():
-    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 3}
-    shards = partition({n: torch.empty(s) for n, s in sizes.items()}, 2, whole=True)
-    assert sorted(shard.nbytes // 4 for shard in shards) == [8, 10]  # a d; b c e: greedy
 
 
 def test_partition_of_no_parameters_is_an_error():

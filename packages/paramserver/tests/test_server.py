@@ -54,12 +54,12 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
     assert [host.version for host in hosts] == [6] * servers
 
 
-def train_with(optimizer, servers, *, whole=False):
+def train_with(optimizer, servers):
     """Train two workers for five steps and return the parameters of the first one."""
     parameters = trainable_parameters(model())
-    shards = partition(parameters, servers, whole=whole)
+    shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
-    workers = [Worker(model(), hosts, rank=rank, whole=whole) for rank in range(2)]
+    workers = [Worker(model(), hosts, rank=rank) for rank in range(2)]
     in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
     return dict(workers[0].module.named_parameters())
 
@@ -68,13 +68,12 @@ ADAFACTOR = partial(torch.optim.Adafactor, lr=0.1)
 
 
 def test_an_optimizer_of_whole_tensors_is_refused_if_a_tensor_is_split():
-    with pytest.raises(ValueError, match=r"is split, got Adafactor; pass whole=True"):
+    with pytest.raises(ValueError, match=r"is split, got Adafactor; pass servers=1"):
         train_with(ADAFACTOR, 3)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_an_optimizer_of_whole_tensors_equals_one_process_with_whole(servers):
-    parameters = train_with(ADAFACTOR, servers, whole=True)
+def test_an_optimizer_of_whole_tensors_equals_one_process_on_one_server():
+    parameters = train_with(ADAFACTOR, 1)
     assert_equal_parameters(parameters, train_alone(5, 2, ADAFACTOR))
 
 

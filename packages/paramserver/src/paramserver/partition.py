@@ -1,8 +1,8 @@
 """Partition of the parameters over servers.
 
 Parameters are split into shards of equal bytes, in the middle of a tensor if necessary. That does
-not change the updates of an elementwise optimizer such as SGD or Adam. For optimizers that use
-whole tensors, such as LAMB or Muon, `whole=True` keeps every parameter on one server.
+not change the updates of an elementwise optimizer such as SGD or Adam. Optimizers that use whole
+tensors, such as Adafactor or Muon, need a single server.
 
 A shard is one flat buffer of bytes whose pieces are views, so that a pull or push is one message.
 """
@@ -52,8 +52,6 @@ class Shard:
     """The part of the parameters that one server stores, as pieces of one buffer."""
 
     pieces: tuple[Piece, ...]
-    #: True if every parameter is stored on one server.
-    whole: bool = False
     #: Index of the server that stores the shard; server 0 orders the updates of all servers.
     number: int = 0
     #: Number of servers over which the parameters are partitioned.
@@ -92,12 +90,9 @@ class Shard:
             ValueError: the shard is too small for every fragment to contain an element.
         """
         bounds = [_aligned(i * self.buffer_bytes // count) for i in range(count + 1)]
-        if self.whole and count > 1:
-            starts = [*(p.offset for p in self.pieces), self.buffer_bytes]
-            bounds = [min(starts, key=lambda start: abs(start - bound)) for bound in bounds]
         fragments = []
         for start, stop in itertools.pairwise(bounds):
-            shard = Shard(tuple(self._pieces_between(start, stop)), self.whole)
+            shard = Shard(tuple(self._pieces_between(start, stop)))
             fragments.append(Fragment(start, stop, shard))
         if count > 1 and not all(fragment.shard.pieces for fragment in fragments):
             raise ValueError(
@@ -138,22 +133,13 @@ class Fragment:
         return buffer[self.start : self.stop]
 
 
-def partition(parameters: Mapping[str, Tensor], servers: int, *, whole: bool = False) -> Shards:
-    """Partition `parameters` over `servers` in shards of equal bytes.
-
-    The largest shard exceeds the mean by less than one element. With `whole`, every parameter is
-    stored on one server: the largest parameter first, each on the server with the fewest bytes.
-    """
+def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
+    """Partition `parameters` over `servers` in shards of equal bytes, up to one element."""
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
         raise ValueError(f"expected at least 1 server, got {servers}")
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
-    shards = _whole_parameters(parameters, servers) if whole else _equal_bytes(parameters, servers)
-    return [replace(shard, number=i, servers=servers) for i, shard in enumerate(shards)]
-
-
-def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]
     cuts: list[list[Cut]] = [[] for _ in range(servers)]
@@ -169,28 +155,16 @@ def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
             cuts[server].append((name, tensor, start, stop))
             position += (stop - start) * tensor.dtype.itemsize
             start = stop
-    return [_lay_out(cut) for cut in cuts]
+    return [Shard(_lay_out(cut), number, servers) for number, cut in enumerate(cuts)]
 
 
-def _whole_parameters(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
-    owner = {}
-    stored_bytes = [0] * servers
-    for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):
-        owner[name] = stored_bytes.index(min(stored_bytes))
-        stored_bytes[owner[name]] += parameters[name].nbytes
-    cuts: list[list[Cut]] = [[] for _ in range(servers)]
-    for name, tensor in parameters.items():
-        cuts[owner[name]].append((name, tensor, 0, tensor.numel()))
-    return [_lay_out(cut, whole=True) for cut in cuts]
-
-
-def _lay_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
-    pieces, end = [], 0
+def _lay_out(cuts: list[Cut]) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    end = 0
     for name, tensor, start, stop in cuts:
-        if start < stop:
-            pieces.append(Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, end))
-            end = _aligned(end + pieces[-1].nbytes)
-    return Shard(tuple(pieces), whole)
+        pieces.append(Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, end))
+        end = _aligned(end + pieces[-1].nbytes)
+    return tuple(pieces)
 
 
 def require_separate_memory(parameters: Mapping[str, Tensor]) -> None:

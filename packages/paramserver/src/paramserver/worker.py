@@ -50,9 +50,8 @@ class Worker:
             FSDP, each rank is a worker that trains its shard, with the ranks that have the same
             shard in the other FSDP groups.
         servers: a server in this process, several of them, or connections to them, in the order of
-            `partition(parameters, len(servers), whole=whole)`.
+            `partition(parameters, len(servers))`.
         rank: number of this worker.
-        whole: whether each parameter is stored on one server.
         local: the policy of the servers, if it is `LocalSteps` and `servers` are connections.
         optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
         checkpoint: file that receives the state of local steps before every exchange: the module,
@@ -66,7 +65,6 @@ class Worker:
         servers: Server | Sequence[Server | Connection],
         *,
         rank: int = 0,
-        whole: bool = False,
         local: LocalSteps | None = None,
         optimizer: OptimizerFactory | None = None,
         checkpoint: str | Path | None = None,
@@ -93,7 +91,7 @@ class Worker:
         self._parameters = trainable_parameters(module)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
-        shards = partition(self._parameters, len(servers), whole=whole)
+        shards = partition(self._parameters, len(servers))
         payload_type = partial(Changes, local) if local else Gradients
         self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None

@@ -102,6 +102,6 @@ def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimiz
         if piece.view_shape != piece.shape:
             raise ValueError(
                 f"expected an elementwise optimizer, because {piece.name} is split, got "
-                f"{kind.__name__}; pass whole=True, which keeps each parameter on one server, or "
+                f"{kind.__name__}; pass servers=1 and one fragment, or "
                 f"set {kind.__name__}.elementwise = True if it uses no other elements of a tensor"
             )

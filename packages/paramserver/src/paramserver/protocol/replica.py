@@ -231,7 +231,7 @@ class Replica:
             raise ValueError(
                 f"expected the state of a shard with layout {self.shard.digest()}, which is server "
                 f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
-                "the same parameters (names, shapes, dtypes), `servers` and `whole` as before, or "
+                "the same parameters (names, shapes, dtypes), and `servers` as before, or "
                 "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
                 "journals to another number of servers"
             )
@@ -344,5 +344,4 @@ def layout(shard: Shard, policy: Consistency | None) -> str:
     """Return a string that is equal only for equal shards with equal payloads."""
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"
-    kind = "whole fragments" if shard.whole and policy.fragments > 1 else "fragments"
-    return f"{shard.digest()} (changes in {kind} of {_describe(policy)})"
+    return f"{shard.digest()} (changes of {_describe(policy)})"

@@ -124,28 +124,22 @@ def _add(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
         flat = whole.setdefault(key, torch.empty(numel, dtype=value.dtype))
         flat[piece.start : piece.stop] = value.reshape(-1)
         return
-    is_whole = piece.view_shape == piece.shape
     is_scalar = not isinstance(value, Tensor) or value.numel() == 1
-    if not is_whole and not (is_scalar and bool(whole.get(key, value) == value)):
+    if not is_scalar or not bool(whole.get(key, value) == value):
         raise ValueError(
-            f"expected elementwise state of {piece.name}, which is split, got {key}; continue with "
-            "the former number of servers"
+            f"expected elementwise state of {piece.name}, got {key}; continue with the former "
+            "number of servers"
         )
     whole[key] = value
 
 
-def _part(value: Any, key: str, piece: Piece, whole_numel: int) -> Any:
+def _part(value: Any, piece: Piece) -> Any:
     """Return the part of a parameter's value that belongs to a piece."""
-    if not isinstance(value, Tensor) or value.numel() == 1 < whole_numel:
-        return value.clone() if isinstance(value, Tensor) else value
-    if value.shape == (whole_numel,):
-        return value[piece.start : piece.stop].clone().view(piece.view_shape)
-    if piece.view_shape == piece.shape:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1 < torch.Size(piece.shape).numel():
         return value.clone()
-    raise ValueError(
-        f"expected elementwise state of {piece.name}, which would be split, got {key} of shape "
-        f"{tuple(value.shape)}; pass whole=True, or continue with the former number of servers"
-    )
+    return value[piece.start : piece.stop].clone().view(piece.view_shape)
 
 
 @torch.no_grad()
@@ -153,8 +147,7 @@ def _set_values(replica: Replica, values: Values, options: dict[str, dict[str, A
     """Set the parameters and the state of the optimizer."""
     updater = replica._updater
     for piece, target, _, _ in _targets(replica):
-        numel = torch.Size(piece.shape).numel()
-        parts = {key: _part(v, key, piece, numel) for key, v in values[piece.name].items()}
+        parts = {key: _part(value, piece) for key, value in values[piece.name].items()}
         target.copy_(parts.pop(_PARAMETER))
         state = {key: part for key, part in parts.items() if not key.startswith("push ")}
         if state and updater.optimizer:
@@ -177,8 +170,6 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     replica.next = dict(first.next)
     replica._accepted = set(first._accepted)
     for push in replica._accepted:
-        key = f"push {push}"
         replica._staged[push] = [
-            _part(values[piece.name][key], key, piece, torch.Size(piece.shape).numel())
-            for piece in replica.shard.pieces
+            _part(values[piece.name][f"push {push}"], piece) for piece in replica.shard.pieces
         ]

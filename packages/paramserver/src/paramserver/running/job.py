@@ -47,7 +47,6 @@ class Job:
     servers: int = 1
     timeout: float = 60.0
     on_worker_loss: Literal["stop", "continue"] = "stop"
-    whole: bool = False
     drop_after: float | None = None
     fsync: bool = False
 
@@ -70,7 +69,7 @@ class Job:
 
     def shards(self) -> list[Shard]:
         """Return the shard of each server."""
-        return partition(trainable_parameters(self.module), self.servers, whole=self.whole)
+        return partition(trainable_parameters(self.module), self.servers)
 
     def server(
         self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
@@ -101,7 +100,6 @@ class Job:
             self.module,
             connections,
             rank=rank,
-            whole=self.whole,
             local=local,
             optimizer=self.optimizer if local else None,
             checkpoint=checkpoint,

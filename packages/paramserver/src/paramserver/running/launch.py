@@ -41,7 +41,6 @@ def run(
     transport: Literal["shared_memory", "distributed", "zeromq"] = "shared_memory",
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False,
     drop_after: float | None = None,
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     restarts: int = 0,
@@ -68,7 +67,6 @@ def run(
         on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
             is lost, silent, or waited for longer than `drop_after` seconds; the worker's process is
             killed if it has not ended `timeout` + 10 seconds later.
-        whole: whether every parameter is stored on one server.
         drop_after: see `Server`.
         start_method: start method of `multiprocessing`.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
@@ -93,7 +91,6 @@ def run(
         servers,
         timeout,
         on_worker_loss,
-        whole,
         drop_after,
         fsync,
     )

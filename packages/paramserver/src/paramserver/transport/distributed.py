@@ -114,7 +114,6 @@ def join(
     group: dist.ProcessGroup | None = None,
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False,
     drop_after: float | None = None,
 ) -> Iterator[Worker]:
     """Train in an existing process group, in which every rank is a worker.
@@ -131,7 +130,6 @@ def join(
         group: the process group; None is the default group.
         timeout: see `Server`.
         on_worker_loss: see `Server`.
-        whole: whether every parameter is stored on one server.
         drop_after: see `Server`.
 
     Raises:
@@ -151,7 +149,6 @@ def join(
         servers=len(servers),
         timeout=timeout,
         on_worker_loss=on_worker_loss,
-        whole=whole,
         drop_after=drop_after,
     )
     shards = job.shards()
