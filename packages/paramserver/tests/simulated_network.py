@@ -81,14 +81,11 @@ class Oracle:
 class World:
     """A network, a clock, and the servers and workers that use them."""
 
-    def __init__(
-        self, seed, *, servers, workers, joiners, consistency, loss, steps, faults, drop_after=None
-    ):
+    def __init__(self, seed, *, servers, workers, joiners, consistency, loss, steps, faults):
         self.random = random.Random(seed)
         self.now = 0.0
         self.loss = loss
         self.faults = faults
-        self.drop_after = drop_after
         self.steps = steps
         self.consistency = consistency
         self.founders = workers
@@ -162,7 +159,6 @@ class SimulatedServer:
             timeout=TIMEOUT,
             continue_after_loss=True,
             elastic=True,
-            drop_after=world.drop_after,
             journal=self,
         )
         journal, self.journal = self.journal, []  # restored records are not recorded again

@@ -16,7 +16,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.compression import Integers, TopK
+from paramserver.compression import Integers
 from paramserver.journal import DiskJournal
 from torch import nn
 
@@ -216,7 +216,13 @@ OTHERS = {
     "steps": (of(LocalSteps(4)), of(LocalSteps(2))),
     "fragments": (of(LocalSteps(4)), of(LocalSteps(4, fragments=2))),
     "compression": (of(LocalSteps(4)), of(LocalSteps(4, compression=Integers(4)))),
-    "bits": (of(LocalSteps(4, compression=Integers(8))), of(LocalSteps(4, compression=TopK(0.1)))),
+    "bits": (
+        of(LocalSteps(4, compression=Integers(8))),
+        of(LocalSteps(4, compression=Integers(4))),
+    ),
+        of(LocalSteps(4, compression=Integers(8))),
+        of(LocalSteps(4, compression=Integers(4))),
+    ),
     "optimizer": (of(), of(outer=torch.optim.Adam)),
     "rate": (of(), of(lr=0.2)),
     "outer": (of(LocalSteps(4)), of(LocalSteps(4, partial(torch.optim.Adam, lr=0.7)))),

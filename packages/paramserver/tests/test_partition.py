@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from paramserver import partition
 
@@ -16,13 +16,16 @@ SHAPES = st.lists(
 )
 
 
-def tensors(shapes):
-    return {str(i): torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
+def tensors(shapes, servers):
+    named = {str(i): torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
+    # Each server stores an element, wherever its share of the bytes starts.
+    assume(sum(tensor.nbytes for tensor in named.values()) >= 8 * servers)
+    return named
 
 
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_each_element_is_stored_once(shapes, servers):
-    parameters = tensors(shapes)
+    parameters = tensors(shapes, servers)
     shards = partition(parameters, servers)
     assert len(shards) == servers
     counts = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
@@ -34,7 +37,7 @@ def test_each_element_is_stored_once(shapes, servers):
 
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
-    parameters = tensors(shapes)
+    parameters = tensors(shapes, servers)
     total = sum(tensor.nbytes for tensor in parameters.values())
     for shard in partition(parameters, servers):
         assert abs(shard.nbytes - total / servers) < 8 + 1
@@ -42,7 +45,7 @@ def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
 
 @given(shapes=SHAPES, servers=st.integers(1, 4))
 def test_views_share_the_buffer_and_never_overlap(shapes, servers):
-    for shard in partition(tensors(shapes), servers):
+    for shard in partition(tensors(shapes, servers), servers):
         buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         views = shard.views(buffer)
         for number, view in enumerate(views):
@@ -54,8 +57,12 @@ def test_views_share_the_buffer_and_never_overlap(shapes, servers):
                 assert view.shape == piece.shape
 
 
-def test_partition_of_no_parameters_is_an_error():
+def test_parameters_that_cannot_be_partitioned_are_refused():
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         partition({}, 2)
     with pytest.raises(ValueError, match="expected at least 1 server, got 0"):
         partition({"a": torch.ones(1)}, 0)
+    with pytest.raises(ValueError, match="got 4 bytes for 2 servers; pass fewer servers"):
+        partition({"a": torch.ones(1)}, 2)
+    with pytest.raises(ValueError, match="expected real parameters, got the complex a"):
+        partition({"a": torch.ones(1, dtype=torch.complex64)}, 1)

@@ -23,7 +23,6 @@ WORLDS = {
     "loss": st.sampled_from([0.0, 0.05, 0.3]),
     "steps": st.integers(1, 10),
     "faults": st.sampled_from([0.0, 15.0, 40.0]),
-    "drop_after": st.sampled_from([None, None, 4.0]),
 }
 
 TWO = {
@@ -33,7 +32,6 @@ TWO = {
     "loss": 0.3,
     "steps": 3,
     "faults": 40.0,
-    "drop_after": None,
 }
 
 
@@ -58,7 +56,7 @@ class Unlucky(World):
 
 def test_worker_that_hangs_between_restarts_rejoins():
     world = {"servers": 2, "workers": 4, "joiners": 0, "loss": 0.3, "faults": 15.0}
-    simulate(10, Unlucky, consistency=Asynchronous(), steps=2, drop_after=4.0, **world)
+    simulate(10, Unlucky, consistency=Asynchronous(), steps=2, **world)
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,6 @@ from paramserver import (
     LocalSteps,
     PeerLost,
     StaleSynchronous,
-    TopK,
     run,
 )
 from paramserver import __main__ as command_line
@@ -595,25 +594,6 @@ def test_a_server_waits_while_its_disk_is_full(policy, tmp_path, monkeypatch, ca
     restored = open_server(job, 0, f"ipc://{tmp_path}/r", journal=tmp_path / "state")
     assert restored.core.replica.version == 5
     restored.close()
-
-
-def test_push_without_bytes_is_accepted(tmp_path):
-    """`TopK` sends no bytes to a server that stores no parameters."""
-    module = Vector(workers=1, rows=1)
-    policy = LocalSteps(1, UNIT_SGD, TopK(0.25))
-    job = Job(count, module, UNIT_SGD, policy, workers=1, servers=2)
-    with ExitStack() as stack:
-        addresses = []
-        for number in range(2):
-            server = open_server(job, number, f"ipc://{tmp_path}/s{number}", journal=tmp_path)
-            thread = threading.Thread(target=server.serve)
-            thread.start()
-            for end in (server.close, thread.join, server.stop):
-                stack.callback(end)
-            addresses.append(server.address)
-        with join_servers(job, 0, addresses) as worker:
-            assert count(worker, 3, 0.0) == 3
-    assert module.x.item() == 3
 
 
 def test_a_lost_journal_of_one_server_is_refused_before_the_others_change(tmp_path):

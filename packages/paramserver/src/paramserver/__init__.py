@@ -4,7 +4,7 @@ Workers pull parameters and push gradients. Servers store the parameters and app
 argument, a policy of `paramserver.consistency`, bounds how far the workers may drift apart.
 """
 
-from paramserver.compression import Integers, TopK
+from paramserver.compression import Integers
 from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
 from paramserver.optimizers import OptimizerSpec
 from paramserver.partition import Shard, partition
@@ -28,7 +28,6 @@ __all__ = [
     "Server",
     "Shard",
     "StaleSynchronous",
-    "TopK",
     "Worker",
     "convert_journal",
     "join",

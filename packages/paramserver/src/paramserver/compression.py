@@ -1,4 +1,4 @@
-"""Compression of parameter changes: 8 or 4 bits per element, or the largest elements only.
+"""Compression of parameter changes to 8 or 4 bits per element.
 
 Integers are scaled by the largest magnitude of each block, rounded to nearest, and Huffman coded
 with zlib. The rounded values are far from uniformly distributed, so 4 bits become about 3 bits per
@@ -8,7 +8,6 @@ Rounding errors are carried over: the sender adds the residual to the next chang
 (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
 """
 
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,36 +76,6 @@ class Integers:
         if self.bits == 4:
             integers = torch.stack([((integers >> 4) & 15) - 8, (integers & 15) - 8], 1)
         return (integers.view(-1, _BLOCK) * scales[:, None]).view(-1)[:numel]
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The elements of largest magnitude, without rounding; all other elements become zero."""
-
-    #: Fraction of the elements that are sent, at most 0.25.
-    fraction: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 0.25:
-            raise ValueError(f"expected 0 < fraction <= 0.25, got {self.fraction}")
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return the indices of the largest elements, followed by their values."""
-        indices = values.abs().topk(math.ceil(self.fraction * len(values))).indices.sort().values
-        return _to_tensor(indices.int().numpy().tobytes() + values[indices].numpy().tobytes())
-
-    def decode(self, data: Tensor, numel: int) -> Tensor:
-        """Return the values that `encode` encoded; see `Compression.decode`."""
-        raw = data.numpy().tobytes()
-        values = torch.zeros(numel)
-        half = 4 * math.ceil(self.fraction * numel)
-        if len(raw) != 2 * half:
-            raise ValueError(f"expected {2 * half} bytes for {numel} elements, got {len(raw)}")
-        indices = _to_tensor(raw[:half]).view(torch.int32).long()
-        if half and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
-            raise ValueError(f"expected indices in [0, {numel}), got others")
-        values[indices] = _to_tensor(raw[half:]).view(torch.float32)
-        return values
 
 
 def _to_tensor(raw: bytes) -> Tensor:

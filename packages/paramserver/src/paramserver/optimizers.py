@@ -44,7 +44,7 @@ class OptimizerSpec:
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
         dtype = self.master_dtype
-        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point master_dtype, or None, got {dtype}")
 
     def check_groups(self, parameters: Mapping[str, Tensor]) -> None:
@@ -89,28 +89,15 @@ class Updater:
         #: their master weights.
         self.targets = parameters
         if spec.master_dtype:
-            for name, parameter in zip(names, parameters, strict=True):
-                if parameter.is_complex() and not spec.master_dtype.is_complex:
-                    raise ValueError(
-                        f"expected a complex master_dtype, because {name} is complex, got "
-                        f"{spec.master_dtype}; pass torch.complex64, or None"
-                    )
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
-        #: The optimizer; None if `parameters` is empty.
-        self.optimizer: Optimizer | None = None
-        self._scheduler: LRScheduler | None = None
-        if self.targets:
-            self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
-            _copy_tensor_options(self.optimizer)
-            if spec.groups:
-                _require_known_options(self.optimizer)
-            if spec.scheduler:
-                self._scheduler = _checked(spec.scheduler(self.optimizer))
+        self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
+        _copy_tensor_options(self.optimizer)
+        if spec.groups:
+            _require_known_options(self.optimizer)
+        self._scheduler = _checked(spec.scheduler(self.optimizer)) if spec.scheduler else None
 
     def step(self) -> None:
         """Apply the gradients of `targets`, clear them, and advance the schedule."""
-        if self.optimizer is None:
-            return
         if self.spec.max_norm is not None:
             self._clip_gradients(self.spec.max_norm)
         self.optimizer.step()
@@ -122,9 +109,8 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state of the optimizer, the schedule and the master weights."""
-        state: dict[str, Any] = {"optimizer": {}, "scheduler": None, "masters": None}
-        if self.optimizer:
-            state["optimizer"] = copy.deepcopy(self.optimizer.state_dict())
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        state: dict[str, Any] = {"optimizer": optimizer, "scheduler": None, "masters": None}
         if self._scheduler:
             state["scheduler"] = copy.deepcopy(self._scheduler.state_dict())
         if self.spec.master_dtype:
@@ -134,9 +120,8 @@ class Updater:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a value of `state_dict`."""
-        if self.optimizer:
-            # A copy, because the optimizer keeps and changes the tensors that it loads.
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        # A copy, because the optimizer keeps and changes the tensors that it loads.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self._scheduler and state.get("scheduler") is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self.spec.master_dtype:
@@ -149,8 +134,6 @@ class Updater:
         """Return the settings that updates depend on, as strings that all processes agree on."""
         spec = self.spec
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
-        if self.optimizer is None:
-            return settings
         settings["optimizer"] = type(self.optimizer).__name__
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
         types = (bool, int, float, str, tuple, Tensor)
@@ -176,8 +159,6 @@ class Updater:
         norms = []
         for gradient in gradients:
             elements = gradient.coalesce().values() if gradient.is_sparse else gradient
-            if elements.is_complex():
-                elements = torch.view_as_real(elements)
             norms.append(torch.linalg.vector_norm(elements, dtype=torch.float64))
         # Only one number is read from a GPU, because the host waits for each read.
         norm = float(torch.stack([part.to(norms[0].device) for part in norms]).norm())

@@ -140,6 +140,11 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
         raise ValueError(f"expected at least 1 server, got {servers}")
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
+    for name, tensor in parameters.items():
+        if tensor.is_complex():
+            raise ValueError(
+                f"expected real parameters, got the complex {name}; store torch.view_as_real of it"
+            )
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]
     cuts: list[list[Cut]] = [[] for _ in range(servers)]
@@ -155,6 +160,11 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
             cuts[server].append((name, tensor, start, stop))
             position += (stop - start) * tensor.dtype.itemsize
             start = stop
+    if not all(cuts):
+        raise ValueError(
+            f"expected at least one element of the parameters per server, got {total} bytes for "
+            f"{servers} servers; pass fewer servers"
+        )
     return [Shard(_lay_out(cut), number, servers) for number, cut in enumerate(cuts)]
 
 

@@ -175,10 +175,9 @@ class Changes(Gradients):
         fragment = self._fragments[server][answer.have]
         old = fragment.of(pulled)
         data = data[: answer.size]
-        if len(data) == len(old):
+        if not self._compression:
             old.copy_(data)
             return
-        assert self._compression is not None
         views = fragment.shard.views(old)
         numel = sum(view.numel() for view in views)
         add_flat(views, self._compression.decode(data, numel))
@@ -223,14 +222,7 @@ class Changes(Gradients):
         if key in self._residuals:
             flat += self._residuals[key]
         data = self._compression.encode(flat)
-        if len(data) < len(change):
-            self._pending_residuals[key] = flat - self._compression.decode(data, len(flat))
-            return data
-        # So few elements take fewer bytes without compression.
-        data = torch.zeros_like(change)
-        views = shard.views(data)
-        add_flat(views, flat)
-        self._pending_residuals[key] = flat - flatten(views)
+        self._pending_residuals[key] = flat - self._compression.decode(data, len(flat))
         return data
 
 

@@ -5,7 +5,6 @@
 if an awaited worker has been silent; the wait for a slow worker has no time limit.
 """
 
-import math
 import threading
 import time
 from collections import Counter
@@ -46,8 +45,6 @@ class Server:
         elastic: whether other workers may join, with any rank, and lost workers may rejoin. A
             policy that averages then waits for a lost worker with "stop", up to `timeout`, and
             applies means without it with "continue". Other policies always continue.
-        drop_after: seconds of waiting after which a slow worker counts as lost; None waits without
-            a limit.
         memory: buffer for the parameters; None allocates one.
     """
 
@@ -62,7 +59,6 @@ class Server:
         timeout: float = 60.0,
         on_worker_loss: Literal["stop", "continue"] = "stop",
         elastic: bool = False,
-        drop_after: float | None = None,
         memory: Tensor | None = None,
     ) -> None:
         min_workers = 0 if elastic else 1
@@ -82,12 +78,6 @@ class Server:
             )
         waits = elastic and on_worker_loss == "stop" and self.consistency.averages
         survives = elastic or on_worker_loss == "continue"
-        if drop_after is not None and (waits or not survives):
-            raise ValueError(
-                "drop_after continues without a worker: pass on_worker_loss='continue' with it"
-            )
-        if drop_after is not None and not 0 < drop_after < math.inf:
-            raise ValueError(f"expected drop_after in seconds > 0, or None, got {drop_after!r}")
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
@@ -97,7 +87,6 @@ class Server:
             continue_after_loss=survives,
             elastic=elastic,
             wait_for_rejoin=waits,
-            drop_after=drop_after,
         )
         self._changed = threading.Condition()
         self._errors: dict[int, Exception] = {}

@@ -51,7 +51,6 @@ class Core:
         elastic: whether other workers may join, and lost workers may rejoin.
         wait_for_rejoin: whether the other workers block until a lost worker has rejoined. A worker
             that blocks for too long raises TimeoutError.
-        drop_after: seconds of waiting after which a slow worker counts as lost; None for never.
         journal: storage of records; None stores no records.
     """
 
@@ -65,14 +64,13 @@ class Core:
         continue_after_loss: bool,
         elastic: bool,
         wait_for_rejoin: bool = False,
-        drop_after: float | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.replica = replica
         #: True if this server orders the updates; the other servers replay its log.
         self.is_first = replica.shard.number == 0
         self.ledger = Ledger(workers, consistency)
-        self.waits = Waits(workers, timeout, drop_after)
+        self.waits = Waits(workers, timeout)
         self.failure = ""
         self.journal = journal
         #: Data of the last answer if it has a size; valid until the next request.
@@ -202,7 +200,7 @@ class Core:
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._continues_after_loss and not self._waits_for_rejoin:
                 for w in silent:
-                    self.lose(w, self.waits.reason(w, now))
+                    self.lose(w, f"it neither pulled nor pushed for {self.waits.timeout:g} s")
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             self.waits.end(worker)

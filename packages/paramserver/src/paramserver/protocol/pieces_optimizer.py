@@ -68,11 +68,10 @@ def updater_of_pieces(
             "expected an optimizer of dense gradients, which servers receive, got SparseAdam; pass "
             "Adam"
         )
-    if updater.optimizer:
-        _require_elementwise(pieces, updater.optimizer)
-        is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
-        if is_part and not updater.spec.groups:
-            _require_one_group(updater.spec.optimizer, parameters.values())
+    _require_elementwise(pieces, updater.optimizer)
+    is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
+    if is_part and not updater.spec.groups:
+        _require_one_group(updater.spec.optimizer, parameters.values())
     return updater
 
 

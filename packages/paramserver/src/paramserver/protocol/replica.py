@@ -68,11 +68,12 @@ class Replica:
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
         self._settings = {"policy": _describe(policy)} | self._updater.settings()
         self.compression = local.compression if local else None
-        for name in (p.name for p in shard.pieces if p.dtype.is_complex and self.compression):
-            raise ValueError(
-                f"expected real parameters with {self.compression}, got the complex {name}; "
-                "pass LocalSteps without compression"
-            )
+        for piece in shard.pieces:
+            if self.compression and piece.dtype.itemsize < 2:
+                raise ValueError(
+                    f"expected parameters of at least 16 bits with {self.compression}, got "
+                    f"{piece.name} of {piece.dtype}; pass LocalSteps without compression"
+                )
         #: With compression, the parameters that readers have. They differ from `_buffer` by a
         #: rounding error, which is added to the next change.
         self._published = self._buffer.clone() if self.compression else None
@@ -106,18 +107,15 @@ class Replica:
         fragment = self._fragments[push[2] % len(self._fragments)]
         shard = fragment.shard
         size = fragment.stop - fragment.start
-        if len(data) == size and data.dtype == torch.uint8:
-            gradients = shard.views(data)
-        elif len(data) > size or data.dtype != torch.uint8 or not self.compression:
-            raise ValueError(
-                f"expected {size} elements of torch.uint8, worker {push[0]} pushed "
-                f"{data.numel()} of {data.dtype}"
-            )
-        else:
+        if self.compression:
             numels = [piece.stop - piece.start for piece in shard.pieces]
             parts = self.compression.decode(data, sum(numels)).split(numels)
             pairs = zip(parts, shard.pieces, strict=True)
             gradients = [part.view(piece.view_shape) for part, piece in pairs]
+        elif len(data) == size:
+            gradients = shard.views(data)
+        else:
+            raise ValueError(f"expected {size} bytes, worker {push[0]} pushed {len(data)}")
         if not is_known_finite:
             names = [piece.name for piece in shard.pieces]
             require_finite(push[0], dict(zip(names, gradients, strict=True)))
@@ -249,9 +247,6 @@ class Replica:
 
     def snapshot(self) -> dict[str, Any]:
         """Return `state_dict` with the position in the log and the staged pushes."""
-        # A change that is not compressed is a view of the parameters, which are in the snapshot.
-        fragment_bytes = len(self._fragments[self._changed].of(self._buffer))
-        is_compressed = len(self._change) != fragment_bytes
         staged = {
             push: [gradient.clone() for gradient in gradients]
             for push, gradients in self._staged.items()
@@ -265,7 +260,8 @@ class Replica:
             "accepted": sorted(self._accepted),
             "next": dict(self.next),
             "published": None if self._published is None else self._published.clone(),
-            "changed": (self._changed, self._change if is_compressed else None),
+            # Without compression, the change is a view of the parameters.
+            "changed": (self._changed, self._change if self.compression else None),
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
@@ -328,9 +324,7 @@ class Replica:
             change = self.compression.encode(flatten(new) - flatten(published))
             numel = sum(view.numel() for view in new)
             add_flat(published, self.compression.decode(change, numel))
-            # A few elements may take fewer bytes without compression.
-            if len(change) < len(self._change):
-                self._change = change
+            self._change = change
 
 
 def _describe(policy: Consistency | None) -> str:

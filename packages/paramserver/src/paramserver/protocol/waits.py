@@ -14,12 +14,10 @@ class Waits:
     Args:
         workers: number of workers that take part from the start.
         timeout: seconds without a request after which other workers stop waiting for a worker.
-        drop_after: seconds of waiting after which a slow worker counts as silent; None for never.
     """
 
-    def __init__(self, workers: int, timeout: float, drop_after: float | None) -> None:
+    def __init__(self, workers: int, timeout: float) -> None:
         self.timeout = timeout
-        self._drop_after = drop_after
         #: Time of the last request, by worker.
         self.last_seen = dict.fromkeys(range(workers), 0.0)
         #: Start time and request of each wait, by worker.
@@ -61,15 +59,5 @@ class Waits:
         )
         return min(ends, default=float("inf"))
 
-    def reason(self, worker: int, now: float) -> str:
-        """Return the reason why the other workers stop waiting for a worker."""
-        if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
-            return f"other workers have waited {self._drop_after:g} s for it"
-        return f"it neither pulled nor pushed for {self.timeout:g} s"
-
     def _deadline(self, worker: int, since: float) -> float:
-        silent = self._silent_at(worker, since)
-        return silent if self._drop_after is None else min(silent, since + self._drop_after)
-
-    def _silent_at(self, worker: int, since: float) -> float:
         return max(since, self.last_seen.get(worker, 0.0)) + self.timeout

@@ -104,8 +104,6 @@ def _whole_values(replicas: Sequence[Replica]) -> tuple[Values, dict[str, dict[s
 def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any], dict[str, Any]]]:
     """Return the pieces with their updated tensor, and the state and options of the optimizer."""
     updater = replica._updater
-    if updater.optimizer is None:
-        return []
     options = {
         id(target): {key: value for key, value in group.items() if key != "params"}
         for group in updater.optimizer.param_groups
@@ -150,9 +148,9 @@ def _set_values(replica: Replica, values: Values, options: dict[str, dict[str, A
         parts = {key: _part(value, piece) for key, value in values[piece.name].items()}
         target.copy_(parts.pop(_PARAMETER))
         state = {key: part for key, part in parts.items() if not key.startswith("push ")}
-        if state and updater.optimizer:
+        if state:
             updater.optimizer.state[target] = state
-    for group in updater.optimizer.param_groups if updater.optimizer else ():
+    for group in updater.optimizer.param_groups:
         name = next(p.name for p, t, _, _ in _targets(replica) if t is group["params"][0])
         group.update(options[name])
 

@@ -47,7 +47,6 @@ class Job:
     servers: int = 1
     timeout: float = 60.0
     on_worker_loss: Literal["stop", "continue"] = "stop"
-    drop_after: float | None = None
     fsync: bool = False
 
     def pack(self) -> bytes:
@@ -84,7 +83,6 @@ class Job:
             timeout=self.timeout,
             on_worker_loss=self.on_worker_loss,
             elastic=elastic,
-            drop_after=self.drop_after,
             memory=memory,
         )
 

@@ -41,7 +41,6 @@ def run(
     transport: Literal["shared_memory", "distributed", "zeromq"] = "shared_memory",
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
-    drop_after: float | None = None,
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     restarts: int = 0,
     journal: str | Path | None = None,
@@ -65,9 +64,8 @@ def run(
         transport: how processes exchange messages.
         timeout: see `Server`.
         on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
-            is lost, silent, or waited for longer than `drop_after` seconds; the worker's process is
-            killed if it has not ended `timeout` + 10 seconds later.
-        drop_after: see `Server`.
+            is lost or silent; the worker's process is killed if it has not ended `timeout` + 10
+            seconds later.
         start_method: start method of `multiprocessing`.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
             calls `train` again, and `worker.position` is its position in the training data. A
@@ -91,7 +89,6 @@ def run(
         servers,
         timeout,
         on_worker_loss,
-        drop_after,
         fsync,
     )
     _check_options(job, transport, restarts, journal)

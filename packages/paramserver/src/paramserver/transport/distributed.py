@@ -114,7 +114,6 @@ def join(
     group: dist.ProcessGroup | None = None,
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
-    drop_after: float | None = None,
 ) -> Iterator[Worker]:
     """Train in an existing process group, in which every rank is a worker.
 
@@ -130,7 +129,6 @@ def join(
         group: the process group; None is the default group.
         timeout: see `Server`.
         on_worker_loss: see `Server`.
-        drop_after: see `Server`.
 
     Raises:
         PeerLost: a rank has failed; raised on every other rank, with its name.
@@ -149,7 +147,6 @@ def join(
         servers=len(servers),
         timeout=timeout,
         on_worker_loss=on_worker_loss,
-        drop_after=drop_after,
     )
     shards = job.shards()
     private = _connect_gloo(group)
