@@ -36,20 +36,10 @@ from paramserver_training import SGD, batch, fail, model, train
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
-def test_a_dead_worker_is_named(transport):
+def test_a_dead_worker_is_named():
     start = time.monotonic()
     with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
-        run(
-            fail,
-            model(),
-            SGD,
-            args=(1, "die"),
-            workers=3,
-            servers=2,
-            transport=transport,
-            timeout=300,
-        )
+        run(fail, model(), SGD, args=(1, "die"), workers=3, servers=2, timeout=300)
     assert time.monotonic() - start < 200  # much earlier than the timeout
 
 
@@ -57,12 +47,9 @@ def test_a_dead_worker_is_named(transport):
     ("transport", "how", "code"),
     [
         ("shared_memory", "exit 4", 4),
-        ("distributed", "die", 3),
         ("zeromq", "exit 'bad'", 1),
         pytest.param("shared_memory", "die", 3, marks=pytest.mark.exhaustive),
         pytest.param("shared_memory", "exit 'bad'", 1, marks=pytest.mark.exhaustive),
-        pytest.param("distributed", "exit 4", 4, marks=pytest.mark.exhaustive),
-        pytest.param("distributed", "exit 'bad'", 1, marks=pytest.mark.exhaustive),
         pytest.param("zeromq", "exit 4", 4, marks=pytest.mark.exhaustive),
         pytest.param("zeromq", "die", 3, marks=pytest.mark.exhaustive),
     ],
@@ -399,12 +386,11 @@ def test_invalid_arguments_are_refused_with_the_remedy():
             Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")
-    for transport in ("shared_memory", "distributed"):
-        with pytest.raises(ValueError, match=f"expected transport 'zeromq' .* got '{transport}'"):
-            run(train, model(), SGD, transport=transport, restarts=1)
-        with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-            run(train, model(), SGD, transport=transport, workers=0)
-    with pytest.raises(ValueError, match="'shared_memory', 'distributed' or 'zeromq'"):
+    with pytest.raises(ValueError, match=r"expected transport 'zeromq' .* got 'shared_memory'"):
+        run(train, model(), SGD, restarts=1)
+    with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
+        run(train, model(), SGD, workers=0)
+    with pytest.raises(ValueError, match="'shared_memory' or 'zeromq', got 'pigeon'"):
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)

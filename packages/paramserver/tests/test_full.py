@@ -48,7 +48,7 @@ def shm(folder):
     """Train with all transports while /dev/shm is full."""
     mount("/dev/shm", "4k")
     Path("/dev/shm/all").write_bytes(bytes(4096))
-    for transport in ("shared_memory", "distributed", "zeromq"):
+    for transport in ("shared_memory", "zeromq"):
         result = run(train, model(), SGD, args=(3,), workers=2, transport=transport)
         assert result.versions == [3]
 

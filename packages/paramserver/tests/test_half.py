@@ -71,10 +71,8 @@ BULK, LOCAL = BulkSynchronous(), LocalSteps(1, UNIT_SGD)
     ("policy", "transport"),
     [
         (BULK, "shared_memory"),
-        (BULK, "distributed"),
         (LOCAL, "zeromq"),
         pytest.param(LOCAL, "shared_memory", marks=pytest.mark.exhaustive),
-        pytest.param(LOCAL, "distributed", marks=pytest.mark.exhaustive),
         pytest.param(BULK, "zeromq", marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

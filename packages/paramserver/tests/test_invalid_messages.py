@@ -109,7 +109,7 @@ def fingerprint(server, *, waiting=False):
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
     joined = {worker: life for worker, (_, life, _) in server._joined.items()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
-             replica.next, core.failure, core.lost, core.reports, digest.hexdigest(), sizes,
+             replica.next, core.failure, core.lost, digest.hexdigest(), sizes,
              sorted(core.waits.last_seen), joined,
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:

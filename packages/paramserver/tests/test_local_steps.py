@@ -96,19 +96,10 @@ def diloco_in_twenty_lines(workers, rounds, steps):
     return {name: p.detach() for name, p in theta.named_parameters()}
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_local_steps_are_diloco(transport, servers):
-    result = run(
-        train,
-        model(),
-        INNER,
-        LocalSteps(4, OUTER),
-        args=(12,),
-        workers=3,
-        servers=servers,
-        transport=transport,
-    )
+def test_local_steps_are_diloco(servers):
+    policy = LocalSteps(4, OUTER)
+    result = run(train, model(), INNER, policy, args=(12,), workers=3, servers=servers)
     assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
     assert result.versions == [3] * servers
 
@@ -179,7 +170,7 @@ class StreamingDiloco:
         (LocalSteps(4, OUTER, fragments=2), 2, "shared_memory"),
         (LocalSteps(6, OUTER, fragments=3, overlap=1), 1, "shared_memory"),
         (LocalSteps(6, OUTER, fragments=2, overlap=2, alpha=0.25), 2, "zeromq"),
-        (LocalSteps(4, OUTER, overlap=2, alpha=0.0), 1, "distributed"),
+        (LocalSteps(4, OUTER, overlap=2, alpha=0.0), 1, "shared_memory"),
     ],
 )
 def test_fragments_are_streaming_diloco(policy, servers, transport):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import Asynchronous, BulkSynchronous, run
 from paramserver.running import launch, supervise
 from paramserver.running.launch import PRELOADED
+from paramserver.running.processes import Processes
 from paramserver_training import SGD, model, train
 
 
@@ -41,7 +42,7 @@ def compute_for_long(worker, folder):
     time.sleep(600)
 
 
-def run_for_long(transport, method, folder, temporary):
+def run_for_long(transport, folder, temporary):
     """Call `run` in this process, which is then killed."""
     tempfile.tempdir = temporary
     run(
@@ -51,7 +52,6 @@ def run_for_long(transport, method, folder, temporary):
         args=(folder,),
         workers=1,
         transport=transport,
-        start_method=method,
         restarts=int(transport == "zeromq"),
     )
 
@@ -72,15 +72,9 @@ def until(condition, seconds):
 
 
 @pytest.mark.parametrize(
-    ("transport", "method"),
-    [
-        pytest.param("shared_memory", "fork", marks=pytest.mark.exhaustive),
-        pytest.param("distributed", "forkserver", marks=pytest.mark.exhaustive),
-        pytest.param("zeromq", "forkserver", marks=pytest.mark.exhaustive),
-        ("zeromq", "fork"),
-    ],
+    "transport", [pytest.param("shared_memory", marks=pytest.mark.exhaustive), "zeromq"]
 )
-def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
+def test_no_process_outlives_a_killed_caller(transport, tmp_path):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
@@ -88,9 +82,7 @@ def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
     temporary.mkdir()  # a socket's address has at most a hundred characters
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    caller = context.Process(
-        target=run_for_long, args=(transport, method, str(noted), str(temporary))
-    )
+    caller = context.Process(target=run_for_long, args=(transport, str(noted), str(temporary)))
     caller.start()
     try:
         assert until(lambda: len(list(noted.iterdir())) == 2, 300)
@@ -115,7 +107,6 @@ def stop(worker, how):
     ("transport", "policy"),
     [
         ("shared_memory", BulkSynchronous()),
-        pytest.param("distributed", Asynchronous(), marks=pytest.mark.exhaustive),
         pytest.param("zeromq", None, marks=pytest.mark.exhaustive),
     ],
 )
@@ -173,19 +164,20 @@ def test_hanging_worker_is_restarted(monkeypatch):
     "transport",
     [
         "shared_memory",
-        pytest.param("distributed", marks=pytest.mark.exhaustive),
         pytest.param("zeromq", marks=pytest.mark.exhaustive),
     ],
 )
-def test_error_of_the_caller_leaves_no_process(transport):
+def test_error_of_the_caller_leaves_no_process(transport, monkeypatch):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
 
-    def fails(progress):
-        raise ZeroDivisionError("seven")
+    def fails(processes, seconds):
+        assert multiprocessing.active_children() != []
+        raise KeyboardInterrupt
 
-    with pytest.raises(ZeroDivisionError, match="seven"):
-        run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport, progress=fails)
+    monkeypatch.setattr(Processes, "ends", fails)
+    with pytest.raises(KeyboardInterrupt):
+        run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport)
     assert multiprocessing.active_children() == []
 
 

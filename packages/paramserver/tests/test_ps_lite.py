@@ -42,7 +42,7 @@ def push_and_pull(worker):
         ("shared_memory", 2, 2, 10_000),
         *(
             pytest.param(transport, servers, workers, keys, marks=pytest.mark.exhaustive)
-            for transport in ("shared_memory", "distributed", "zeromq")
+            for transport in ("shared_memory", "zeromq")
             for servers, workers in ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
             for keys in (10, 10_000)
         ),

@@ -271,17 +271,6 @@ def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
 
 
-def test_loss_may_require_a_gradient(recwarn):
-    server = Server(dict(model().named_parameters()), SGD, workers=1)
-    with Worker(model(), server) as worker:
-        worker.pull()
-        loss = worker.module(torch.ones(2, 5, dtype=torch.float64)).square().mean()
-        loss.backward()
-        worker.push(loss)
-    assert server.progress().loss == float(loss.detach())
-    assert not [*recwarn]
-
-
 def small_server(policy, workers):
     optimizer = partial(torch.optim.SGD, lr=0.1)
     return Server(dict(nn.Linear(3, 1).named_parameters()), optimizer, policy, workers=workers)

@@ -171,10 +171,7 @@ def half_a_push(worker):
     return values
 
 
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", pytest.param("distributed", marks=pytest.mark.exhaustive)]
-)
-def test_a_process_that_dies_between_two_servers_leaves_nothing(transport):
+def test_a_process_that_dies_between_two_servers_leaves_nothing():
     result = run(
         half_a_push,
         Vector(),
@@ -182,7 +179,6 @@ def test_a_process_that_dies_between_two_servers_leaves_nothing(transport):
         Asynchronous(),
         workers=2,
         servers=2,
-        transport=transport,
         on_worker_loss="continue",
     )
     assert result.versions == [6 + 2] * 2
@@ -312,11 +308,8 @@ def push_nan_once(worker):
     return refused
 
 
-@pytest.mark.parametrize(
-    "transport", [pytest.param("shared_memory", marks=pytest.mark.exhaustive), "distributed"]
-)
-def test_a_gradient_that_is_not_finite_is_refused_between_processes(transport):
-    result = run(push_nan_once, Vector(), UNIT_SGD, workers=2, servers=2, transport=transport)
+def test_a_gradient_that_is_not_finite_is_refused_between_processes():
+    result = run(push_nan_once, Vector(), UNIT_SGD, workers=2, servers=2)
     assert result.values == [0, 1]
     assert result.parameters["x"].unique().tolist() == [4.0]
 
@@ -330,11 +323,7 @@ def at_own_speed(worker, steps, seconds):
     return worker.rank
 
 
-@pytest.mark.parametrize(
-    "transport",
-    ["shared_memory", pytest.param("distributed", marks=pytest.mark.exhaustive)],
-)
-def test_run_waits_for_a_much_slower_worker(transport):
+def test_run_waits_for_a_much_slower_worker():
     # The fast worker waits at the end for twice the timeout; no step takes that long.
     result = run(
         at_own_speed,
@@ -344,7 +333,6 @@ def test_run_waits_for_a_much_slower_worker(transport):
         args=(10, 0.4),
         workers=2,
         servers=2,
-        transport=transport,
         timeout=2.0,
     )
     assert result.values == [0, 1]

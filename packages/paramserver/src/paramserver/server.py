@@ -19,7 +19,6 @@ from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
-from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import Connection
 
 #: Seconds between two messages that report to a waiting worker that the server is alive.
@@ -174,11 +173,6 @@ class Server:
         with self._changed:
             self.core.lose(worker, reason)
             self._changed.notify_all()
-
-    def progress(self) -> Progress:
-        """Return the progress of the training; call it at the first of several servers."""
-        with self._changed:
-            return progress_of(self.core)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the parameters, the optimizer's state and the version."""

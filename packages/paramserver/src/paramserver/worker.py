@@ -4,8 +4,6 @@ With several servers, requests to each server run in a thread per server. With o
 steps, one more thread exchanges a fragment while the worker computes.
 """
 
-import json
-import math
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
@@ -29,7 +27,7 @@ from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.partition import local_part, partition, require_separate_memory
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.gradients import require_finite
-from paramserver.protocol.messages import Kind, Message
+from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import layout
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
@@ -99,8 +97,6 @@ class Worker:
         self.bytes_pushed = 0
         #: Bytes of parameters received from the servers so far.
         self.bytes_pulled = 0
-        #: The loss that was passed to the last `push`.
-        self.loss = math.nan
         self._finished = False
         self._has_left = False
         self._local = local
@@ -177,14 +173,13 @@ class Worker:
             self._receive_update()
         return self.version
 
-    def push(self, loss: float | Tensor = math.nan) -> None:
+    def push(self) -> None:
         """Send the gradients to the servers and set them to None; a missing gradient is zero.
 
         With `LocalSteps`, take a step of the local optimizer instead, and send the change of one
         fragment every `interval` steps.
 
-        All servers accept the gradients, or none of them does. `loss` appears in the progress of
-        the run.
+        All servers accept the gradients, or none of them does.
 
         Raises:
             ValueError: a gradient is not finite, the module has a gradient for a parameter that is
@@ -193,13 +188,12 @@ class Worker:
                 affected.
         """
         self._require_active()
+        self._require_stored_parameters()
         if self._local is None or self._updater is None:
-            self._prepare_push(loss)
             self._push()
             for parameter in self._parameters.values():
                 parameter.grad = None
             return
-        self._prepare_push(loss)
         require_finite(self.rank, self._gradients())
         if self._next_pull_step is not None and self._steps >= self._next_pull_step:
             raise RuntimeError(f"worker {self.rank} must pull before each step: an update is due")
@@ -251,11 +245,6 @@ class Worker:
         if self._finished or self._has_left:
             state = "finished" if self._finished else "left"
             raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")
-
-    def _prepare_push(self, loss: float | Tensor) -> None:
-        """Check the parameters and set `loss`; raise an exception before anything is sent."""
-        self._require_stored_parameters()
-        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient, by the name of the parameter."""
@@ -344,8 +333,6 @@ class Worker:
             size, written = self._payload.write(request.server)
             message = replace(message, size=size)
             pushed = size
-        if message.kind in (Kind.PUSH, Kind.COMMIT):
-            message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
         answer = connection.request(message, written)
         if answer.size:
             self._payload.on_pulled(request.server, answer)

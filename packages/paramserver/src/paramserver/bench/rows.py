@@ -26,8 +26,8 @@ from paramserver.worker import Worker
 Row = dict[str, float | int | str]
 #: Seconds of each push and each pull.
 Times = list[tuple[float, float]]
-Transport = Literal["shared_memory", "distributed", "zeromq"]
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "distributed", "zeromq")
+Transport = Literal["shared_memory", "zeromq"]
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "zeromq")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:

@@ -25,7 +25,6 @@ from paramserver.protocol.messages import (
     Message,
     PeerLost,
     check_request,
-    loss_and_bytes,
     pushed_twice,
 )
 from paramserver.protocol.records import Followed, Journal, Record, Staged
@@ -77,8 +76,6 @@ class Core:
         self.answer_data = replica.newest
         #: Reason of each loss of a worker after which training continued.
         self.lost: dict[int, str] = {}
-        #: Last reported loss and number of pushed bytes, by worker.
-        self.reports: dict[int, tuple[float, int]] = {}
         self._consistency = consistency
         self._workers = workers
         self._continues_after_loss = continue_after_loss
@@ -116,8 +113,6 @@ class Core:
         reply = self._answer(worker, message, log, data, is_known_finite)
         if message.kind is Kind.JOIN:
             self.waits.last_seen[worker] = now
-        if message.text and message.kind in (Kind.PUSH, Kind.COMMIT):
-            self.reports[worker] = loss_and_bytes(message.text)
         if reply is None:
             self.waits.start(worker, message, now, waited)
         return reply

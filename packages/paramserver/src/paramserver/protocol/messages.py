@@ -10,7 +10,6 @@ epoch, clock) and a read by a number, so a repeated request has no second effect
 """
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -113,17 +112,6 @@ def check_request(worker: int, message: Message) -> None:
         raise ValueError(f"{kind!r} has negative fields: {str(message.fields())[:80]}")
     if text and kind not in _WITH_TEXT:
         raise ValueError(f"{kind!r} has no text, got {text[:80]!r}")
-    if text and kind in (Kind.PUSH, Kind.COMMIT):
-        loss_and_bytes(text)
-
-
-def loss_and_bytes(text: str) -> tuple[float, int]:
-    """Return the loss and the number of bytes pushed so far, from the text of a push."""
-    match json.loads(text):
-        case [float() | int() as loss, int(pushed)] if 0 <= pushed < LIMIT:
-            with suppress(OverflowError):  # an integer that is larger than any float
-                return float(loss), pushed
-    raise ValueError(f"expected [loss, bytes pushed], got {text[:80]!r}")
 
 
 def failure(error: BaseException) -> Message:
@@ -147,9 +135,7 @@ def raise_failure(peer: str, answer: Message) -> None:
         raise RuntimeError(f"{peer}: {answer.text}")
 
 
-_WITH_TEXT = (
-    Kind.JOIN, Kind.PUSH, Kind.COMMIT, Kind.FETCH, Kind.FOLLOW, Kind.END, Kind.ABORT
-)  # fmt: skip
+_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.FOLLOW, Kind.END, Kind.ABORT)
 #: Exceptions that a worker raises with the type that the server has raised.
 _ERROR_TYPES: tuple[type[Exception], ...] = (PeerLost, RuntimeError, TimeoutError, ValueError)
 _ERRORS = {error.__name__: error for error in _ERROR_TYPES}

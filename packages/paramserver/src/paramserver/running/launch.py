@@ -5,7 +5,6 @@ that noticed, and an error of the training function rather than the `PeerLost` o
 """
 
 import multiprocessing
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +15,15 @@ from paramserver.consistency import Consistency
 from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard
 from paramserver.running.job import Job, Result, ServerReport, assemble, report
-from paramserver.running.processes import Processes, ReportProgress, collect
+from paramserver.running.processes import Processes, ReportLosses, collect
 from paramserver.running.serving import serve
 from paramserver.running.supervise import run_on_zeromq
-from paramserver.transport import distributed, shared_memory
 from paramserver.transport.connection import GRACE, Channels, RemoteConnection
+from paramserver.transport.shared_memory import connect_all
 
 #: Modules that the fork server imports. A process that is forked after torch was imported starts in
 #: milliseconds; the first optimizer of a process imports `torch._dynamo`.
 PRELOADED = ["paramserver.running.launch", "torch._dynamo"]
-#: The channels of a process, or the arguments from which it creates them.
-Ends = Channels | distributed.Endpoint
 
 
 def run(
@@ -38,14 +35,12 @@ def run(
     args: Sequence[Any] = (),
     workers: int = 2,
     servers: int = 1,
-    transport: Literal["shared_memory", "distributed", "zeromq"] = "shared_memory",
+    transport: Literal["shared_memory", "zeromq"] = "shared_memory",
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
-    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     restarts: int = 0,
     journal: str | Path | None = None,
     fsync: bool = False,
-    progress: ReportProgress | None = None,
 ) -> Result:
     """Call `train(worker, *args)` on every worker, with servers that start from `module`.
 
@@ -66,14 +61,12 @@ def run(
         on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
             is lost or silent; the worker's process is killed if it has not ended `timeout` + 10
             seconds later.
-        start_method: start method of `multiprocessing`.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
             calls `train` again, and `worker.position` is its position in the training data. A
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
         fsync: whether each record of a journal is written through to the disk before it is
             answered, so that it survives a power failure.
-        progress: called about every second with the progress; `print` prints it as a line.
 
     Raises:
         PeerLost: a process has died; the message names it.
@@ -93,29 +86,29 @@ def run(
     )
     _check_options(job, transport, restarts, journal)
     shards = job.shards()
-    context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     if transport == "zeromq":
-        return run_on_zeromq(job, restarts, journal, context, progress)
-    with tempfile.TemporaryDirectory() as folder:
-        server_ends, worker_ends = _connect(transport, shards, workers, folder)
-        # Pickled here, because multiprocessing would put the parameters into shared memory, so that
-        # all workers would share them.
-        packed = job.pack()
-        with Processes(context, folder, timeout + GRACE, progress) as processes:
-            for i, (shard, end) in enumerate(zip(shards, server_ends, strict=True)):
-                processes.start(f"server {i}", _serve, packed, shard, end)
-            for w, end in enumerate(worker_ends):
-                processes.start(f"worker {w}", _work, packed, w, end)
-            for end in (*server_ends, *worker_ends):
-                for channel in end if isinstance(end, tuple) else ():
-                    channel.close()
-            outcomes = collect(processes, survives=on_worker_loss == "continue")
+        return run_on_zeromq(job, restarts, journal, context)
+    server_ends, worker_ends = connect_all([shard.buffer_bytes for shard in shards], workers)
+    # Pickled here, because multiprocessing would put the parameters into shared memory, so that
+    # all workers would share them.
+    packed = job.pack()
+    with Processes(context, None, timeout + GRACE) as processes:
+        for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):
+            processes.start(f"server {i}", _serve, packed, shard, channels)
+        for w, channels in enumerate(worker_ends):
+            processes.start(f"worker {w}", _work, packed, w, channels)
+        for channels in (*server_ends, *worker_ends):
+            for channel in channels:
+                channel.close()
+        outcomes = collect(processes, survives=on_worker_loss == "continue")
     return assemble(job, shards, outcomes)
 
 
 def _check_options(job: Job, transport: str, restarts: int, journal: str | Path | None) -> None:
+    if transport not in ("shared_memory", "zeromq"):
+        raise ValueError(f"expected transport 'shared_memory' or 'zeromq', got {transport!r}")
     if job.workers < 1:
         raise ValueError(f"expected workers >= 1, got {job.workers}")
     if transport != "zeromq" and (restarts or journal is not None):
@@ -124,37 +117,21 @@ def _check_options(job: Job, transport: str, restarts: int, journal: str | Path 
         raise ValueError("expected a journal with fsync=True, got journal=None")
 
 
-def _connect(
-    transport: str, shards: Sequence[Shard], workers: int, folder: str
-) -> tuple[Sequence[Ends], Sequence[Ends]]:
-    """Return the ends of the connections at servers and at workers."""
-    sizes = [shard.buffer_bytes for shard in shards]
-    if transport == "shared_memory":
-        return shared_memory.connect_all(sizes, workers)
-    if transport == "distributed":
-        return distributed.connect_all(sizes, workers, f"{folder}/store")
-    raise ValueError(
-        f"expected transport 'shared_memory', 'distributed' or 'zeromq', got {transport!r}"
-    )
-
-
 def _serve(
-    packed: bytes, shard: Shard, end: Ends, report_progress: ReportProgress | None = None
+    packed: bytes, shard: Shard, channels: Channels, report_losses: ReportLosses | None = None
 ) -> ServerReport:
     job = Job.unpack(packed)
-    channels = end if isinstance(end, tuple) else end.open()
     server = job.server(shard, memory=channels[0].home)
     for thread in serve(server, dict(enumerate(channels))):
         while thread.is_alive():
             thread.join(1.0)
-            if report_progress:
-                report_progress(server.progress())
+            if report_losses:
+                report_losses(dict(server.core.lost))
     return report(server)
 
 
-def _work(packed: bytes, rank: int, end: Ends) -> Any:
+def _work(packed: bytes, rank: int, channels: Channels) -> Any:
     job = Job.unpack(packed)
-    channels = end if isinstance(end, tuple) else end.open()
     connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in channels]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

@@ -18,32 +18,31 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
 
-import torch.distributed as dist
-
 from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Outcome
-from paramserver.running.progress import Progress
 
-#: A function that receives the progress of a run.
-ReportProgress = Callable[[Progress], object]
+#: A function that receives the reason of each loss of a worker after which training continued.
+ReportLosses = Callable[[dict[int, str]], object]
 
 
 class Processes:
     """The processes of a run, by name.
 
-    If this process dies, they end and remove `folder`. A worker that the first server reports as
-    lost is killed if it has not ended `patience` seconds later.
+    If this process dies, they end and remove `folder`, unless it is None. A worker that the first
+    server reports as lost is killed if it has not ended `patience` seconds later.
     """
 
     def __init__(
-        self, context: BaseContext, folder: str, patience: float, progress: ReportProgress | None
+        self,
+        context: BaseContext,
+        folder: str | None,
+        patience: float,
     ) -> None:
         self.patience = patience
         #: Each running process, and the pipe from which its outcome is received.
         self.running: dict[str, tuple[BaseProcess, Connection]] = {}
         self._context = context
         self._folder = folder
-        self._progress = progress
         #: Target and arguments of each process, for a restart.
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._all: list[BaseProcess] = []
@@ -66,7 +65,7 @@ class Processes:
     def start(self, name: str, target: Callable[..., Any], *args: Any) -> None:
         """Start a process that calls `target`.
 
-        "server 0" receives a further argument, a function that reports its progress.
+        "server 0" receives a further argument, a `ReportLosses` function.
         """
         self._calls[name] = target, *args
         receiver, sender = self._context.Pipe(duplex=False)
@@ -108,22 +107,24 @@ class Processes:
                 yield received
                 continue
             now = time.monotonic()
-            lost = {f"worker {w}": (now, reason) for w, reason in received.lost.items()}
+            lost = {f"worker {w}": (now, reason) for w, reason in received.items()}
             self._lost = {name: self._lost.get(name, loss) for name, loss in lost.items()}
-            if self._progress:
-                self._progress(received)
         for name, (since, reason) in self._lost.items():
             if name in self.running and time.monotonic() - since > self.patience:
                 self.kill(name, reason)
 
 
 def _process(
-    pipe: Connection, folder: str, name: str, target: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    folder: str | None,
+    name: str,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         if name == "server 0":
-            args = (*args, lambda progress: pipe.send_bytes(pickle.dumps(progress)))
+            args = (*args, lambda lost: pipe.send_bytes(pickle.dumps(lost)))
         message = pickle.dumps(Outcome(name, value=target(*args)))
     except SystemExit:
         raise  # the exit code is the outcome; the exception must not reach the parent process
@@ -136,15 +137,14 @@ def _process(
             text = RuntimeError(f"{name}: {type(error).__name__}: {error}")
             message = pickle.dumps(Outcome(name, error=text))
     pipe.send_bytes(message)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
-def _end_with_parent(folder: str) -> None:
+def _end_with_parent(folder: str | None) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

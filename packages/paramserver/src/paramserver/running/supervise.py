@@ -18,7 +18,7 @@ from typing import Any
 from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
-from paramserver.running.processes import Processes, ReportProgress
+from paramserver.running.processes import Processes, ReportLosses
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import ZeroMQServer
 from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
@@ -98,7 +98,6 @@ def run_on_zeromq(
     restarts: int,
     journal: str | Path | None,
     context: BaseContext,
-    progress: ReportProgress | None,
 ) -> Result:
     """Run a job as `run` does, with processes that are restarted when they die."""
     packed = job.pack()
@@ -107,7 +106,7 @@ def run_on_zeromq(
         require_journals(Path(journal), job.servers, range(job.servers))
     with (
         tempfile.TemporaryDirectory() as folder,
-        Processes(context, folder, job.timeout + GRACE, progress) as processes,
+        Processes(context, folder, job.timeout + GRACE) as processes,
     ):
         addresses = [f"ipc://{folder}/server-{i}" for i in range(job.servers)]
         journal_folder = str(journal or Path(folder) / "journal") if restarts or journal else None
@@ -141,7 +140,7 @@ def run_on_zeromq(
 
 
 def _serve(
-    packed: bytes, number: int, address: str, journal: str | None, *report: ReportProgress
+    packed: bytes, number: int, address: str, journal: str | None, *report: ReportLosses
 ) -> None:
     open_server(Job.unpack(packed), number, address, journal=journal).serve(*report)
 

@@ -9,7 +9,6 @@ may be on NCCL. Each direction of each pair has a tag, because a rank may be a w
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,7 +25,6 @@ from paramserver.transport.connection import (
     GRACE,
     LONGEST_WAIT,
     Channel,
-    Channels,
     Connection,
     RemoteConnection,
 )
@@ -191,41 +189,3 @@ def _connect_gloo(group: dist.ProcessGroup | None) -> Any:
     number = (store.add("paramserver/joined", 1) - 1) // world
     prefixed = dist.PrefixStore(f"paramserver/{number}", store)
     return dist.ProcessGroupGloo(prefixed, group.rank(), world, _IDLE)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """The arguments with which a process joins a group through a file, servers first."""
-
-    store: str
-    rank: int
-    sizes: tuple[int, ...]
-    workers: int
-
-    def open(self) -> Channels:
-        """Join the group and return a channel per peer."""
-        servers = len(self.sizes)
-        rank = self.rank
-        world = servers + self.workers
-        store = dist.FileStore(self.store, world)
-        dist.init_process_group("gloo", None, _IDLE, world, rank, store)
-        group = dist.group.WORLD
-        assert group is not None
-        if rank < servers:
-            return tuple(
-                DistributedChannel(f"worker {w}", servers + w, (1, 0), self.sizes[rank], group)
-                for w in range(self.workers)
-            )
-        return tuple(
-            DistributedChannel(f"server {server}", server, (0, 1), nbytes, group)
-            for server, nbytes in enumerate(self.sizes)
-        )
-
-
-def connect_all(
-    sizes: list[int], workers: int, store: str
-) -> tuple[list[Endpoint], list[Endpoint]]:
-    """Return the endpoints of servers with buffers of these sizes in bytes, and of the workers."""
-    ranks = range(len(sizes) + workers)
-    endpoints = [Endpoint(store, rank, tuple(sizes), workers) for rank in ranks]
-    return endpoints[: len(sizes)], endpoints[len(sizes) :]

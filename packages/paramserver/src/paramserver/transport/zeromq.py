@@ -38,7 +38,6 @@ from paramserver.protocol.messages import (
     PeerLost,
     failure,
 )
-from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_extra
 from paramserver.transport.pieces import PIECE, Arrival, BufferPool, piece_bounds
 from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
@@ -101,8 +100,8 @@ class ZeroMQServer:
         #: Time of the last report of a full disk.
         self._last_full_report = -math.inf
 
-    def serve(self, report: Callable[[Progress], object] | None = None) -> None:
-        """Answer requests until `stop`; call `report` about every second with the progress."""
+    def serve(self, report: Callable[[dict[int, str]], object] | None = None) -> None:
+        """Answer requests until `stop`; call `report` about every second with the lost workers."""
         last_report = 0.0
         last_check = time.monotonic()
         while not self._stopped.is_set():
@@ -119,7 +118,7 @@ class ZeroMQServer:
             self._retry_waiting(now)
             if report and now - last_report > 1:
                 last_report = now
-                report(progress_of(self.core))
+                report(dict(self.core.lost))
             if self._journal and self._journal.is_long():
                 self._journal.snapshot(self.core)
 
