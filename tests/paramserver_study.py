@@ -45,8 +45,7 @@ from paramserver import (
     join,
     run,
 )
-from paramserver.bench import bench, table
-from paramserver.bench.rows import median_times, time_exchanges, time_rpc
+from paramserver.bench import bench, median_times, table, time_exchanges, time_rpc
 from torch import nn
 
 CONTEXT = 128

@@ -9,8 +9,7 @@ import pytest
 import torch
 from figures import assert_at_least, assert_at_most
 from paramserver import Asynchronous, run
-from paramserver.bench import bench
-from paramserver.bench.rows import _time_pushes_and_pulls, _Vector
+from paramserver.bench import _time_pushes_and_pulls, _Vector, bench
 
 #: Times of torch RPC over ours for a push and a pull of 80 MiB. Bare ZeroMQ frames of the same
 #: bytes, without any computation, reach 2.2, so the goal of 2.5 for ZeroMQ cannot be reached.

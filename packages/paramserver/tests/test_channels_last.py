@@ -59,11 +59,3 @@ def test_a_transposed_parameter_is_updated_in_its_logical_order():
         module.weight.grad = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         worker.push()
     assert module.weight.tolist() == [[-1.0, 0.0, 1.0], [-3.0, -2.0, -1.0]]
-
-
-def test_a_parameter_that_repeats_memory_is_refused():
-    module = nn.Linear(3, 2, bias=False)
-    module.weight.data = torch.ones(1, 3).expand(2, 3)
-    server = Server(dict(module.named_parameters()), INNER, workers=1)
-    with pytest.raises(ValueError, match=r"own memory.*weight.*strides \(0, 1\).*contiguous\(\)"):
-        Worker(module, server)

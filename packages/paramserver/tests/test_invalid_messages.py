@@ -104,13 +104,12 @@ def fingerprint(server, *, waiting=False):
     replica = core.replica
     digest = hashlib.sha256(replica.state_dict()["parameters"].numpy().tobytes())
     for name in sorted(replica._staged):
-        for gradient in replica._staged[name][0]:
+        for gradient in replica._staged[name]:
             digest.update(gradient.numpy().tobytes())
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
-    joined = {worker: life for worker, (_, life, _) in server._joined.items()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
              replica.next, core.failure, core.lost, digest.hexdigest(), sizes,
-             sorted(core.waits.last_seen), joined,
+             sorted(core.waits.last_seen),
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
         known += sorted(core.waits.waiting), sorted(server._waiting), sorted(server._incoming)
@@ -422,7 +421,7 @@ def disturb(context, server, number, *, joined):
 
     if joined:
         position = server.core.replica.position
-        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, position, 0, -1, layout])
+        ask(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
     requests = [*nasty(layout, server.core.replica.position)]
@@ -433,7 +432,7 @@ def disturb(context, server, number, *, joined):
             else:
                 data = [bytes(640)] if i % 3 else []
                 ask(rank, 77, 2 + i, fields, *data)
-    if joined:  # worker 9 may neither join as another worker nor commit a push it did not stage
+    if joined:  # worker 9 may neither choose a session nor commit a push it did not stage
         ask(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
         ask(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
         ask(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])

@@ -10,27 +10,12 @@ Rounding errors are carried over: the sender adds the residual to the next chang
 
 import zlib
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 #: Number of elements that share a scale; a scale takes 32 bits.
 _BLOCK = 1024
-
-
-class Compression(Protocol):
-    """An encoding of float32 elements in fewer bytes."""
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Return the encoding of flat float32 values as a uint8 tensor."""
-
-    def decode(self, data: Tensor, numel: int) -> Tensor:
-        """Return the `numel` float32 values that `data` encodes, up to the rounding error.
-
-        Raises:
-            ValueError: `encode` cannot have returned `data` for `numel` values.
-        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +29,7 @@ class Integers:
             raise ValueError(f"expected 4 or 8 bits per element, got {self.bits}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the scales of all blocks, followed by the coded integers."""
+        """Encode flat float32 values: the scales of all blocks, then the coded integers."""
         largest = 2 ** (self.bits - 1) - 1
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
         # Shape (blocks,). A subnormal scale would have too few bits.
@@ -59,7 +44,11 @@ class Integers:
         return _to_tensor(scales.numpy().tobytes() + packed)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """Return the values that `encode` encoded; see `Compression.decode`."""
+        """Return the `numel` float32 values that `data` encodes, up to the rounding error.
+
+        Raises:
+            ValueError: `encode` cannot have returned `data` for `numel` values.
+        """
         raw = data.numpy().tobytes()
         blocks = -(-numel // _BLOCK)
         scales = _to_tensor(raw[: 4 * blocks]).view(torch.float32)

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from paramserver.compression import Compression
+from paramserver.compression import Integers
 from paramserver.optimizers import OptimizerFactory
 
 
@@ -102,7 +102,7 @@ class LocalSteps:
 
     steps: int
     outer: OptimizerFactory = NESTEROV
-    compression: Compression | None = None
+    compression: Integers | None = None
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.5

@@ -183,68 +183,26 @@ def require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
     The servers store every element separately. If elements shared memory, only the one that a pull
     writes last would keep its update.
     """
-    local = {}
+    ranges = []
     for name, parameter in parameters.items():
         tensor = local_part(parameter.detach())
-        if tensor.numel() and not tensor.is_meta:
-            local[name] = tensor
-    ranges = {name: _byte_range(tensor) for name, tensor in local.items()}
-    # The parameters whose byte ranges contain the start of the next range.
-    overlapping: list[str] = []
-    for name in sorted(ranges, key=lambda name: ranges[name]):
-        start, _ = ranges[name]
-        overlapping = [other for other in overlapping if ranges[other][1] > start]
-        for other in overlapping:
-            if _share_bytes(local[other], local[name]):
-                raise ValueError(
-                    f"expected parameters that have their own memory, but {other} and {name} share "
-                    "memory, and the servers would train them separately; assign the same "
-                    "nn.Parameter to both modules, or copy one: parameter.data = "
-                    "parameter.data.clone()"
-                )
-        if not _is_dense(local[name]) and _overlaps_itself(local[name]):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        if not tensor.permute(order).is_contiguous():
             raise ValueError(
-                f"expected parameters whose elements have their own memory, got {name} with "
-                f"strides {tuple(local[name].stride())}; set parameter.data = "
+                f"expected parameters whose elements have their own memory without gaps, got "
+                f"{name} with strides {tuple(tensor.stride())}; set parameter.data = "
                 "parameter.data.contiguous() before creating the worker"
             )
-        overlapping.append(name)
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor and of the byte after its last one."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if a tensor is contiguous in some order of its dimensions."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
-
-
-def _mark_bytes(tensor: Tensor, marks: Tensor, start: int) -> Tensor:
-    """Return the marks of a tensor's bytes; `marks` has one per byte, from address `start`."""
-    shape = (*tensor.shape, tensor.itemsize)
-    strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
-    return marks.as_strided(shape, strides, tensor.data_ptr() - start)
-
-
-def _share_bytes(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors have a byte in common."""
-    start = min(first.data_ptr(), second.data_ptr())
-    stop = max(_byte_range(first)[1], _byte_range(second)[1])
-    marks = torch.zeros(stop - start, dtype=torch.bool)
-    _mark_bytes(first, marks, start).fill_(True)
-    return bool(_mark_bytes(second, marks, start).any())
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return True if two elements of a tensor have a byte in common."""
-    start, stop = _byte_range(tensor)
-    marks = torch.zeros(stop - start, dtype=torch.bool)
-    _mark_bytes(tensor, marks, start).fill_(True)
-    return int(marks.sum()) < tensor.nbytes
+        ranges.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    for (_, stop, first), (start, _, second) in itertools.pairwise(sorted(ranges)):
+        if start < stop:
+            raise ValueError(
+                f"expected parameters that have their own memory, but {first} and {second} share "
+                "memory, and the servers would train them separately; assign the same "
+                "nn.Parameter to both modules, or copy one: parameter.data = parameter.data.clone()"
+            )
 
 
 def _aligned(nbytes: int) -> int:

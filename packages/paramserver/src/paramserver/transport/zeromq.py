@@ -35,7 +35,6 @@ from paramserver.protocol.messages import (
     OBSERVER,
     Kind,
     Message,
-    PeerLost,
     failure,
 )
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_extra
@@ -93,9 +92,6 @@ class ZeroMQServer:
         #: For each worker, the complete request that waits for its answer.
         self._waiting = dict[int, _Request]()
         self._buffers = BufferPool(core.replica.shard.buffer_bytes)
-        #: For each worker: routing id, connection number and session of the last sender to join. A
-        #: worker of this package uses one number for both; the log keeps it if this server dies.
-        self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
         #: Time of the last report of a full disk.
         self._last_full_report = -math.inf
@@ -157,11 +153,11 @@ class ZeroMQServer:
         no_data = Arrival(torch.empty(0, dtype=torch.uint8))
         request = _Request(received.name, received.key, message, no_data, now)
         try:
-            request.session = self._session(received, message)
+            self._check_sender(received, message)
             size = self._size(worker, message)
-            self.core.validate(worker, message, request.session)
+            self.core.validate(worker, message, received.life)
             if message.kind is Kind.BEAT:
-                self.core.handle(worker, message, None, now, session=request.session)
+                self.core.handle(worker, message, None, now, session=received.life)
                 return False
         except Exception as error:  # concerns this sender only
             _LOG.debug("refused a message of %r: %s", received.name, error)
@@ -188,21 +184,19 @@ class ZeroMQServer:
             return True
         return self._keys.workers.get(received.worker) == received.sender_key
 
-    def _session(self, received: "_Received", message: Message) -> int:
-        """Return the session of a request; raise `PeerLost` for the sender of another worker."""
+    def _check_sender(self, received: "_Received", message: Message) -> None:
+        """Raise `ValueError` unless the sender's key and connection may send this request."""
         worker = received.worker
         if not self._is_authorized(received):
             raise ValueError(
                 f"expected a request of a rank of this key, got one of worker {worker}; pass the "
                 f"worker's own key, or start the server with --peer {worker}=FILE.public"
             )
-        if message.kind is not Kind.JOIN:
-            _, life, session = self._joined.get(worker, (b"", -1, -1))
-            return session if life == received.life else received.life
-        for other, (name, _, _) in self._joined.items():
-            if name == received.name and other != worker and other in self.core.ledger.active:
-                raise PeerLost(f"expected a request of worker {other}, as which this sender joined")
-        return message.clock
+        if message.kind is Kind.JOIN and message.clock != received.life:
+            raise ValueError(
+                f"expected the number of the connection, {received.life}, as that of the session, "
+                f"got {message.clock}"
+            )
 
     def _size(self, worker: int, message: Message) -> int:
         """Return the number of bytes of a push; only members get memory for their data."""
@@ -246,10 +240,8 @@ class ZeroMQServer:
                 data.data,
                 now,
                 is_known_finite=is_known_finite,
-                session=request.session,
+                session=request.key[0],
             )
-            if request.message.kind is Kind.JOIN and reply and reply.kind is Kind.OK:
-                self._joined[worker] = request.name, request.key[0], request.session
         except DiskFullError as error:
             self._report_full_disk(error, now)
             reply = None  # the request waits, and is tried again
@@ -297,13 +289,12 @@ class _Request:
 
     #: Routing id of the sender.
     name: bytes
-    #: Number of the connection and of the request.
+    #: Number of the connection, which is that of the worker's session, and of the request.
     key: tuple[int, int]
     message: Message
     data: Arrival
     #: Time of the last message to the worker.
     last_message: float
-    session: int = -1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Time of a push and a pull over each transport, interleaved with torch's RPC.
+"""Time of pushes and pulls, interleaved with torch's RPC (`python -m paramserver.bench`).
 
 Rows `exchange`: one worker and one server push and pull the whole model. Measurements that need
 other packages are in tests/paramserver_study.py.
@@ -176,3 +176,7 @@ def table(rows: list[Row]) -> str:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         blocks.append("\n".join("  ".join(map(str.rjust, line, widths)) for line in cells))
     return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    main()
