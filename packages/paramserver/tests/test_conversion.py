@@ -68,7 +68,7 @@ class Fleet:
         self.workers = []
         for rank in range(2):
             module = model(next(job.module.parameters()).dtype)
-            options = {"local": local, "whole": job.whole}
+            options = {"local": local}
             if local is not None:
                 options["optimizer"] = job.optimizer
             checkpoint = folder / f"worker-{rank}" if local else None

@@ -134,7 +134,7 @@ def test_worker_that_fails_while_writing_is_named_and_nothing_is_applied(group, 
         yield PIECE
         raise MemoryError("no room for a gradient")
 
-    monkeypatch.setattr(fails._payload, "_write_dense", half_written)
+    monkeypatch.setattr(fails._payload, "_write_pieces", half_written)
     with pytest.raises(MemoryError), fails:
         push(fails, 1.0)
     until = time.monotonic() + 10

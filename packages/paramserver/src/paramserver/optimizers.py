@@ -7,13 +7,13 @@ updates with it.
 
 import copy
 import io
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -90,6 +90,12 @@ class Updater:
         self.targets = parameters
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
+        if spec.max_norm is not None and any(t.dtype == torch.float16 for t in self.targets):
+            raise ValueError(
+                "expected max_norm=None with float16 parameters, in which the norm may overflow; "
+                "pass master_dtype=torch.float32 to the servers, or train float32 parameters with "
+                "torch.autocast"
+            )
         self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
         _copy_tensor_options(self.optimizer)
         if spec.groups:
@@ -99,7 +105,7 @@ class Updater:
     def step(self) -> None:
         """Apply the gradients of `targets`, clear them, and advance the schedule."""
         if self.spec.max_norm is not None:
-            self._clip_gradients(self.spec.max_norm)
+            clip_grad_norm_(self.targets, self.spec.max_norm, error_if_nonfinite=True)
         self.optimizer.step()
         # Parameters without a gradient are skipped, so the momentum of other fragments is kept.
         self.optimizer.zero_grad()
@@ -146,30 +152,6 @@ class Updater:
             state = self._scheduler.state_dict()
             settings["scheduler"] = f"{type(self._scheduler).__name__} {state}"
         return settings
-
-    @torch.no_grad()
-    def _clip_gradients(self, max_norm: float) -> None:
-        """Limit the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
-
-        The norm is computed in float64, because in the type of finite gradients it may overflow.
-        """
-        gradients = [target.grad for target in self.targets if target.grad is not None]
-        if not gradients:
-            return
-        norms = []
-        for gradient in gradients:
-            elements = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norms.append(torch.linalg.vector_norm(elements, dtype=torch.float64))
-        # Only one number is read from a GPU, because the host waits for each read.
-        norm = float(torch.stack([part.to(norms[0].device) for part in norms]).norm())
-        if not math.isfinite(norm):
-            raise RuntimeError(
-                f"expected gradients with a finite norm, which max_norm={max_norm:g} limits, got "
-                f"{norm}; lower the learning rate"
-            )
-        if norm + 1e-6 > max_norm:
-            for gradient in gradients:
-                gradient.mul_(max_norm / (norm + 1e-6))
 
     @torch.no_grad()
     def _publish(self) -> None:

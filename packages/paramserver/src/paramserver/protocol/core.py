@@ -129,6 +129,11 @@ class Core:
             raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
         if kind in _FIRST_SERVER_KINDS and not self.is_first:
             raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
+        if message.size > shard.buffer_bytes:
+            raise ValueError(
+                f"expected at most {shard.buffer_bytes} bytes, worker {worker} announced "
+                f"{message.size}"
+            )
         if message.position > self.replica.position:
             raise RuntimeError(
                 f"worker {worker} has seen {message.position} entries of the log, but this server "

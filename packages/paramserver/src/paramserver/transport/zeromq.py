@@ -154,7 +154,6 @@ class ZeroMQServer:
         request = _Request(received.name, received.key, message, no_data, now)
         try:
             self._check_sender(received, message)
-            size = self._size(worker, message)
             self.core.validate(worker, message, received.life)
             if message.kind is Kind.BEAT:
                 self.core.handle(worker, message, None, now, session=received.life)
@@ -169,8 +168,9 @@ class ZeroMQServer:
             return True
         known = self._waiting.get(worker) or self._incoming.get(worker)
         if known is None or known.key != received.key:
-            if size:
-                request.data = Arrival(self._buffers.take()[:size], self.core.replica.shard)
+            if message.kind in KINDS_WITH_GRADIENTS:  # only members get memory for their data
+                data = self._buffers.take()[: message.size]
+                request.data = Arrival(data, self.core.replica.shard)
             self._waiting.pop(worker, None)
             self._incoming[worker] = known = request
         known.name = received.name
@@ -197,20 +197,6 @@ class ZeroMQServer:
                 f"expected the number of the connection, {received.life}, as that of the session, "
                 f"got {message.clock}"
             )
-
-    def _size(self, worker: int, message: Message) -> int:
-        """Return the number of bytes of a push; only members get memory for their data."""
-        if message.kind not in KINDS_WITH_GRADIENTS:
-            return 0
-        size = message.size
-        if worker not in self.core.ledger.members:
-            raise ValueError(f"expected worker {worker} to join before it pushes {size} bytes")
-        if size > self._buffers.nbytes:
-            raise ValueError(
-                f"expected a push of at most {self._buffers.nbytes} bytes, worker {worker} "
-                f"announced {size}"
-            )
-        return size
 
     def _add_piece(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
