@@ -104,7 +104,7 @@ def train(worker, steps: int) -> tuple[float, float, int]:
     torch.set_num_threads(1)
     corpus = load_corpus()
     exchange_seconds = 0.0
-    optimizer = worker._updater.optimizer
+    optimizer = worker._local.updater.optimizer
     base = optimizer.param_groups[0]["lr"]
     begin = None
     for step in range(steps):

@@ -96,7 +96,7 @@ class Fleet:
 
 def killed_at(worker, when, at):
     """Let the worker die before or after the commit of push number `at`."""
-    push = worker._session.push
+    push = worker._exchange.session.push
 
     def dying_push():
         if worker.pushes == at and when == "before the push":
@@ -105,7 +105,7 @@ def killed_at(worker, when, at):
         if worker.pushes == at + 1 and when == "after the push":
             raise Killed
 
-    worker._session.push = dying_push
+    worker._exchange.session.push = dying_push
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,11 @@ from paramserver import (
     join,
     run,
 )
+from paramserver.parameters import trainable_parameters
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver.worker import trainable_parameters
 from paramserver_training import SGD, batch, fail, model, train
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
@@ -343,8 +343,9 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
         push(workers[0])
+    exchange = workers[0]._exchange
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
-        workers[0]._run_requests(workers[0]._session.push())  # without the check of `prepare_push`
+        exchange.run(exchange.session.push())  # without the check of `prepare_push`
     workers[1].pull()
     push(workers[1])
     assert workers[1].pull() == workers[0].pull() == 1

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
+from paramserver.parameters import trainable_parameters
 from paramserver.payload import pin
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver.worker import trainable_parameters
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

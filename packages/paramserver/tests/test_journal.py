@@ -99,7 +99,7 @@ class FullDisk:
 
 def push_often(worker):
     for _ in range(3):
-        worker._run_requests(worker._session.push())
+        worker._exchange.run(worker._exchange.session.push())
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 100, 150, 200])

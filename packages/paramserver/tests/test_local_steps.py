@@ -30,11 +30,11 @@ from paramserver import (
     plain,
     run,
 )
+from paramserver.parameters import trainable_parameters
 from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
 from paramserver.server import LocalConnection
 from paramserver.transport.connection import RemoteConnection
-from paramserver.worker import trainable_parameters
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model, train
 
 INNER = partial(torch.optim.AdamW, lr=0.01)

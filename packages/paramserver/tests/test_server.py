@@ -22,7 +22,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.worker import trainable_parameters
+from paramserver.parameters import trainable_parameters
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
 
 

@@ -94,8 +94,8 @@ def test_update_copies_only_for_workers_that_still_read(group):
     reader.pull()
     push(writer, -1.0)
     assert not arena.any()  # no copy was made for it
-    reader._run_requests(
-        reader._session.pull()
+    reader._exchange.run(
+        reader._exchange.session.pull()
     )  # version 1 is reserved for it, and it does not read it
     push(writer, -1.0)
     push(writer, -1.0)

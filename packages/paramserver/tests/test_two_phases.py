@@ -165,7 +165,7 @@ def half_a_push(worker):
         values.append(worker.module.value())
         if worker.rank == 1 and step == 2:
             worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
-            worker._request(next(worker._session.push())[0])
+            worker._exchange.request(next(worker._exchange.session.push())[0])
             os._exit(3)
         worker.module.push_one(worker)
     return values

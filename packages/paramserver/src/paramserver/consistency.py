@@ -16,7 +16,7 @@ over several steps of its local optimizer.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -24,23 +24,13 @@ from paramserver.compression import Integers
 from paramserver.optimizers import OptimizerFactory
 
 
-class Consistency(Protocol):
-    """The interface of a policy that a server uses."""
-
-    @property
-    def bound(self) -> float:
-        """Largest number of clocks by which a reader may be ahead of the slowest worker."""
-
-    @property
-    def averages(self) -> bool:
-        """True if the mean of all gradients of a clock is applied as one update."""
-
-
 @dataclass(frozen=True)
 class BulkSynchronous:
     """All workers wait for each other; the mean of their gradients is one update."""
 
-    bound: ClassVar[float] = 0  # no worker reads before all workers have pushed
+    #: Largest number of clocks by which a reader may be ahead of the slowest worker.
+    bound: ClassVar[float] = 0
+    #: True if the mean of all gradients of a clock is applied as one update.
     averages: ClassVar[bool] = True
 
 
@@ -130,6 +120,14 @@ class LocalSteps:
     def interval(self) -> int:
         """Number of local steps between two exchanges."""
         return self.steps // self.fragments
+
+
+Consistency = BulkSynchronous | StaleSynchronous | Asynchronous | LocalSteps
+
+
+def local_of(consistency: Consistency | None) -> LocalSteps | None:
+    """Return the policy if it is `LocalSteps`, and None otherwise."""
+    return consistency if isinstance(consistency, LocalSteps) else None
 
 
 def _require_integer(name: str, value: int, *, minimum: int) -> None:

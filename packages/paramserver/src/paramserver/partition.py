@@ -11,12 +11,12 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from paramserver.parameters import local_part
+
 Shards = list["Shard"]
 Cut = tuple[str, Tensor, int, int]  # name of a parameter, the parameter, first and last element
 
@@ -177,41 +177,5 @@ def _lay_out(cuts: list[Cut]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` if elements of the parameters share memory.
-
-    The servers store every element separately. If elements shared memory, only the one that a pull
-    writes last would keep its update.
-    """
-    ranges = []
-    for name, parameter in parameters.items():
-        tensor = local_part(parameter.detach())
-        if tensor.is_meta or not tensor.numel():
-            continue
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        if not tensor.permute(order).is_contiguous():
-            raise ValueError(
-                f"expected parameters whose elements have their own memory without gaps, got "
-                f"{name} with strides {tuple(tensor.stride())}; set parameter.data = "
-                "parameter.data.contiguous() before creating the worker"
-            )
-        ranges.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
-    for (_, stop, first), (start, _, second) in itertools.pairwise(sorted(ranges)):
-        if start < stop:
-            raise ValueError(
-                f"expected parameters that have their own memory, but {first} and {second} share "
-                "memory, and the servers would train them separately; assign the same "
-                "nn.Parameter to both modules, or copy one: parameter.data = parameter.data.clone()"
-            )
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def local_part(tensor: T) -> T:
-    """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    local: T = tensor.to_local()
-    return local

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.consistency import LocalSteps
-from paramserver.partition import Shard, local_part
+from paramserver.parameters import local_part
+from paramserver.partition import Shard
 from paramserver.protocol.gradients import add_flat, flatten
 from paramserver.protocol.messages import Message
 from paramserver.transport.connection import Connection

@@ -70,8 +70,7 @@ class Server:
                 f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
             )
         self.consistency: Consistency = consistency or BulkSynchronous()
-        is_policy = hasattr(self.consistency, "bound") and hasattr(self.consistency, "averages")
-        if not is_policy or isinstance(self.consistency, type):
+        if not isinstance(self.consistency, Consistency):
             raise TypeError(
                 f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
             )

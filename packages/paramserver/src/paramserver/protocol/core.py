@@ -5,11 +5,10 @@ it from threads, `transport.zeromq` from one loop, and the tests from a simulate
 
 An answer of None means that the request has to wait. The caller repeats it after a change, calls
 `check` after `next_deadline`, and copies the bytes that belong to an answer. With a journal, every
-change is recorded before the answer is returned. `validate` checks a request, its sender and its
-log before anything changes or is recorded.
+change is recorded before the answer is returned. A request is validated before anything changes or
+is recorded.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,21 +19,16 @@ from paramserver.consistency import Consistency
 from paramserver.protocol.ledger import Ledger, Member, wrong_clock
 from paramserver.protocol.log import Log, Push
 from paramserver.protocol.messages import (
-    OBSERVER,
     Kind,
     Message,
     PeerLost,
-    check_request,
     pushed_twice,
 )
 from paramserver.protocol.records import Followed, Journal, Record, Staged
 from paramserver.protocol.replica import Replica
+from paramserver.protocol.validation import public_session_id, validate
 from paramserver.protocol.waits import Waits
 
-_KINDS_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
-_FIRST_SERVER_KINDS = (
-    Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
-)  # fmt: skip
 Data = Tensor | None
 
 
@@ -123,69 +117,14 @@ class Core:
         Nothing changes. `session` is the number with which the sender joined, or None if the
         transport guarantees that the sender is `worker`.
         """
-        check_request(worker, message)
-        kind, shard = message.kind, self.replica.shard
-        if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
-            raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
-        if kind in _FIRST_SERVER_KINDS and not self.is_first:
-            raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
-        if message.size > shard.buffer_bytes:
-            raise ValueError(
-                f"expected at most {shard.buffer_bytes} bytes, worker {worker} announced "
-                f"{message.size}"
-            )
-        if message.position > self.replica.position:
-            raise RuntimeError(
-                f"worker {worker} has seen {message.position} entries of the log, but this server "
-                f"has {self.replica.position}: its journal was restored from an older copy; "
-                "restart the worker"
-            )
-        log = None
-        ledger = self.ledger
-        if kind in _KINDS_WITH_LOG:
-            log = Log.from_text(message.text)
-            ledger = self._preview(log)
-        if kind is Kind.JOIN:
-            self._check_join(worker, message)
-        elif worker != OBSERVER:
-            self._check_sender(ledger, worker, message, session)
-        return log
-
-    def _preview(self, log: Log) -> Ledger:
-        """Return the ledger as it will be after this server has replayed `log`."""
-        if self.is_first:
-            if log.stop > self.replica.position:
-                raise ValueError(
-                    f"expected a log of at most {self.replica.position} entries, which this server "
-                    f"has created, got {log.stop}"
-                )
-            return self.ledger
-        preview = self.ledger.copy()
-        preview.replay(log)
-        self.replica.check(log)
-        return preview
-
-    def _check_sender(
-        self, ledger: Ledger, worker: int, message: Message, session: int | None
-    ) -> None:
-        member = ledger.members.get(worker)
-        if member is None or (session is not None and not member.sessions):
-            if message.kind is Kind.BEAT:
-                return  # the thread that sends it starts before the worker joins
-            text = "" if self._elastic else f"; there are {self._workers} workers"
-            raise ValueError(f"worker {worker} is unknown{text}: join first")
-        outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
-        if session is not None and _public_session_id(session) != member.sessions[-1]:
-            raise PeerLost(f"{outdated}, or another process uses its number")
-        if message.kind in (Kind.BEAT, Kind.ABORT):
-            return  # these belong to a session, not to an epoch
-        if message.epoch < member.epoch:
-            raise PeerLost(outdated)
-        if message.epoch > member.epoch:
-            raise ValueError(
-                f"expected a request of worker {worker} in epoch {member.epoch}, got epoch "
-                f"{message.epoch}; join first"
-            )
+        return validate(
+            worker,
+            message,
+            session,
+            replica=self.replica,
+            ledger=self.ledger,
+            elastic=self._elastic,
+        )
 
     def check(self, now: float) -> list[tuple[int, Exception]]:
         """Return the workers whose wait has timed out, each with its error.
@@ -325,20 +264,6 @@ class Core:
             self.journal.record(Staged(push, data))
         self.replica.stage(push, gradients)
 
-    def _check_join(self, worker: int, message: Message) -> None:
-        replica = self.replica
-        if message.text != replica.layout:
-            raise ValueError(
-                f"expected parameters of layout {replica.layout}, worker {worker} has layout "
-                f"{message.text}; build the same module (names, shapes, dtypes, requires_grad) and "
-                "pass the same policy on every rank"
-            )
-        if message.number != replica.shard.number:
-            raise ValueError(
-                f"expected a request for server {replica.shard.number}, worker {worker} addressed "
-                f"server {message.number}; pass the servers in the order of their shards"
-            )
-
     def _join(self, worker: int, message: Message) -> Message:
         replica = self.replica
         if self._elastic:
@@ -351,7 +276,7 @@ class Core:
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
-            self.ledger.join(worker, _public_session_id(message.clock))
+            self.ledger.join(worker, public_session_id(message.clock))
             self._follow_own()
         member = self._member(worker)
         numbers = member.epoch, member.clock, replica.base_version, replica.position
@@ -435,11 +360,3 @@ class Core:
             raise
         if not self.is_first:
             self.ledger.forget(self.replica.position)
-
-
-def _public_session_id(session: int) -> int:
-    """Return the public number of a session, which the log contains.
-
-    Every worker can read the log, but only the worker that joined knows the session's number.
-    """
-    return int.from_bytes(hashlib.blake2b(str(session).encode(), digest_size=6).digest(), "big")

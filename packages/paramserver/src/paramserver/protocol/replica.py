@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
-from paramserver.partition import Piece, Shard, local_part
+from paramserver.parameters import local_part
+from paramserver.partition import Piece, Shard
 from paramserver.protocol.gradients import add_flat, flatten, mean, require_finite
 from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import updater_of_pieces

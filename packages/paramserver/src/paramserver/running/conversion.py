@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paramserver.consistency import local_of
 from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Followed
 from paramserver.protocol.replica import Replica
 from paramserver.running.job import Job
-from paramserver.worker import local_of
 
 #: Values of whole parameters, by the name of the parameter and the name of the value.
 Values = dict[str, dict[str, Any]]

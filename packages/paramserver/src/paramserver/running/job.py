@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency
+from paramserver.consistency import Consistency, local_of
 from paramserver.optimizers import OptimizerFactory
+from paramserver.parameters import trainable_parameters
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
-from paramserver.worker import Worker, local_of, trainable_parameters
+from paramserver.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from paramserver.consistency import local_of
 from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
@@ -22,7 +23,7 @@ from paramserver.running.processes import Processes, ReportLosses
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import ZeroMQServer
 from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
-from paramserver.worker import Worker, local_of
+from paramserver.worker import Worker
 
 
 def open_server(

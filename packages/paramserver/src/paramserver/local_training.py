@@ -1,0 +1,213 @@
+"""Local steps of a worker, and the exchanges of fragments between them (DiLoCo).
+
+With overlap, a thread exchanges a fragment while the worker takes further steps. Before every
+exchange the state can be saved in a checkpoint, from which a worker that was killed continues.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramserver.checkpoint import (
+    check_checkpoint,
+    random_states,
+    set_random_states,
+    write_checkpoint,
+)
+from paramserver.consistency import LocalSteps
+from paramserver.exchange import Exchange
+from paramserver.optimizers import OptimizerFactory, Updater, spec_of
+from paramserver.parameters import local_part
+from paramserver.payload import Changes
+from paramserver.protocol.gradients import require_finite
+
+
+class LocalTraining:
+    """The local optimizer of a worker, its steps, and the exchange of fragments.
+
+    Args:
+        policy: the policy of the servers.
+        factory: factory of the local optimizer.
+        module: the module to train.
+        parameters: the parameters of the module that are on the servers.
+        exchange: exchanges with the servers, whose payload is a `Changes`.
+        layouts: layout of each server's shard.
+        checkpoint: see `Worker`.
+    """
+
+    def __init__(
+        self,
+        policy: LocalSteps,
+        factory: OptimizerFactory,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        exchange: Exchange,
+        layouts: list[str],
+        checkpoint: str | Path | None,
+    ) -> None:
+        assert isinstance(exchange.payload, Changes)
+        self._policy = policy
+        self._module = module
+        self._parameters = parameters
+        self._exchange = exchange
+        self._payload = exchange.payload
+        self._layouts = layouts
+        self.updater = _local_updater(factory, parameters)
+        self._settings = self.updater.settings()
+        #: Local steps taken so far.
+        self._steps = 0
+        #: Position in the data at local step 0.
+        self._first_position = self._position_of_pushes()
+        #: The step at which each fragment was sent last.
+        self._sent_at = [0] * policy.fragments
+        #: Local step from which `pull` must receive an update; None if no update is outstanding.
+        self._next_pull_step: int | None = 0
+        self._thread = ThreadPoolExecutor(1) if policy.overlap else None
+        self._in_flight: Future[None] | None = None
+        self._checkpoint = Path(checkpoint) if checkpoint else None
+        if self._checkpoint and self._checkpoint.exists():
+            self._resume(torch.load(self._checkpoint, weights_only=True))
+
+    @property
+    def position(self) -> int:
+        """Number of steps of this rank, including those before it rejoined."""
+        return self._first_position + self._steps
+
+    def pull(self) -> None:
+        """Receive an update if one is due."""
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
+            self._receive_update()
+
+    def step(self) -> None:
+        """Take a step of the local optimizer; send a fragment if one is due."""
+        gradients = {
+            name: local_part(parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+        rank = self._exchange.session.worker
+        require_finite(rank, gradients)
+        if self._next_pull_step is not None and self._steps >= self._next_pull_step:
+            raise RuntimeError(f"worker {rank} must pull before each step: an update is due")
+        self.updater.step()
+        self._steps += 1
+        if self._steps % self._policy.interval == 0:
+            self._send_fragment(self._policy.overlap)
+
+    def finish(self) -> None:
+        """Receive the exchange in flight, and send every fragment that has changed since."""
+        if self._thread and self._steps and self._next_pull_step is not None:
+            self._receive_update()
+        while self._sent_at[self._next_fragment()] < self._steps:
+            if self._next_pull_step is not None:
+                self._receive_update()
+            self._send_fragment()
+
+    def wait(self) -> None:
+        """Wait for the end of the exchange in flight; raise its error."""
+        if self._in_flight:
+            self._in_flight.result()
+            self._in_flight = None
+
+    def _next_fragment(self) -> int:
+        return self._exchange.session.clock % self._policy.fragments
+
+    def _position_of_pushes(self) -> int:
+        return self._exchange.session.pushes * self._policy.interval
+
+    def _send_fragment(self, overlap: int = 0) -> None:
+        """Send the changes of the next fragment, in another thread if the exchange may overlap."""
+        fragment = self._next_fragment()
+        self._payload.capture(fragment)
+        if self._checkpoint:
+            self._save(self._checkpoint)
+        if overlap and self._thread:
+            self._in_flight = self._thread.submit(self._push_and_pull)
+        else:
+            self._exchange.push()
+        self._sent_at[fragment] = self._steps
+        self._next_pull_step = self._steps + overlap
+
+    def _push_and_pull(self) -> None:
+        self._exchange.push()
+        self._exchange.pull()
+
+    def _receive_update(self) -> None:
+        if self._in_flight:
+            self.wait()
+        else:
+            self._exchange.pull()
+        # With overlap, the module's present parameters are blended in with weight `alpha`.
+        self._payload.load(self._policy.alpha if self._policy.overlap else 0.0)
+        self._next_pull_step = None
+
+    def _save(self, path: Path) -> None:
+        """Write the state before the next push; see `_resume`."""
+        session = self._exchange.session
+        state = {
+            "layouts": self._layouts,
+            "settings": self._settings,
+            "interval": self._policy.interval,
+            "at": (session.clock, session.pushes, session.version),
+            "steps": (self._steps, self._sent_at),
+            "module": self._module.state_dict(),
+            "updater": self.updater.state_dict(),
+            "payload": self._payload.state_dict(),
+            "random": random_states(p.device for p in self._parameters.values()),
+        }
+        write_checkpoint(path, state)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, which was saved before a push.
+
+        If the servers have not accepted that push, it is sent now; otherwise only its residuals are
+        carried over. If training has continued without this worker, the push is void, and the
+        worker continues with its local optimizer from the parameters of the servers.
+        """
+        session = self._exchange.session
+        check_checkpoint(
+            self._checkpoint, state, self._policy, session, self._layouts, self._settings
+        )
+        clock, pushes, version = state["at"]
+        accepted = session.pushes - pushes
+        self._module.load_state_dict(state["module"])
+        self.updater.load_state_dict(state["updater"])
+        set_random_states(state["random"])
+        if session.clock != clock + accepted:
+            return
+        self._payload.load_state_dict(state["payload"])
+        self._steps, self._sent_at = state["steps"]
+        session.version = version
+        fragment = clock % self._policy.fragments
+        if accepted:
+            self._payload.capture(fragment)
+            for server in range(len(self._layouts)):
+                self._payload.write(server)
+            self._payload.on_accepted()
+        else:
+            self._send_fragment()
+        self._sent_at[fragment] = self._steps
+        # The position exceeds the steps if the last round of a finished run was short.
+        added = self._position_of_pushes() - self._steps
+        self._steps += added
+        self._sent_at = [step + added for step in self._sent_at]
+        self._next_pull_step = self._steps + self._policy.overlap
+        self._first_position = 0
+
+
+def _local_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Updater:
+    spec = spec_of(factory)
+    is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
+    if spec.master_dtype or (spec.max_norm is not None and is_local):
+        raise ValueError(
+            "expected a local optimizer without master_dtype, and for sharded parameters without "
+            "max_norm; use float32 parameters with torch.autocast, and clip the gradients before "
+            "`push`"
+        )
+    spec.check_groups(parameters)
+    shapes = [parameter.shape for parameter in parameters.values()]
+    return Updater(spec, list(parameters.values()), list(parameters), shapes)

@@ -1,0 +1,98 @@
+"""The parameters of a module that are stored on servers, and checks that they stay the same."""
+
+import itertools
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are stored on servers: those that require a gradient, by name.
+
+    Raises:
+        ValueError: elements of these parameters share memory.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    _require_separate_memory(parameters)
+    return parameters
+
+
+def _require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` if elements of the parameters share memory.
+
+    The servers store every element separately. If elements shared memory, only the one that a pull
+    writes last would keep its update.
+    """
+    ranges = []
+    for name, parameter in parameters.items():
+        tensor = local_part(parameter.detach())
+        if tensor.is_meta or not tensor.numel():
+            continue
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        if not tensor.permute(order).is_contiguous():
+            raise ValueError(
+                f"expected parameters whose elements have their own memory without gaps, got "
+                f"{name} with strides {tuple(tensor.stride())}; set parameter.data = "
+                "parameter.data.contiguous() before creating the worker"
+            )
+        ranges.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    for (_, stop, first), (start, _, second) in itertools.pairwise(sorted(ranges)):
+        if start < stop:
+            raise ValueError(
+                f"expected parameters that have their own memory, but {first} and {second} share "
+                "memory, and the servers would train them separately; assign the same "
+                "nn.Parameter to both modules, or copy one: parameter.data = parameter.data.clone()"
+            )
+
+
+def require_unchanged(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, torch.Size],
+    rank: int,
+) -> None:
+    """Raise `ValueError` unless the module's trainable parameters are those on the servers.
+
+    Trainable parameters without a gradient are not checked.
+
+    Args:
+        module: the module of worker `rank`.
+        parameters: the trainable parameters when the worker was created.
+        shapes: the shape of each of `parameters` at that time.
+        rank: number of the worker, for the error.
+    """
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"expected parameters that require a gradient, as when worker {rank} was created, got "
+            f"frozen {', '.join(frozen)}, which momentum or weight decay of the servers' optimizer "
+            "would still change; freeze parameters before the servers and workers are created"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != shapes[name]:
+            raise ValueError(
+                f"expected {name} to have the shape {tuple(shapes[name])} as when worker {rank} "
+                f"was created, got {tuple(parameter.shape)}; create the servers and workers after "
+                "such changes"
+            )
+    stored = {id(parameter) for parameter in parameters.values()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and id(parameter) not in stored:
+            raise ValueError(
+                f"expected gradients of the parameters that the module had when worker {rank} was "
+                f"created, got one of {name}, which was added, replaced or unfrozen since; create "
+                "the servers and workers after such changes, or set its gradient to None if it is "
+                "not trained here"
+            )
+
+
+def local_part(tensor: T) -> T:
+    """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    local: T = tensor.to_local()
+    return local

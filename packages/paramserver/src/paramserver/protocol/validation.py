@@ -1,0 +1,120 @@
+"""Validation of requests: the sender, the fields and the log, before anything changes."""
+
+import hashlib
+
+from paramserver.protocol.ledger import Ledger
+from paramserver.protocol.log import Log
+from paramserver.protocol.messages import OBSERVER, Kind, Message, PeerLost, check_request
+from paramserver.protocol.replica import Replica
+
+_KINDS_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
+_FIRST_SERVER_KINDS = (
+    Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
+)  # fmt: skip
+
+
+def validate(
+    worker: int,
+    message: Message,
+    session: int | None,
+    *,
+    replica: Replica,
+    ledger: Ledger,
+    elastic: bool,
+) -> Log | None:
+    """Return the log that a request contains, if any; raise an exception if it is invalid.
+
+    Args:
+        worker: number of the worker that the request names.
+        message: the request.
+        session: the number with which the sender joined, or None if the transport guarantees that
+            the sender is `worker`.
+        replica: the state of the server's shard.
+        ledger: the server's ledger.
+        elastic: whether other workers may join.
+    """
+    check_request(worker, message)
+    kind = message.kind
+    shard = replica.shard
+    if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
+        raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
+    if kind in _FIRST_SERVER_KINDS and shard.number > 0:
+        raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
+    if message.size > shard.buffer_bytes:
+        raise ValueError(
+            f"expected at most {shard.buffer_bytes} bytes, worker {worker} announced {message.size}"
+        )
+    if message.position > replica.position:
+        raise RuntimeError(
+            f"worker {worker} has seen {message.position} entries of the log, but this server has "
+            f"{replica.position}: its journal was restored from an older copy; restart the worker"
+        )
+    log = None
+    if kind in _KINDS_WITH_LOG:
+        log = Log.from_text(message.text)
+        ledger = _preview(log, replica, ledger)
+    if kind is Kind.JOIN:
+        _check_join(worker, message, replica)
+    elif worker != OBSERVER:
+        _check_sender(worker, message, session, ledger, elastic=elastic)
+    return log
+
+
+def _preview(log: Log, replica: Replica, ledger: Ledger) -> Ledger:
+    """Return the ledger as it will be after this server has replayed `log`."""
+    if replica.shard.number == 0:
+        if log.stop > replica.position:
+            raise ValueError(
+                f"expected a log of at most {replica.position} entries, which this server has "
+                f"created, got {log.stop}"
+            )
+        return ledger
+    preview = ledger.copy()
+    preview.replay(log)
+    replica.check(log)
+    return preview
+
+
+def _check_join(worker: int, message: Message, replica: Replica) -> None:
+    if message.text != replica.layout:
+        raise ValueError(
+            f"expected parameters of layout {replica.layout}, worker {worker} has layout "
+            f"{message.text}; build the same module (names, shapes, dtypes, requires_grad) and "
+            "pass the same policy on every rank"
+        )
+    if message.number != replica.shard.number:
+        raise ValueError(
+            f"expected a request for server {replica.shard.number}, worker {worker} addressed "
+            f"server {message.number}; pass the servers in the order of their shards"
+        )
+
+
+def _check_sender(
+    worker: int, message: Message, session: int | None, ledger: Ledger, *, elastic: bool
+) -> None:
+    member = ledger.members.get(worker)
+    if member is None or (session is not None and not member.sessions):
+        if message.kind is Kind.BEAT:
+            return  # the thread that sends it starts before the worker joins
+        text = "" if elastic else f"; there are {len(ledger.members)} workers"
+        raise ValueError(f"worker {worker} is unknown{text}: join first")
+    outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
+    if session is not None and public_session_id(session) != member.sessions[-1]:
+        raise PeerLost(f"{outdated}, or another process uses its number")
+    if message.kind in (Kind.BEAT, Kind.ABORT):
+        return  # these belong to a session, not to an epoch
+    if message.epoch < member.epoch:
+        raise PeerLost(outdated)
+    if message.epoch > member.epoch:
+        raise ValueError(
+            f"expected a request of worker {worker} in epoch {member.epoch}, got epoch "
+            f"{message.epoch}; join first"
+        )
+
+
+def public_session_id(session: int) -> int:
+    """Return the public number of a session, which the log contains.
+
+    Every worker can read the log, but only the worker that joined knows the session's number.
+    """
+    return int.from_bytes(hashlib.blake2b(str(session).encode(), digest_size=6).digest(), "big")
