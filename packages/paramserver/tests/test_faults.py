@@ -129,19 +129,6 @@ def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(monkeypatc
     assert result.lost == {1: "worker 1 died with exit code 3"}
 
 
-def raise_beside_a_sleeper(worker):
-    worker.pull()
-    if worker.rank == 1:
-        raise ZeroDivisionError("seven")
-    time.sleep(300)
-
-
-def test_training_error_is_raised_when_another_worker_is_killed(monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 0.0)
-    with pytest.raises(ZeroDivisionError, match="seven"):
-        run(raise_beside_a_sleeper, model(), SGD, workers=2, timeout=2.0)
-
-
 class StopsServing(torch.optim.SGD):
     """A server whose process ends in the middle of an update."""
 
@@ -237,17 +224,6 @@ def push(worker):
     worker.push()
 
 
-def test_timeout_error_names_the_awaited_worker():
-    _, workers = pair(StaleSynchronous(1))
-    for _ in range(2):
-        workers[0].pull()
-        push(workers[0])
-    with pytest.raises(
-        TimeoutError, match=r"worker 0 .* at clock 2 for worker 1 at clock 0, silent for 0\.2 s"
-    ):
-        workers[0].pull()
-
-
 def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch):
     server, workers = pair(BulkSynchronous(), timeout=5.0)
     check = server.core.check
@@ -293,22 +269,6 @@ def test_waiting_workers_do_not_wake_each_other():
     for thread in threads:
         thread.join()
     assert [worker.version for worker in workers[:2]] == [1, 1]
-
-
-def test_every_call_after_a_loss_names_the_lost_worker():
-    server, workers = pair()
-    server.lose(1, "the power went out")
-    for call in (workers[0].pull, partial(push, workers[0]), workers[0].finish):
-        with pytest.raises(PeerLost, match="worker 1 is gone at clock 0: the power went out"):
-            call()
-
-
-def test_step_completes_without_a_lost_worker():
-    server, workers = pair(on_worker_loss="continue")
-    workers[0].pull()
-    push(workers[0])
-    server.lose(1, "the power went out")
-    assert workers[0].pull() == 1
 
 
 def test_beats_keep_a_slow_worker():

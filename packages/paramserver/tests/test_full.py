@@ -36,7 +36,7 @@ def why_not():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(why_not()), reason=f"nothing can be mounted here: {why_not()}")
-@pytest.mark.parametrize("what", ["shm", "journal", "snapshot"])
+@pytest.mark.parametrize("what", ["shm", "journal"])
 def test_full_file_system_is_named_or_has_no_effect(tmp_path, what):
     command = [*UNSHARE, sys.executable, __file__, what, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -63,50 +63,30 @@ def served(folder, **options):
     return server, journal
 
 
-def push(server, journal, count):
-    """Push `count` times, and snapshot the journal as a ZeroMQ server does."""
+def push(server, count):
+    """Push `count` times."""
     worker = Worker(nn.Linear(100, 100), server)
     for step in range(count):
         worker.pull()
         for parameter in worker.module.parameters():
             parameter.grad = torch.full_like(parameter, float(step))
         worker.push()
-        if journal.is_long():
-            journal.snapshot(server.core)
     return worker
 
 
 def journal(folder):
     """Assert that a full disk refuses a push, and that training continues when there is room."""
     mount(folder, "300k")
-    server, written_journal = served(folder)
+    server, _ = served(folder)
     with pytest.raises(RuntimeError, match=rf"cannot write a journal in {folder}: .*No space l"):
-        push(server, written_journal, 20)
+        push(server, 20)
     assert 0 < server.version < 20
     subprocess.run(["mount", "-o", "remount,size=8m", folder], check=True)
-    worker = push(server, written_journal, 5)
+    worker = push(server, 5)
     assert worker.pushes == server.version
     assert state_of(served(folder)[0]) == state_of(server)
 
 
-def snapshot(folder):
-    """Assert that a snapshot to a full disk frees its space and does not disturb training."""
-    mount(folder, "700k")
-    server, written_journal = served(folder, snapshot_bytes=150_000)
-    Path(folder, "another's").write_bytes(bytes(450_000))
-    push(server, written_journal, 4)
-    worker = Worker(nn.Linear(100, 100), server)
-    worker.pull()  # while the disk may be full because a snapshot is being written
-    written_journal.wait()
-    assert written_journal.error is not None
-    assert not [*Path(folder).glob("unfinished*")]
-    Path(folder, "another's").unlink()
-    push(server, written_journal, 10)
-    written_journal.wait()
-    assert written_journal.error is None
-    assert state_of(served(folder)[0]) == state_of(server)
-
-
 if __name__ == "__main__":
-    {"shm": shm, "journal": journal, "snapshot": snapshot}[sys.argv[1]](sys.argv[2])
+    {"shm": shm, "journal": journal}[sys.argv[1]](sys.argv[2])
     print(sys.argv[1], "well")

@@ -190,18 +190,6 @@ def test_a_journal_of_another_schedule_or_group_is_refused(tmp_path):
             DiskJournal(tmp_path).load(servers_of(model(), other)[0].core)
 
 
-def test_a_state_that_is_loaded_twice_is_not_changed_by_training():
-    (first,) = servers_of(model(), FULL)
-    train([first], 3)
-    state = first.state_dict()
-    results = []
-    for _ in range(2):
-        (server,) = servers_of(model(), FULL)
-        server.load_state_dict(state)
-        results.append(train([server], 3, first=3))
-    assert_equal_parameters(*results)
-
-
 def test_workers_of_local_steps_use_schedule_groups_and_clipping():
     outer = partial(torch.optim.SGD, lr=1.0)  # with one worker, training is local training
     module = model()

@@ -179,14 +179,3 @@ def test_error_of_the_caller_leaves_no_process(transport, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport)
     assert multiprocessing.active_children() == []
-
-
-def start_a_process_and_train(worker):
-    child = multiprocessing.get_context("fork").Process(target=int)  # as data loaders do
-    child.start()
-    child.join()
-    return child.exitcode, len(train(worker, 3))
-
-
-def test_worker_may_start_child_processes():
-    assert run(start_a_process_and_train, model(), SGD, workers=2).values == [(0, 3), (0, 3)]

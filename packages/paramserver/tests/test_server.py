@@ -173,31 +173,6 @@ def test_a_reader_misses_at_most_the_bound_in_any_order(bound, workers, order):
     assert max(clocks) - min(clocks) <= bound + 1
 
 
-@pytest.mark.parametrize("consistency", [BulkSynchronous(), StaleSynchronous(2), Asynchronous()])
-def test_the_bound_holds_between_threads(consistency):
-    server = Server(
-        {"counts": torch.zeros(3)}, partial(torch.optim.SGD, lr=1.0), consistency, workers=3
-    )
-    misses = []
-
-    def work(worker):
-        for step in range(30):
-            worker.pull()
-            if not consistency.averages:
-                seen = worker.module.counts.detach()
-                misses.append(int(worker.clock - seen.min()))
-            if worker.rank == 0:
-                threading.Event().wait(0.0005 * (step % 5))
-            worker.module.push_one(worker)
-        worker.finish()
-
-    in_threads(*(partial(work, Worker(Counting(3), [server], rank=rank)) for rank in range(3)))
-    assert max(misses, default=0) <= consistency.bound
-    assert server.version == (30 if consistency.averages else 90)
-    if not consistency.averages:
-        assert max(server.staleness) <= 2 * (2 * consistency.bound + 1)
-
-
 def test_pull_reads_a_single_version():
     # Every update adds one to all elements, so half an update would show two values.
     size = 300_000
@@ -364,17 +339,6 @@ def test_parameter_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"weight to have the shape \(1, 3\) .* got \(1, 4\)"):
         worker.push()
     assert server.version == 0
-
-
-def test_gradient_of_a_parameter_that_remains_frozen_is_not_needed():
-    module = nn.Linear(3, 1)
-    module.bias.requires_grad_(False)
-    server = Server(trainable_parameters(module), partial(torch.optim.SGD, lr=0.1), workers=1)
-    with Worker(module, server) as worker:
-        worker.pull()
-        module(torch.ones(1, 3)).sum().backward()
-        worker.push()
-    assert server.version == 1
 
 
 @pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous(), LocalSteps(4)])

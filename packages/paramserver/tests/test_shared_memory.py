@@ -10,7 +10,7 @@ from paramserver.partition import partition
 from paramserver.protocol.messages import Kind, Message, PeerLost
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.pieces import PIECE, FiniteCheck
+from paramserver.transport.pieces import PIECE
 from paramserver.transport.shared_memory import channel_pairs
 from torch import nn
 
@@ -144,20 +144,3 @@ def test_worker_that_fails_while_writing_is_named_and_nothing_is_applied(group, 
     assert second.pull() == 0
     push(second, 1.0)
     assert server.version == 1
-
-
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.half)]
-)
-def test_finite_check_is_certain_only_for_complete_finite_data_of_one_dtype(dtypes):
-    parameters = {f"p{i}": torch.zeros(1000 + i, dtype=d) for i, d in enumerate(dtypes)}
-    (shard,) = partition(parameters, 1)
-    for bad in (None, 0, 17, 999):
-        data = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
-        if bad is not None:
-            shard.views(data)[-1][bad] = float("nan")
-        finite = FiniteCheck(shard, data)
-        for stop in (64, 64, 1000, len(data)):
-            assert not finite.is_certain()  # only after the last piece
-            finite.update(stop)
-        assert finite.is_certain() == (bad is None and len(dtypes) == 1)

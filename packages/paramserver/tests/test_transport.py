@@ -17,8 +17,12 @@ from paramserver import Asynchronous, StaleSynchronous, join, run
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
 
 
-def test_run_equals_one_process():
-    result = run(train, model(), SGD, args=(5,), workers=3, servers=2, timeout=math.inf)
+@pytest.mark.parametrize("transport", ["shared_memory", "zeromq"])
+def test_run_equals_one_process(transport):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    options = {"workers": 3, "servers": 2, "transport": transport, "timeout": math.inf}
+    result = run(train, model(), SGD, args=(5,), **options)
     assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
     assert result.values == [[0, 1, 2, 3, 4]] * 3
     assert result.versions == [5, 5]

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
-    PeerLost,
     Server,
     StaleSynchronous,
     Worker,
@@ -32,7 +31,6 @@ from paramserver.protocol.messages import Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver_training import SGD, assert_equal_parameters, model, train, train_alone
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 SIZE = 60
@@ -215,16 +213,6 @@ def test_a_pull_over_several_servers_reads_one_version(consistency):
     assert {host.version for host in hosts} == {10 if consistency.averages else 30}
 
 
-def test_pushes_without_a_pull_between_them_are_all_applied():
-    hosts = servers_of(Vector(), 2, 1, Asynchronous())
-    worker = Worker(Vector(), hosts)
-    for number in range(1, 6):
-        worker.module.x.grad = torch.full((SIZE,), -float(number))
-        worker.push()
-    worker.pull()
-    assert worker.module.value() == 1 + 2 + 3 + 4 + 5
-
-
 def test_log_entries_are_discarded_after_all_servers_replay_them():
     hosts = servers_of(Vector(), 2, 2, Asynchronous())
     group = [Worker(Vector(), hosts, rank=rank) for rank in range(2)]
@@ -282,36 +270,6 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
     for worker in (good, bad):
         worker.pull()
         assert worker.module.value() == 1
-
-
-def test_large_finite_gradient_is_accepted():
-    server = servers_of(Vector(), 1, 1, Asynchronous())[0]
-    worker = Worker(Vector(), server)
-    worker.module.x.grad = torch.full((SIZE,), -3e38)  # its sum is infinite
-    worker.push()
-    worker.pull()
-    assert worker.module.x[0] == torch.tensor(3e38)
-
-
-def push_nan_once(worker):
-    refused = 0
-    for step in range(4):
-        worker.pull()
-        worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
-        if worker.rank == 1 and step == 2:
-            worker.module.x.grad[-1] = float("nan")
-            with pytest.raises(ValueError, match="not finite in 1 of"):
-                worker.push()
-            refused += 1
-            worker.module.x.grad.fill_(-1.0)
-        worker.push()
-    return refused
-
-
-def test_a_gradient_that_is_not_finite_is_refused_between_processes():
-    result = run(push_nan_once, Vector(), UNIT_SGD, workers=2, servers=2)
-    assert result.values == [0, 1]
-    assert result.parameters["x"].unique().tolist() == [4.0]
 
 
 def at_own_speed(worker, steps, seconds):
@@ -391,19 +349,6 @@ def test_a_worker_that_waits_for_a_third_is_not_silent():
     assert hosts[0].version == 4
 
 
-def test_training_continues_without_silent_worker():
-    host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=0.2)[0]
-    group = [Worker(Vector(), host, rank=rank) for rank in range(2)]
-    for worker in group:
-        worker.pull()
-    group[0].module.push_one(group[0])
-    assert group[0].pull() == 1
-    with pytest.raises(
-        PeerLost, match=r"training continues without this worker: worker 1 is gone at clock 0"
-    ):
-        group[1].module.push_one(group[1])
-
-
 def test_servers_of_different_versions_are_refused():
     hosts = servers_of(Vector(), 2, 1, BulkSynchronous())
     state = hosts[1].state_dict()
@@ -411,29 +356,6 @@ def test_servers_of_different_versions_are_refused():
     hosts[1].load_state_dict(state)
     with pytest.raises(ValueError, match=r"expected one version at all servers, got \[0, 7\]"):
         Worker(Vector(), hosts)
-
-
-def test_more_servers_than_one_still_equal_one_process_after_a_restart():
-    def serve(states, workers=2):
-        module = model()
-        hosts = [
-            Server(dict(module.named_parameters()), SGD, workers=workers, shard=shard)
-            for shard in partition(dict(module.named_parameters()), 2)
-        ]
-        for host, state in zip(hosts, states, strict=False):
-            host.load_state_dict(state)
-        group = [Worker(model(), hosts, rank=rank) for rank in range(workers)]
-        threads = [threading.Thread(target=lambda w=w: (train(w, 3), w.finish())) for w in group]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return [host.state_dict() for host in hosts], group[0].module
-
-    states, module = serve([])
-    assert_equal_parameters(dict(module.named_parameters()), train_alone(3, 2, SGD))
-    states, _ = serve(states)
-    assert [state["version"] for state in states] == [6, 6]
 
 
 NUMBER = st.integers(0, 10**12)

@@ -46,9 +46,7 @@ from paramserver_training import (
     SGD,
     assert_equal_parameters,
     batch,
-    fail,
     model,
-    train,
     train_alone,
 )
 
@@ -77,14 +75,6 @@ def count(worker, steps, seconds):
         time.sleep(seconds)
         worker.push()
     return worker.pushes
-
-
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_run_equals_one_process(servers):
-    result = run(train, model(), SGD, args=(5,), workers=2, servers=servers, transport="zeromq")
-    assert_equal_parameters(result.parameters, train_alone(5, 2, SGD))
-    assert result.versions == [5] * servers
-    assert result.staleness == {0: 10 * servers}
 
 
 def run_and_kill(consistency, kills, seed, steps=60, servers=2):
@@ -325,21 +315,6 @@ def test_two_hundred_kills(policy, seed):
         assert x.unique().tolist() == [80.0]
 
 
-def test_exception_of_training_is_raised_unchanged():
-    with pytest.raises(ZeroDivisionError, match="seven"):
-        run(fail, model(), SGD, args=(0, "raise"), workers=2, transport="zeromq")
-
-
-def test_dead_worker_is_named_without_restarts():
-    with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
-        run(fail, model(), SGD, args=(1, "die"), workers=2, transport="zeromq", timeout=30)
-
-
-def test_restarts_require_zeromq_transport():
-    with pytest.raises(ValueError, match="expected transport 'zeromq'"):
-        run(train, model(), SGD, restarts=1)
-
-
 @pytest.fixture
 def served():
     """Return a function that serves a job with one server in a thread."""
@@ -427,43 +402,6 @@ def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert server.core.ledger.members.keys() == {0}
     assert read_final_state(job_of(), [server.address])[0].version == 22
-
-
-SERVE_WITH_FEW_FILES = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-from test_zeromq import job_of, open_server
-server = open_server(job_of(), 0, "tcp://127.0.0.1:*", journal=sys.argv[1])
-server._journal._snapshot_bytes = 5000
-print(server.address, flush=True)
-server.serve()
-"""
-
-
-@pytest.mark.exhaustive
-def test_unknown_connections_on_all_descriptors_block_workers_only_briefly(tmp_path):
-    command = [sys.executable, "-c", SERVE_WITH_FEW_FILES, str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
-    try:
-        address = server.stdout.readline().strip()
-        port = int(address.rsplit(":", 1)[1])
-        with ExitStack() as stack, join_servers(job_of(), 0, [address]) as worker:
-            count(worker, 3, 0.0)
-            for _ in range(120):
-                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                stranger.sendall(b"\xff")
-            assert count(worker, 50, 0.0) == 50  # no file can be opened for a snapshot
-            patient = Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=60.0)
-            with join_servers(patient, 1, [address]) as late:
-                assert count(late, 50, 0.0) == 50
-                late.leave()
-                late.finish = lambda: None
-        assert read_final_state(job_of(), [address])[0].version == 100
-        assert server.poll() is None
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 def test_only_workers_with_known_keys_may_join(served, monkeypatch):
