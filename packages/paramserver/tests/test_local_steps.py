@@ -311,7 +311,10 @@ def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression
     assert all(host.version == 10 for host in hosts)
 
 
-@given(values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=3000), bits=st.sampled_from([4, 8]))
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=3000),
+    bits=st.sampled_from([4, 8]),
+)
 @example(values=[2.7e-43], bits=8)
 @example(values=[0.0, 1e-45], bits=4)
 def test_integers_round_each_element_by_half_a_step(values, bits):
@@ -350,6 +353,8 @@ def test_invalid_compressed_data_is_refused():
     bomb = Integers(4).encode(torch.zeros(10**5))
     with pytest.raises(ValueError, match=r"9900 compressed elements|bytes for 9900 elements"):
         server.core.replica.unpack((0, 0, 0), bomb)
+    with pytest.raises(ValueError, match="expected 10 scales of 4 bytes, got 3 bytes"):
+        server.core.replica.unpack((0, 0, 0), bomb[:3])
 
 
 def test_a_worker_of_another_policy_is_refused():

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
+    Integers,
     LocalSteps,
     Server,
     StaleSynchronous,
@@ -356,3 +357,35 @@ def test_worker_that_has_ended_neither_pulls_nor_pushes(policy, end):
         with pytest.raises(RuntimeError, match="can neither pull nor push"):
             call()
     assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize(
+    "policy", [BulkSynchronous(), LocalSteps(2, compression=Integers(8))], ids=["bulk", "local"]
+)
+def test_defaults_of_the_caller_do_not_change_the_result(policy):
+    def trained():
+        torch.manual_seed(0)
+        module = nn.Linear(40, 3, dtype=torch.float32, device="cpu")
+        local = SGD if isinstance(policy, LocalSteps) else None
+        inputs = torch.ones(2, 40, dtype=torch.float32, device="cpu")
+        server = Server(dict(module.named_parameters()), SGD, policy, workers=1)
+        with Worker(module, server, optimizer=local) as worker:
+            for _ in range(4):
+                worker.pull()
+                module(inputs).square().mean().backward()
+                worker.push()
+        return module.weight.detach()
+
+    expected = trained()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):  # as torch.set_default_device("cuda") on a GPU
+            assert torch.equal(trained(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_parameters_without_values_are_refused():
+    server = small_server(BulkSynchronous(), workers=1)
+    with pytest.raises(ValueError, match="expected parameters with values, got weight on the meta"):
+        Worker(nn.Linear(3, 1, device="meta"), server)

@@ -28,7 +28,11 @@ from paramserver.transport.zeromq_connection import Keys
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status, 2 for invalid arguments."""
-    parser = argparse.ArgumentParser(prog="python -m paramserver", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m paramserver",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True)
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
     serve.add_argument("--server", type=int, default=0, help="number of the server")

@@ -51,6 +51,8 @@ class Integers:
         """
         raw = data.numpy().tobytes()
         blocks = -(-numel // _BLOCK)
+        if len(raw) < 4 * blocks:
+            raise ValueError(f"expected {blocks} scales of 4 bytes, got {len(raw)} bytes")
         scales = _to_tensor(raw[: 4 * blocks]).view(torch.float32)
         # The size limits decompression, so that invalid data cannot fill the memory.
         size = -(-numel * self.bits // 8)
@@ -58,7 +60,7 @@ class Integers:
             packed = zlib.decompressobj(-15).decompress(raw[4 * blocks :], size + 1)
         except zlib.error as error:
             raise ValueError(f"expected {numel} compressed elements: {error}") from error
-        if len(packed) != size or len(raw) < 4 * blocks:
+        if len(packed) != size:
             raise ValueError(f"expected {size} bytes for {numel} elements, got {len(packed)}")
         padding = bytes(blocks * _BLOCK * self.bits // 8 - size)
         integers = _to_tensor(packed + padding).view(torch.int8)
@@ -68,4 +70,4 @@ class Integers:
 
 
 def _to_tensor(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0).byte()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

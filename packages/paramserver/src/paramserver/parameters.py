@@ -14,7 +14,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are stored on servers: those that require a gradient, by name.
 
     Raises:
-        ValueError: elements of these parameters share memory.
+        ValueError: elements of these parameters share memory, or have no values.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _require_separate_memory(parameters)
@@ -30,7 +30,12 @@ def _require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
     ranges = []
     for name, parameter in parameters.items():
         tensor = local_part(parameter.detach())
-        if tensor.is_meta or not tensor.numel():
+        if tensor.is_meta:
+            raise ValueError(
+                f"expected parameters with values, got {name} on the meta device; materialize the "
+                "module first, such as by module.to_empty(device='cpu')"
+            )
+        if not tensor.numel():
             continue
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         if not tensor.permute(order).is_contiguous():

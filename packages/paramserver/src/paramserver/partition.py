@@ -141,9 +141,10 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
     for name, tensor in parameters.items():
-        if tensor.is_complex():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ValueError(
-                f"expected real parameters, got the complex {name}; store torch.view_as_real of it"
+                f"expected floating-point parameters of at least 16 bits, got {name} of "
+                f"{tensor.dtype}; store torch.view_as_real of a complex parameter"
             )
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]

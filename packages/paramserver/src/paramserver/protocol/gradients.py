@@ -40,7 +40,7 @@ def mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def flatten(views: Iterable[Tensor]) -> Tensor:
     """Return the elements of all views as one float32 vector."""
-    return torch.cat([torch.empty(0), *(view.reshape(-1).float() for view in views)])
+    return torch.cat([view.reshape(-1).float() for view in views])
 
 
 def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:

@@ -49,7 +49,7 @@ class Replica:
         self.staleness: Counter[int] = Counter()
         self._fragments = shard.fragments(local.fragments if local else 1)
         if memory is None:
-            memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+            memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8, device="cpu")
         self._buffer = memory.zero_()
         views = [f.shard.views(f.of(self._buffer)) for f in self._fragments]
         self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
@@ -69,12 +69,6 @@ class Replica:
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
         self._settings = {"policy": _describe(policy)} | self._updater.settings()
         self.compression = local.compression if local else None
-        for piece in shard.pieces:
-            if self.compression and piece.dtype.itemsize < 2:
-                raise ValueError(
-                    f"expected parameters of at least 16 bits with {self.compression}, got "
-                    f"{piece.name} of {piece.dtype}; pass LocalSteps without compression"
-                )
         #: With compression, the parameters that readers have. They differ from `_buffer` by a
         #: rounding error, which is added to the next change.
         self._published = self._buffer.clone() if self.compression else None

@@ -119,7 +119,7 @@ def _add(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
     """Add a value of a piece to the values of the whole parameter."""
     if isinstance(value, Tensor) and value.shape == piece.view_shape:
         numel = torch.Size(piece.shape).numel()
-        flat = whole.setdefault(key, torch.empty(numel, dtype=value.dtype))
+        flat = whole.setdefault(key, torch.empty(numel, dtype=value.dtype, device="cpu"))
         flat[piece.start : piece.stop] = value.reshape(-1)
         return
     is_scalar = not isinstance(value, Tensor) or value.numel() == 1

@@ -157,7 +157,9 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
         raise causes[0].error
     reports: list[ServerReport] = [outcome.value for outcome in servers]
     trained = trainable_parameters(job.module)
-    parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in trained.items()}
+    parameters = {
+        name: torch.empty(p.shape, dtype=p.dtype, device="cpu") for name, p in trained.items()
+    }
     for shard, server in zip(shards, reports, strict=True):
         buffer = torch.frombuffer(bytearray(server.buffer), dtype=torch.uint8)
         shard.gather(buffer, {name: tensor.view(-1) for name, tensor in parameters.items()})

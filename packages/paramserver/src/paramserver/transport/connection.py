@@ -31,7 +31,8 @@ class ConnectionBuffers:
     home: Tensor | None = None
 
     def __init__(self, nbytes: int) -> None:
-        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
+        # On the CPU, whatever the caller's default device is.
+        self.parameters = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self.gradients = torch.zeros_like(self.parameters)
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:

@@ -51,7 +51,7 @@ class DistributedChannel(Channel):
         """Send a message: its numbers, then its text and data if it has any."""
         *numbers, text = message.fields()
         raw = text.encode()
-        self._send(torch.tensor([*numbers, len(raw)]))
+        self._send(torch.tensor([*numbers, len(raw)], device="cpu"))
         if raw:
             self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         if message.kind is Kind.OK and message.size:
@@ -59,7 +59,7 @@ class DistributedChannel(Channel):
 
     def receive(self, timeout: float | None = None) -> Message:
         """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
-        head = torch.zeros(8, dtype=torch.int64)
+        head = torch.zeros(8, dtype=torch.int64, device="cpu")
         self._receive(head, timeout)
         *numbers, length = head.tolist()
         if not 0 <= length <= _MAX_TEXT_BYTES:
@@ -67,7 +67,7 @@ class DistributedChannel(Channel):
                 f"expected a text of at most {_MAX_TEXT_BYTES} bytes, {self.peer} announced "
                 f"{length}"
             )
-        text = torch.zeros(length, dtype=torch.uint8)
+        text = torch.zeros(length, dtype=torch.uint8, device="cpu")
         if length:
             self._receive(text, timeout)
         message = Message.from_fields([*numbers, text.numpy().tobytes().decode()])

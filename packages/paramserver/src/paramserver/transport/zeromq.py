@@ -150,7 +150,7 @@ class ZeroMQServer:
         """Process the first piece of a request; return as `_receive` does."""
         worker = received.worker
         now = time.monotonic()
-        no_data = Arrival(torch.empty(0, dtype=torch.uint8))
+        no_data = Arrival(torch.empty(0, dtype=torch.uint8, device="cpu"))
         request = _Request(received.name, received.key, message, no_data, now)
         try:
             self._check_sender(received, message)
