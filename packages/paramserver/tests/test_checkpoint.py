@@ -199,3 +199,17 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     fleet.kill()
     with pytest.raises(ValueError, match="expected LocalSteps with a checkpoint"):
         Worker(noisy_model(), [], checkpoint=tmp_path / "worker")
+
+
+@pytest.mark.parametrize("content", ["truncated", "text", "tensors"])
+def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
+    path = tmp_path / "worker"
+    torch.save({"weight": torch.zeros(3)}, path)
+    if content == "truncated":
+        path.write_bytes(path.read_bytes()[:200])
+    elif content == "text":
+        path.write_text("a file of another program")
+    module = nn.Linear(2, 1)
+    server = Server(dict(module.named_parameters()), OUTER, LocalSteps(2), workers=1, elastic=True)
+    with pytest.raises(ValueError, match=f"expected a checkpoint of a worker in {path}"):
+        Worker(module, server, optimizer=OUTER, checkpoint=path)

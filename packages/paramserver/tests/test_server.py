@@ -389,3 +389,12 @@ def test_parameters_without_values_are_refused():
     server = small_server(BulkSynchronous(), workers=1)
     with pytest.raises(ValueError, match="expected parameters with values, got weight on the meta"):
         Worker(nn.Linear(3, 1, device="meta"), server)
+
+
+def test_wrong_ranks_and_orders_of_servers_are_named():
+    parameters = trainable_parameters(model())
+    hosts = [Server(parameters, SGD, workers=1, shard=shard) for shard in partition(parameters, 2)]
+    with pytest.raises(ValueError, match="expected a rank >= 0, got -1"):
+        Worker(model(), hosts, rank=-1)
+    with pytest.raises(ValueError, match="pass the servers in the order of their shards"):
+        Worker(model(), hosts[::-1])

@@ -22,6 +22,21 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     unfinished.rename(path)
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint; raise `ValueError` if the file contains none."""
+    try:
+        state = torch.load(path, weights_only=True)
+        if "layouts" in state:
+            return dict(state)
+        reason = "it has other content"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise ValueError(
+        f"expected a checkpoint of a worker in {path}: {reason}; restore it from a copy, or remove "
+        "it to continue without the state of the local optimizer"
+    )
+
+
 def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the states of torch's random number generators of the CPU and of `devices`."""
     states = {"cpu": torch.get_rng_state()}

@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from paramserver.checkpoint import (
     check_checkpoint,
     random_states,
+    read_checkpoint,
     set_random_states,
     write_checkpoint,
 )
@@ -70,7 +70,7 @@ class LocalTraining:
         self._in_flight: Future[None] | None = None
         self._checkpoint = Path(checkpoint) if checkpoint else None
         if self._checkpoint and self._checkpoint.exists():
-            self._resume(torch.load(self._checkpoint, weights_only=True))
+            self._resume(read_checkpoint(self._checkpoint))
 
     @property
     def position(self) -> int:

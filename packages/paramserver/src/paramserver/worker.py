@@ -55,6 +55,8 @@ class Worker:
         checkpoint: str | Path | None = None,
     ) -> None:
         rank = operator.index(rank)  # an integer of any library
+        if rank < 0:
+            raise ValueError(f"expected a rank >= 0, got {rank}")
         if isinstance(servers, Server):
             servers = [servers]
         if local is None and servers and isinstance(servers[0], Server):

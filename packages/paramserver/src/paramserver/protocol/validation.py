@@ -76,16 +76,16 @@ def _preview(log: Log, replica: Replica, ledger: Ledger) -> Ledger:
 
 
 def _check_join(worker: int, message: Message, replica: Replica) -> None:
+    if message.number != replica.shard.number:
+        raise ValueError(
+            f"expected a request for server {replica.shard.number}, worker {worker} addressed "
+            f"server {message.number}; pass the servers in the order of their shards"
+        )
     if message.text != replica.layout:
         raise ValueError(
             f"expected parameters of layout {replica.layout}, worker {worker} has layout "
             f"{message.text}; build the same module (names, shapes, dtypes, requires_grad) and "
             "pass the same policy on every rank"
-        )
-    if message.number != replica.shard.number:
-        raise ValueError(
-            f"expected a request for server {replica.shard.number}, worker {worker} addressed "
-            f"server {message.number}; pass the servers in the order of their shards"
         )
 
 
