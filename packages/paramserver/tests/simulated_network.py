@@ -97,8 +97,8 @@ class World:
         self.servers = [SimulatedServer(self, number) for number in range(servers)]
         self.workers = [SimulatedWorker(self, number) for number in range(self.ids)]
         for worker in self.workers:
-            self.after(0 if worker.number < workers else self.random.uniform(0, 20), worker.begin)
-        self.after(1, self.trouble)
+            self.after(0 if worker.number < workers else self.random.uniform(0, 20), worker.join)
+        self.after(1, self.inject_fault)
 
     def after(self, seconds, call, *args):
         heapq.heappush(self.queue, (self.now + seconds, next(self.order), call, args))
@@ -111,7 +111,7 @@ class World:
             slow = not calm and self.random.random() < 0.05
             self.after(self.random.uniform(0, 8 if slow else 0.4), receive, *args)
 
-    def trouble(self):
+    def inject_fault(self):
         """Inject a random fault, and schedule the next one."""
         if self.now > self.faults:
             for peer in (*self.servers, *self.workers):
@@ -123,8 +123,8 @@ class World:
         elif kind == "snapshot":
             self.random.choice(self.servers).snapshot()
         elif kind != "calm":
-            self.random.choice(self.workers).strike(kind)
-        self.after(self.random.uniform(0.5, 8), self.trouble)
+            self.random.choice(self.workers).fail(kind)
+        self.after(self.random.uniform(0.5, 8), self.inject_fault)
 
     def run(self):
         while self.queue and not all(worker.done for worker in self.workers):
@@ -234,36 +234,36 @@ class SimulatedWorker:
         self.acknowledged, self.buffers = [], {}
         self.names = itertools.count()
 
-    def begin(self):
+    def join(self):
         if self.done:
             return
         self.life += 1
-        self.state, self.version = "well", 0
+        self.state, self.version = "running", 0
         layouts = [layout(shard, self.world.consistency) for shard in self.world.shards]
         self.session = Session(self.number, layouts, self.world.random.getrandbits(48))
         self.steps, self.open = self.program(), {}
         self.beat(self.life)
-        self.go_on(None)
+        self.send_next(None)
 
-    def strike(self, kind):
-        if self.state != "well":
+    def fail(self, kind):
+        if self.state != "running":
             return
         if kind == "kill":
             self.state = "dead"
             for server in self.world.servers:
                 self.world.send(server.receive, self, None, None, None)
-            self.world.after(self.world.random.uniform(0.5, 20), self.come_back)
+            self.world.after(self.world.random.uniform(0.5, 20), self.restart)
         else:
             self.state = "hung"
             self.world.after(self.world.random.uniform(1, 20), self.wake)
 
-    def come_back(self):
+    def restart(self):
         if self.state == "dead":
-            self.begin()
+            self.join()
 
     def wake(self):
         if self.state == "hung":
-            self.state = "well"
+            self.state = "running"
             self.beat(self.life)
             self.retry(self.life)
 
@@ -271,10 +271,10 @@ class SimulatedWorker:
         if self.state == "hung":
             self.wake()
         elif self.state in ("dead", "away") and not self.done:
-            self.begin()
+            self.join()
 
     def beat(self, life):
-        if self.state == "well" and life == self.life and not self.done:
+        if self.state == "running" and life == self.life and not self.done:
             for server in self.world.servers:
                 self.world.send(server.receive_beat, self.number)
             self.world.after(BEAT, self.beat, life)
@@ -306,7 +306,7 @@ class SimulatedWorker:
         for shard in shards:
             torch.testing.assert_close(shard.view(torch.float64), oracle.versions[version])
 
-    def go_on(self, answers):
+    def send_next(self, answers):
         try:
             step = next(self.steps) if answers is None else self.steps.send(answers)
         except StopIteration:
@@ -325,10 +325,10 @@ class SimulatedWorker:
         if self.state == "hung":
             self.world.after(1.0, self.computed, life)
         else:
-            self.go_on(None)
+            self.send_next(None)
 
     def retry(self, life):
-        if self.state != "well" or life != self.life or self.done or not self.open:
+        if self.state != "running" or life != self.life or self.done or not self.open:
             return
         for server, (name, message) in self.open.items():
             data = self.gradient(server) if message.kind in (Kind.STAGE, Kind.PUSH) else None
@@ -345,7 +345,7 @@ class SimulatedWorker:
         return buffer
 
     def receive(self, server, name, reply, data):
-        if self.state != "well" or self.open.get(server, (None,))[0] != name[1]:
+        if self.state != "running" or self.open.get(server, (None,))[0] != name[1]:
             return
         if name[0] != self.life:
             return
@@ -353,22 +353,22 @@ class SimulatedWorker:
             raise_failure(f"server {server}", reply)
         except PeerLost:
             self.open = {}
-            self.world.after(0.1, self.begin_again, self.life)
+            self.world.after(0.1, self.rejoin, self.life)
             return
         del self.open[server]
         if data is not None:
             self.buffers[server] = data
         self.answers[server] = reply
         if not self.open:
-            self.go_on([self.answers[s] for s in self.expected])
+            self.send_next([self.answers[s] for s in self.expected])
 
-    def begin_again(self, life):
+    def rejoin(self, life):
         if life != self.life or self.state == "dead":
             return
         if self.state == "hung":
-            self.world.after(1.0, self.begin_again, life)
+            self.world.after(1.0, self.rejoin, life)
         else:
-            self.begin()
+            self.join()
 
 
 def _receive_beat(self, number):
@@ -379,9 +379,9 @@ def _receive_beat(self, number):
 SimulatedServer.receive_beat = _receive_beat
 
 
-def simulate(seed, kind=World, **options):
+def simulate(seed, **options):
     """Run a world to its end and compare its final state with the reference."""
-    world = kind(seed, **options)
+    world = World(seed, **options)
     world.run()
     entries = world.log()
     world.oracle.follow(entries)

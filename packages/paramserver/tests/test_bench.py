@@ -61,9 +61,9 @@ def record_seconds(path):
 def test_journaled_push_takes_as_long_as_a_push_and_an_append(tmp_path):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     ratios, bounds = [], []
-    for turn in range(3):
+    for number in range(3):
         plain = push_seconds(None)
-        journaled = push_seconds(tmp_path / f"journal-{turn}")
+        journaled = push_seconds(tmp_path / f"journal-{number}")
         bare = record_seconds(tmp_path / "bare")
         ratios.append(journaled / plain)
         bounds.append(journaled / (plain + bare))

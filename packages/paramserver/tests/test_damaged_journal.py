@@ -316,8 +316,8 @@ def test_record_that_cannot_be_applied_is_named_and_discarded_on_request(written
     with pytest.raises(JournalError, match="cannot be applied: ZeroDivisionError") as error:
         DiskJournal(folder).load(server.core)
     assert contents(folder) == before
-    given_up = re.search(r"--before (\S+)`", str(error.value))[1]
-    assert main(["recover", str(folder), "--before", given_up]) == 0
+    discarded = re.search(r"--before (\S+)`", str(error.value))[1]
+    assert main(["recover", str(folder), "--before", discarded]) == 0
     assert opened(folder)[0].version == 4  # two pushes of the snapshot and two of the journal
 
 

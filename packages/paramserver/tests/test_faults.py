@@ -101,7 +101,7 @@ def hang(worker, rank):
     return train(worker, 3)
 
 
-def lose_one_and_go_on(worker, seconds):
+def lose_a_worker_and_continue(worker, seconds):
     train(worker, 2)
     if worker.rank == 1:
         os._exit(3)
@@ -115,7 +115,7 @@ def lose_one_and_go_on(worker, seconds):
 def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     result = run(
-        lose_one_and_go_on,
+        lose_a_worker_and_continue,
         model(),
         SGD,
         Asynchronous(),

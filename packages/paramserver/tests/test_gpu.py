@@ -12,6 +12,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
+from paramserver.checkpoint import random_states, set_random_states
 from paramserver.parameters import trainable_parameters
 from paramserver.payload import pin
 from paramserver.transport.shared_memory import channel_pairs
@@ -61,6 +62,18 @@ def test_memory_is_locked_once_and_until_it_is_freed(runtime):
         del ours, theirs, server
         gc.collect()
         assert runtime.locked == {}
+
+
+def test_a_checkpoint_contains_the_random_numbers_of_each_gpu(monkeypatch):
+    states = {f"cuda:{i}": torch.tensor([i], dtype=torch.uint8) for i in range(2)}
+    restored = {}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state})
+    )
+    devices = [torch.device(name) for name in ("cuda:0", "cpu", "cuda:1", "cuda:0")]
+    set_random_states(random_states(devices))
+    assert restored == states
 
 
 def train_there(worker, steps):

@@ -124,7 +124,7 @@ class Player:
         self.server._send = lambda request, reply: self.answers.append(reply)
         self.answers = []
 
-    def give(self, frames):
+    def receive(self, frames):
         self.answers.clear()
         # Writable, as the buffers of received frames are.
         self.server._receive(
@@ -244,7 +244,7 @@ def mutated(chance, frames, others):
     return frames
 
 
-def of_a_stranger(chance, frames):
+def with_unknown_sender(chance, frames):
     """Change the sender to one that knows no session; return False if that has no effect."""
     try:
         head = json.loads(frames[1])
@@ -274,15 +274,15 @@ def play(job, messages, number, folder, seed, tries):
     player = Player(job, number, folder)
     refused = 0
     for frames in messages[: chance.randrange(len(messages))]:
-        player.give(frames)
+        player.receive(frames)
     for i in range(tries):
         frames = mutated(chance, chance.choice(messages), messages)
-        stranger = i % 3 == 0 and of_a_stranger(chance, frames)
-        before = fingerprint(player.server, waiting=stranger)
-        player.give(frames)
-        if stranger or player.was_refused(frames):
+        is_unknown = i % 3 == 0 and with_unknown_sender(chance, frames)
+        before = fingerprint(player.server, waiting=is_unknown)
+        player.receive(frames)
+        if is_unknown or player.was_refused(frames):
             refused += 1
-            assert fingerprint(player.server, waiting=stranger) == before, frames
+            assert fingerprint(player.server, waiting=is_unknown) == before, frames
         assert not player.server.core.failure
     core = player.server.core
     player.close()
@@ -353,7 +353,7 @@ def state_of(server):
     return server.core.ledger.state(), server.state_dict()["parameters"].tolist()
 
 
-def nasty(layout, position):
+def invalid_requests(layout, position):
     """Yield requests that no worker of the job sends."""
     log = json.dumps([position, ["leave", 0]])
     for kind in range(30):
@@ -416,29 +416,31 @@ def disturb(context, server, number, *, joined):
     socket.connect(server.address)
     layout, answers = server.core.replica.layout, 0
 
-    def ask(rank, life, name, fields, *data):
+    def send_request(rank, life, name, fields, *data):
         socket.send_multipart([json.dumps([rank, life, name, 0, *fields]).encode(), *data])
 
     if joined:
         position = server.core.replica.position
-        ask(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, layout])
+        send_request(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
-    requests = [*nasty(layout, server.core.replica.position)]
+    requests = [*invalid_requests(layout, server.core.replica.position)]
     for i, fields in enumerate(requests):
         for rank in (0, 1, 7, 2**31, -2, "0", None):
             if isinstance(fields, dict):
                 socket.send_multipart([json.dumps(fields).encode()])
             else:
                 data = [bytes(640)] if i % 3 else []
-                ask(rank, 77, 2 + i, fields, *data)
+                send_request(rank, 77, 2 + i, fields, *data)
     if joined:  # worker 9 may neither choose a session nor commit a push it did not stage
-        ask(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
-        ask(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
-        ask(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])
+        send_request(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
+        send_request(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
+        send_request(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])
         log = json.dumps([server.core.replica.position, ["write", [[0, 1, 3]], [0]]])
-        ask(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, log])
-    ask(0, 77, 9000, [Kind.OK, 0, 0, 0, 0, 0, -1, ""])  # the last message, which is refused too
+        send_request(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, log])
+    send_request(
+        0, 77, 9000, [Kind.OK, 0, 0, 0, 0, 0, -1, ""]
+    )  # the last message, which is refused too
     names = []
     while 9000 not in names:
         assert socket.poll(60_000)

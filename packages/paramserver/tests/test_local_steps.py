@@ -82,10 +82,10 @@ def diloco_in_twenty_lines(workers, rounds, steps):
     outer = OUTER(theta.parameters())
     replicas = [model() for _ in range(workers)]
     inners = [INNER(replica.parameters()) for replica in replicas]
-    for turn in range(rounds):
+    for number in range(rounds):
         for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
             replica.load_state_dict(theta.state_dict())
-            for step in range(turn * steps, (turn + 1) * steps):
+            for step in range(number * steps, (number + 1) * steps):
                 inner.zero_grad()
                 loss_of_step(replica, worker, step).backward()
                 inner.step()

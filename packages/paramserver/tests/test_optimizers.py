@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import (
-    Asynchronous,
     BulkSynchronous,
     LocalSteps,
     OptimizerSpec,
@@ -228,27 +227,6 @@ def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
             parameter.data.copy_(master)
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(trained[name], parameter, rtol=1e-7, atol=1e-7)
-
-
-def test_updates_below_the_resolution_of_bfloat16_are_kept_by_master_weights():
-    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    nn.init.ones_(module.weight)
-    sgd = partial(torch.optim.SGD, lr=1e-3)  # bfloat16 cannot represent 1 - 0.001
-    (server,) = servers_of(
-        module, OptimizerSpec(sgd, master_dtype=torch.float32), Asynchronous(), workers=1
-    )
-    worker = Worker(module, server)
-    for _ in range(100):
-        worker.pull()
-        module.weight.grad = torch.ones_like(module.weight)
-        worker.push()
-    worker.pull()
-    assert module.weight.item() == pytest.approx(0.9, abs=0.004)
-    (restored,) = servers_of(
-        module, OptimizerSpec(sgd, master_dtype=torch.float32), Asynchronous(), workers=1
-    )
-    restored.load_state_dict(server.state_dict())
-    assert torch.equal(*(s.state_dict()["masters"][0] for s in (server, restored)))
 
 
 def test_autocast_equals_one_process():

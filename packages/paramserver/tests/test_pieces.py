@@ -115,10 +115,10 @@ def test_push_with_a_lost_piece_is_applied_once_when_it_is_repeated(server):
     number, refusal = answer()
     assert (number, refusal.kind) == (3, Kind.FAILED)
     assert "worker 0 announced 1000000000" in refusal.text
-    for stranger in range(1, 50):  # unknown senders get no memory
-        head = [stranger, 1, 4, 0, *push.fields()]
+    for rank in range(1, 50):  # unknown senders get no memory
+        head = [rank, 1, 4, 0, *push.fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a piece"])
-        assert f"worker {stranger} is unknown: join first" in answer()[1].text
+        assert f"worker {rank} is unknown: join first" in answer()[1].text
     assert len(server._buffers._free) <= 2
     peer.close(linger=0)
     context.term()

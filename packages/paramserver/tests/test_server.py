@@ -156,8 +156,8 @@ def test_a_reader_misses_at_most_the_bound_in_any_order(bound, workers, order):
     server = Server(parameters, unit_sgd, StaleSynchronous(bound), workers=workers, timeout=0.0)
     group = [Worker(Counting(workers), [server], rank=rank) for rank in range(workers)]
     clocks = [0] * workers
-    for turn in order:
-        worker = group[turn % workers]
+    for number in order:
+        worker = group[number % workers]
         ahead = worker.clock - min(clocks)
         if ahead > bound:
             with pytest.raises(TimeoutError, match=rf"worker {worker.rank} waited .* for worker"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, BulkSynchronous, StaleSynchronous
-from simulated_network import World, simulate
+from simulated_network import simulate
 
 WORLDS = {
     "seed": st.integers(0, 2**32),
@@ -43,20 +43,6 @@ TWO = {
 @given(**WORLDS)
 def test_accepted_pushes_are_applied_once_and_reads_are_of_one_version(**world):
     simulate(**world)
-
-
-class Unlucky(World):
-    """A world in which a worker that is lost hangs before it can rejoin."""
-
-    def after(self, seconds, call, *args):
-        super().after(seconds, call, *args)
-        if getattr(call, "__name__", "") == "begin_again" and self.now < self.faults:
-            call.__self__.strike("hang")
-
-
-def test_worker_that_hangs_between_restarts_rejoins():
-    world = {"servers": 2, "workers": 4, "joiners": 0, "loss": 0.3, "faults": 15.0}
-    simulate(10, Unlucky, consistency=Asynchronous(), steps=2, **world)
 
 
 @pytest.mark.exhaustive

@@ -72,7 +72,7 @@ class Dies(BaseException):
     """The simulated end of a worker process."""
 
 
-class Mortal:
+class DyingConnection:
     """A connection whose worker dies after sending a number of requests."""
 
     session = None
@@ -127,7 +127,7 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
     hosts = servers_of(Vector(), servers, workers, consistency)
     lives = [{"requests": 10**9} for _ in range(workers)]
     group = [
-        Worker(Vector(), [Mortal(h.connect(rank), lives[rank]) for h in hosts], rank=rank)
+        Worker(Vector(), [DyingConnection(h.connect(rank), lives[rank]) for h in hosts], rank=rank)
         for rank in range(workers)
     ]
     for life in lives[1:]:

@@ -354,8 +354,8 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(chance.randbytes(200))
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(server.address)
+    unknown = context.socket(zmq.DEALER)
+    unknown.connect(server.address)
     for frames in (
         [b""],
         [b"{"],
@@ -365,10 +365,10 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
         [b"[0,0,0,77]", b"a later piece"],
         [b"x"] * 9,
     ):
-        stranger.send_multipart(frames)
+        unknown.send_multipart(frames)
     with join_servers(job_of(), 1, [server.address]) as worker:
         assert count(worker, 5, 0.0) == 5
-    stranger.close(linger=0)
+    unknown.close(linger=0)
     context.term()
     slow.close()
     assert read_final_state(job_of(), [server.address])[0].version == 5
@@ -413,9 +413,9 @@ def test_only_workers_with_known_keys_may_join(served, monkeypatch):
     known = Keys(ours, our_secret, server_public)
     with join_servers(job_of(), 0, [server.address], keys=known) as worker:
         assert count(worker, 3, 0.0) == 3
-    stranger = Keys(theirs, their_secret, server_public)
+    unknown = Keys(theirs, their_secret, server_public)
     impatient = replace(job_of(), timeout=1.0)
-    for keys in (stranger, None):
+    for keys in (unknown, None):
         with (
             pytest.raises(PeerLost, match=r"was silent for 1 s.*check that it knows this key"),
             join_servers(impatient, 1, [server.address], keys=keys),

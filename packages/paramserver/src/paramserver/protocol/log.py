@@ -17,7 +17,7 @@ Push = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Start:
-    """Entry: the job, which had ended, starts again and expects workers 0 to `workers` - 1."""
+    """Entry: a job that had ended starts again, and waits for workers 0 to `workers` - 1."""
 
     workers: int
 

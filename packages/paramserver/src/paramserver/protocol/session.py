@@ -71,8 +71,8 @@ class Session:
         answers = [Message(Kind.REREAD)]
         tried = -1
         while answers[0].kind is Kind.REREAD:
-            # A JOIN does not change these servers, and changes the first server only if none of
-            # them is too old.
+            # A JOIN does not change these servers. It changes the first server only if none of
+            # them has lost a part of the log.
             replies = (yield others) if others else []
             position = min((reply.position for reply in replies), default=0)
             if position == tried:
