@@ -19,11 +19,11 @@ from paramserver.checkpoint import (
     write_checkpoint,
 )
 from paramserver.consistency import LocalSteps
-from paramserver.exchange import Exchange
 from paramserver.optimizers import OptimizerFactory, Updater, spec_of
 from paramserver.parameters import local_part
 from paramserver.payload import Changes
 from paramserver.protocol.gradients import require_finite
+from paramserver.transport.exchange import Exchange
 
 
 class LocalTraining:

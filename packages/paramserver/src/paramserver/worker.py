@@ -12,7 +12,6 @@ from pathlib import Path
 from torch import nn
 
 from paramserver.consistency import LocalSteps, local_of
-from paramserver.exchange import Exchange
 from paramserver.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import require_unchanged, trainable_parameters
@@ -21,6 +20,7 @@ from paramserver.payload import Changes, Gradients
 from paramserver.protocol.replica import layout
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
+from paramserver.transport.exchange import Exchange
 
 
 class Worker:

@@ -31,7 +31,7 @@ class ConnectionBuffers:
     home: Tensor | None = None
 
     def __init__(self, nbytes: int) -> None:
-        # On the CPU, whatever the caller's default device is.
+        # On the CPU also if the caller's default device is a GPU.
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self.gradients = torch.zeros_like(self.parameters)
 
