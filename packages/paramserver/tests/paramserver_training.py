@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+import threading
 import time
 from functools import partial
 
@@ -50,6 +51,32 @@ def train_alone(steps, workers, optimizer):
         F.mse_loss(module(inputs), targets).backward()
         opt.step()
     return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def train_to_the_end(worker, steps):
+    """Train `steps` steps and finish."""
+    with worker:
+        train(worker, steps)
+
+
+def in_threads(*calls):
+    """Call functions in threads, and raise the first error."""
+    errors = []
+
+    def call_and_store_error(call):
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call_and_store_error, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
 
 
 def fail(worker, rank, how):

@@ -1,7 +1,6 @@
 """The mean of 16-bit gradients is rounded once, with any transport."""
 
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` start
 
 from paramserver import BulkSynchronous, LocalSteps, Server, Worker, partition, run
 from paramserver.compression import Integers
+from paramserver_training import in_threads
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 HALVES = [torch.bfloat16, torch.float16]
@@ -55,11 +55,7 @@ def a_step_in_threads(dtype, policy, push, servers=2):
         push(worker)
         worker.finish()
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in group]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(*(partial(work, worker) for worker in group))
     views = [host.shard.views(host.state_dict()["parameters"]) for host in hosts]
     return torch.cat([view.view(-1) for some in views for view in some])
 

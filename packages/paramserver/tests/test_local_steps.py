@@ -35,7 +35,16 @@ from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
 from paramserver.server import LocalConnection
 from paramserver.transport.connection import RemoteConnection
-from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model, train
+from paramserver_training import (
+    ADAMW,
+    SGD,
+    assert_equal_parameters,
+    batch,
+    in_threads,
+    model,
+    train,
+    train_to_the_end,
+)
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -197,7 +206,7 @@ def test_published_configurations_equal_the_reference(policy, spec):
         Worker(module, hosts, rank=rank, local=policy, optimizer=spec)
         for rank, module in enumerate(modules)
     ]
-    in_threads(workers, 40)
+    in_threads(*(partial(train_to_the_end, worker, 40) for worker in workers))
     expected = StreamingDiloco(2, policy, 2).train(40, spec)
     for module in modules:
         assert_equal_parameters({n: p.detach() for n, p in module.named_parameters()}, expected)
@@ -261,15 +270,6 @@ def test_a_short_last_round_is_pushed_too():
     assert result.versions == [2]
 
 
-def in_threads(workers, steps):
-    threads = [threading.Thread(target=lambda w=w: (train(w, steps), w.finish())) for w in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-
-
 @pytest.mark.parametrize("compression", [Integers(8), Integers(4)], ids=repr)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression, servers):
@@ -294,11 +294,7 @@ def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression
             worker.push()
         worker.finish()
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in group]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(*(partial(work, worker) for worker in group))
     first, second = (torch.cat([p.flatten() for p in w.module.parameters()]) for w in group)
     assert torch.equal(first, second)
     for host in hosts:  # published parameters differ by one rounding, not by ten

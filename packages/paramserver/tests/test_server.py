@@ -1,7 +1,6 @@
 """Bulk-synchronous training equals one process, and the staleness bound holds in any order."""
 
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -24,21 +23,15 @@ from paramserver import (
     partition,
 )
 from paramserver.parameters import trainable_parameters
-from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
-
-
-def in_threads(*calls):
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def train_to_the_end(worker, steps):
-    with worker:
-        train(worker, steps)
+from paramserver_training import (
+    ADAMW,
+    SGD,
+    assert_equal_parameters,
+    in_threads,
+    model,
+    train_alone,
+    train_to_the_end,
+)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])

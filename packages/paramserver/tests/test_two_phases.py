@@ -31,6 +31,7 @@ from paramserver.protocol.messages import Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
+from paramserver_training import in_threads
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 SIZE = 60
@@ -187,28 +188,18 @@ def test_a_process_that_dies_between_two_servers_leaves_nothing():
 @pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(2), BulkSynchronous()])
 def test_a_pull_over_several_servers_reads_one_version(consistency):
     hosts = servers_of(Vector(200_000), 3, 3, consistency, timeout=60.0)
-    failures, seen = [], []
+    seen = []
 
     def work(worker):
-        try:
-            for _ in range(10):
-                version = worker.pull()
-                seen.append((worker.module.value(), version))
-                worker.module.push_one(worker)
-            worker.finish()
-            seen.append((worker.module.value(), worker.version))
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(10):
+            version = worker.pull()
+            seen.append((worker.module.value(), version))
+            worker.module.push_one(worker)
+        worker.finish()
+        seen.append((worker.module.value(), worker.version))
 
-    threads = [
-        threading.Thread(target=work, args=(Worker(Vector(200_000), hosts, rank=rank),))
-        for rank in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
+    workers = [Worker(Vector(200_000), hosts, rank=rank) for rank in range(3)]
+    in_threads(*(partial(work, worker) for worker in workers))
     assert all(value == version for value, version in seen)
     assert {host.version for host in hosts} == {10 if consistency.averages else 30}
 
@@ -324,28 +315,17 @@ def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
 def test_a_worker_that_waits_for_a_third_is_not_silent():
     # Worker 2 is slow, workers 0 and 1 wait for it; neither 0 nor 1 may be blamed.
     hosts = servers_of(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
-    failures = []
 
     def work(worker):
-        try:
-            for _ in range(2 if worker.rank == 0 else 4):
-                worker.pull()
-                if worker.rank == 2:
-                    time.sleep(0.4)
-                worker.module.push_one(worker)
-            worker.finish()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(2 if worker.rank == 0 else 4):
+            worker.pull()
+            if worker.rank == 2:
+                time.sleep(0.4)
+            worker.module.push_one(worker)
+        worker.finish()
 
-    threads = [
-        threading.Thread(target=work, args=(Worker(Vector(), hosts, rank=rank),))
-        for rank in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not failures
+    workers = [Worker(Vector(), hosts, rank=rank) for rank in range(3)]
+    in_threads(*(partial(work, worker) for worker in workers))
     assert hosts[0].version == 4
 
 
