@@ -129,7 +129,7 @@ class DiskJournal:
         else:
             create_file(self.folder, self._identity, 0)
             publish_file(self.folder, 0)
-        self._open()
+        self._use(journal_path(self.folder, "journal", self._number).open("r+b", buffering=0))
         core.journal = self
         return has_state
 
@@ -267,9 +267,6 @@ class DiskJournal:
         text = "%s: removed the last %d bytes, an incomplete record"
         _LOG.warning(text, path, torn.stop - torn.start)
         os.truncate(path, torn.start)
-
-    def _open(self) -> None:
-        self._use(journal_path(self.folder, "journal", self._number).open("r+b", buffering=0))
 
     def _use(self, file: BinaryIO) -> None:
         self._written = file.seek(0, os.SEEK_END)

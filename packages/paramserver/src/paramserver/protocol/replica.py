@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import local_part
-from paramserver.partition import Piece, Shard
+from paramserver.partition import Shard
 from paramserver.protocol.gradients import add_flat, flatten, mean, require_finite
 from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import updater_of_pieces
@@ -54,7 +54,8 @@ class Replica:
         views = [f.shard.views(f.of(self._buffer)) for f in self._fragments]
         self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
-        self._copy_in(pieces, parameters)
+        flat = {name: local_part(p.detach()).reshape(-1) for name, p in parameters.items()}
+        shard.scatter(flat, self._buffer)
         factory = local.outer if local else optimizer
         self._updater = updater_of_pieces(
             factory,
@@ -86,12 +87,6 @@ class Replica:
         self._pending_reads: dict[int, tuple[EpochAndNumber, int, Tensor | None]] = {}
         #: For each worker that may still read this memory, a function that copies the parameters.
         self.copy_outs: dict[int, Callable[[], None]] = {}
-
-    @torch.no_grad()
-    def _copy_in(self, pieces: Sequence[Piece], parameters: Mapping[str, Tensor]) -> None:
-        for piece, target in zip(pieces, self._parameters, strict=True):
-            flat = local_part(parameters[piece.name].detach()).reshape(-1)
-            target.view(-1).copy_(flat[piece.start : piece.stop])
 
     def unpack(self, push: Push, data: Tensor, *, is_known_finite: bool = False) -> list[Tensor]:
         """Return the gradients that the data of a push contain.
