@@ -219,7 +219,7 @@ class Replica:
             raise ValueError(
                 f"expected the state of a shard with layout {self.shard.digest()}, which is server "
                 f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
-                "the same parameters (names, shapes, dtypes), and `servers` as before, or "
+                "the same parameters (names, shapes, dtypes) and `servers` as before, or "
                 "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
                 "journals to another number of servers"
             )
