@@ -149,7 +149,7 @@ for name, needs_torch, code in jobs:
         os._exit(0)
     os.wait()
 """
-HEAVY = ["matplotlib", "ray", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
+HEAVY = ["matplotlib", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
 
 
 def run_jobs(jobs):
