@@ -20,7 +20,11 @@ from accounting import (
     Transformer,
     Window,
     Workload,
+    communication,
+    flops,
     kv_cache,
+    peak_memory,
+    step_time,
     training_memory,
 )
 from accounting.cli.main import main
@@ -56,7 +60,6 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
     "memory.peak.tensor_bytes": {"dtype": "fp32"},
-    "memory.timeline.memory_timeline": RUN | {"plan": Plan(), "stage": 0},
     "memory.states.model_states": {
         **{"count": 9, "data": 2, "zero": 1, "precision": "fp32", "offload": False}
     },
@@ -352,3 +355,28 @@ def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[
 
 def test_an_encoder_keeps_no_cache() -> None:
     assert kv_cache(_shape(causal=False, lm_head=False), seq=100).total == 0
+
+
+def test_workload_record_equals_keywords() -> None:
+    plan = Plan(data=2, tensor=2, zero=1)
+    work = Workload(batch=4, seq=16, precision="mixed_bf16", flash=False, dropout=True)
+    fields: dict[str, Any] = {"batch": 4, "seq": 16, "precision": "mixed_bf16"}
+    fields |= {"flash": False, "dropout": True}
+    assert training_memory(MODEL, plan, work) == training_memory(MODEL, plan, **fields)
+    seconds = step_time(MODEL, plan, work, hardware="H100")
+    assert seconds == step_time(MODEL, plan, hardware="H100", **fields)
+    # A field beside the record replaces the record's.
+    longer = training_memory(MODEL, plan, work, seq=32)
+    assert longer == training_memory(MODEL, plan, **fields | {"seq": 32})
+
+
+@pytest.mark.parametrize("wrong", [None, "llama", {"layers": 2}])
+def test_wrong_model_or_plan_type_is_refused(wrong: object) -> None:
+    run = {"batch": 2, "seq": 8}
+    for cost in (flops, kv_cache, training_memory, peak_memory):
+        with pytest.raises(TypeError, match=r"expected model to be a Transformer"):
+            cost(wrong, **run)
+    if wrong is not None:
+        for cost in (training_memory, communication):
+            with pytest.raises(TypeError, match=r"expected plan to be a Plan or None"):
+                cost(MODEL, wrong, **run)

@@ -17,7 +17,6 @@ from accounting import (
     Plan,
     Transformer,
     Workload,
-    memory_timeline,
     parameters,
     training_memory,
 )
@@ -418,8 +417,6 @@ def test_training_memory_contains_every_tensor_of_the_peak(precision: str, zero:
             assert peak.total - roots <= everything.total
             copied = "cast weights" in everything or "gathered" in everything
             assert copied == (precision != "mixed_bf16" or (zero == 3 and data > 1))
-            moments = memory_timeline(model, plan, **work).moments
-            assert moments[0].total + 2 * model.size // data < everything.total
 
 
 def test_peak_of_selective_recomputation_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, communication, memory_timeline, training_memory
+from accounting import Plan, Transformer, communication, training_memory
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
 from reference import Block, world_of
@@ -140,7 +140,7 @@ def agrees(schedule: str, pipeline: int, stage: int, virtual: int = 1) -> None:
     batch, seq = 2 * plan.microbatches, 64
     result = counted(shape, plan, stage, batch, seq)
     run: dict[str, Any] = {"batch": batch, "seq": seq, "fused_norm": False}
-    predicted = memory_timeline(shape, plan, stage=stage, **run).peak
+    predicted = training_memory(shape, plan, stage=stage, **run)
     total = predicted.total
     if stage == pipeline - 1:
         # Torch's schedules keep the logits, which are the last stage's output, and by the losses
@@ -205,15 +205,13 @@ def agrees_with_fsdp(seed: int) -> None:
     result = counted(shape, plan, stage, batch, seq, mixed)
     precision = "fsdp_bf16" if mixed else "fp32"
     run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": precision, "fused_norm": False}
-    predicted = memory_timeline(shape, plan, stage=stage, **run).peak
+    predicted = training_memory(shape, plan, stage=stage, **run)
     total = predicted.total
     if stage == plan.pipeline - 1:
         # The logits of one micro-batch, or of all of them, are the last stage's output.
         rows, gpipe = batch // plan.data // plan.microbatches * seq, plan.schedule == "gpipe"
         total += (2 if mixed else 4) * rows * shape.vocab_size * (plan.microbatches * gpipe or 1)
     assert total == pytest.approx(result, rel=0.03), (shape, plan, stage, predicted)
-    whole = training_memory(shape, plan, stage=stage, **run).total
-    assert whole >= predicted.total * (1 - 1e-9)
 
 
 @releases_outputs

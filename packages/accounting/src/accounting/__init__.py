@@ -8,7 +8,6 @@ from accounting.flops import flops, hfu, mfu
 from accounting.hardware import HARDWARE, Hardware
 from accounting.kv_cache import kv_cache
 from accounting.memory.peak import peak_memory
-from accounting.memory.timeline import memory_timeline
 from accounting.memory.training import training_memory
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
@@ -68,7 +67,6 @@ __all__ = [
     "flops",
     "hfu",
     "kv_cache",
-    "memory_timeline",
     "mfu",
     "parameters",
     "peak_memory",

@@ -242,5 +242,4 @@ def _report(words: Sequence[str]) -> int:
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
         print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))
-        print("\n" + result.timeline.explain())
     return 0 if result.fits else 1

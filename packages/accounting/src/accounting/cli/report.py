@@ -8,7 +8,6 @@ from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache
-from accounting.memory.timeline import Timeline, memory_timeline
 from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.parameters import parameters
@@ -34,7 +33,6 @@ class Report:
     active: Breakdown
     flops: Breakdown
     memory: Breakdown
-    timeline: Timeline
     cache: Breakdown
     traffic: Communication
     #: Modeled seconds of a step, by part.
@@ -71,7 +69,6 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain dictionaries and numbers for `json.dumps`."""
-        peak = self.timeline.peak
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
@@ -85,7 +82,6 @@ class Report:
             "predicted": {"seconds": asdict(self.seconds), "mfu": asdict(self.mfu)},
             "tokens_per_second": self.tokens_per_second,
             "active_parameters": self.active.total,
-            "peak": {"when": peak.when, "value": peak.total, "parts": peak.parts},
             **{key: cost.to_dict() for key, _, cost, _ in self.costs()},
         }
 
@@ -112,7 +108,6 @@ def report(
         active=parameters(model, active=True),
         flops=flops(model, **run),
         memory=training_memory(model, plan, work),
-        timeline=memory_timeline(model, plan, work),
         cache=kv_cache(model, seq=work.seq),
         traffic=communication(model, plan, **run | work.kind.wire_dtypes),
         step=step,
@@ -131,7 +126,6 @@ def as_text(result: Report) -> str:
     active, all_of_them = result.active.total, result.parameters.total
     some = f", {active:,} active" if active < all_of_them else ""
     memory = f"{binary_size(result.memory.total)} of {binary_size(device.memory_bytes)}"
-    peak = result.timeline.peak
     heads = {
         "parameters": f"parameters      {all_of_them:,}{some}",
         "flops": f"FLOPs per step  {float(result.flops.total):.4g}, forward and backward, causal",
@@ -151,6 +145,4 @@ def as_text(result: Report) -> str:
         lines += cost.shares(show) if key != "kv_cache" else []
         if key == "step_time" and result.seconds.basis:
             lines.append(f"  {result.seconds.basis}")
-        if key == "memory":
-            lines.append(f"  in time, {binary_size(peak.total)} at {peak.when}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The memory of FSDP2 modules in a pipeline at each moment of a step."""
+"""The memory of FSDP2 modules in a pipeline, at the moments at which it may be highest."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -49,26 +49,27 @@ class FsdpStage:
         size = bytes_of(work.kind.activations)
         self.stream = product("gradient of the stream", "B", **stream, bytes=size)
 
-    def between_steps(self, *, reduced: bool) -> Breakdown:
-        """Return the sharded states, including the gradients if they are `reduced`."""
-        states = (s for s in self.states if reduced or s.name != "gradients")
-        return total("states", "B", *states)
-
-    def forward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
-        """Return the forward's fuller moment: before the first block or after the last block."""
-        grown = self._gradients(accumulated)
+    def fullest(self, in_flight: int) -> Breakdown:
+        """Return the moment of a step with the most memory."""
         resharded = self.plan.reshard_after_forward
-        last = self._moment(
-            alive, self._gathered(2 if resharded else self.layers, not whole), grown
-        )
-        first = self._moment(alive - 1, self._gathered(self.layers if whole else 0), grown)
-        return max(first, last, key=lambda moment: moment.total)
-
-    def backward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
-        """Return the moment with the most memory of a backward, from the head to the embedding."""
-        moments = self.start(alive, accumulated=accumulated, whole=whole)
-        moments += self.end(alive, accumulated=accumulated, whole=whole)
+        gathered = self._gathered(2 if resharded else self.layers, buffer=resharded)
+        moments = [self._moment(in_flight, gathered), *self.reduction()]
+        moments += self.backward(in_flight, accumulated=False, whole=False)
+        if self.plan.microbatches > in_flight:
+            moments += self.backward(in_flight, accumulated=True, whole=False)
+        if in_flight > 1:
+            # No forward runs between the last backwards.
+            moments += self.backward(in_flight - 1, accumulated=True, whole=True)
         return max(moments, key=lambda moment: moment.total)
+
+    def backward(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
+        """Return the moments of a backward with `alive` micro-batches, from head to embedding.
+
+        `accumulated` means that gradients of an earlier backward exist, and `whole` that an earlier
+        backward left all weights unsharded.
+        """
+        start = self.start(alive, accumulated=accumulated, whole=whole)
+        return start + self.end(alive, accumulated=accumulated, whole=whole)
 
     def start(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
         """Return the moments at the start of a backward: in the last block, and in the head."""
@@ -114,13 +115,6 @@ class FsdpStage:
             self._moment(0, self._gathered(self.layers - 1), grown, block),
             self._moment(0, None, reduced, ends),
         ]
-
-    def fullest(self, alive: int) -> Breakdown:
-        """Return the moment with the most memory after gradients have been accumulated."""
-        whole = self.plan.schedule == "gpipe"
-        moments = self.start(alive, accumulated=True, whole=whole)
-        moments += self.end(alive, accumulated=True, whole=whole) + self.reduction()
-        return max(moments, key=lambda moment: moment.total)
 
     def _gradients(self, accumulated: bool, missing: int = 0) -> Breakdown:
         count = (self.ends + self.blocks - missing) * accumulated

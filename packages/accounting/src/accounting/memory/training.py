@@ -1,4 +1,4 @@
-"""Memory of training per device, under the assumption that all tensors are alive at once."""
+"""Memory of training per device: all tensors at once, or the fullest moment of a pipeline stage."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -28,9 +28,10 @@ def training_memory(
 ) -> Breakdown:
     """Return the bytes on a device of the fullest stage if all tensors are alive at once.
 
-    `stage` selects one pipeline stage. `run` contains fields of a `Workload`; `batch` is the whole
-    batch in sequences, and 0 selects the model states between two steps. With ZeRO-3 the result
-    includes the weights and gradients that are gathered and reduced during a step.
+    `stage` selects one pipeline stage. In a pipeline, the result is the fullest moment of the
+    stage's schedule. `run` contains fields of a `Workload`; `batch` is the whole batch in
+    sequences, and 0 selects the model states between two steps. With ZeRO-3 the result includes the
+    weights and gradients that are gathered and reduced during a step.
 
     The optimizer is assumed to be fused, as in the printed commands. `foreach`, torch's default,
     needs another copy of the second moments after activations are freed; `peak_memory` counts it.
@@ -52,21 +53,27 @@ def _stage_memory(model: Shape, plan: Plan, work: Workload, stage: int) -> Break
     if plan.keeps_weights_whole():
         fullest = FsdpStage(model, plan, work, stage).fullest(plan.in_flight(stage))
         return replace(fullest, name=name)
-    in_flight = Fraction(plan.in_flight(stage), plan.virtual_stages)
-    if plan.offload == "activations":
-        in_flight = Fraction(0)
-    return total(
-        name,
-        "B",
-        *states,
-        times("activations", activations(model, plan, work, stage=stage), in_flight=in_flight),
-        one_block(model, plan, work) if plan.recompute == "full" else None,
-        cast_weights(model, plan, kind, stage),
-        _gathered(model, plan, kind, stage),
-        end_of_model(model, plan, work)
-        if stage == plan.pipeline - 1
-        else temporary_gradients(model, plan, work),
-    )
+    saved = activations(model, plan, work, stage=stage)
+    unsharded = cast_weights(model, plan, kind, stage), _gathered(model, plan, kind, stage)
+    recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
+    if stage == plan.pipeline - 1:
+        temporary = end_of_model(model, plan, work)
+    else:
+        temporary = temporary_gradients(model, plan, work)
+
+    def moment(in_flight: int, states: list[Breakdown]) -> Breakdown:
+        alive = times("activations", saved, in_flight=Fraction(in_flight, plan.virtual_stages))
+        return total(name, "B", *states, alive, recomputed, *unsharded, temporary)
+
+    in_flight = plan.in_flight(stage)
+    if plan.pipeline == 1:
+        return moment(in_flight, states)
+    # The first backward allocates the gradients. The second one has as many micro-batches in flight
+    # if another forward ran between the two.
+    has_more = plan.microbatches * plan.virtual_stages > in_flight
+    first = moment(in_flight, [state for state in states if state.name != "gradients"])
+    second = moment(in_flight if has_more else in_flight - 1, states)
+    return max(first, second, key=lambda memory: memory.total)
 
 
 def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
