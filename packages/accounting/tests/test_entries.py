@@ -60,9 +60,7 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
     "memory.peak.tensor_bytes": {"dtype": "fp32"},
-    "memory.states.model_states": {
-        **{"count": 9, "data": 2, "zero": 1, "precision": "fp32", "offload": False}
-    },
+    "memory.states.model_states": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
     "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0, "loss_chunks": 2},
     "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
     "parameters.parameters": {"model": MODEL, "active": True},
@@ -78,7 +76,7 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"activation_bytes": 1.0, "sharded_activations": 0.5, "precision": "fp32"},
     },
     "search.plans.plans_that_fit": RUN
-    | {"hardware": "H100", "devices": 2, "most": 2, "share_of_memory": 0.9, "efficiency": 0.5},
+    | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN
     | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
     "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
@@ -116,7 +114,7 @@ INSIDE = {
         "search.launch",
     ),
     *("search.estimates",),
-    *("time.efficiency", "time.offload", "workload"),
+    *("time.efficiency", "workload"),
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
     *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
     *("search.answer.no_room", "fermi.as_range"),

@@ -168,7 +168,7 @@ def test_fixed_fields_of_search_are_checked_first() -> None:
         ({"expert": "2"}, "expected expert to be an integer, got '2'"),
         ({"expert": 2}, "expected expert=1 for a model without experts, got expert=2"),
         ({"pipeline": 3, "tensor": 2}, "expected tensor x pipeline = 6 to divide .* devices=8"),
-        ({"offload": "disk"}, "expected offload to be one of .*, got 'disk'"),
+        ({"recompute": "some"}, "expected recompute to be one of .*, got 'some'"),
         ({"tensr": 2}, "did you mean 'tensor'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -288,7 +288,6 @@ FITTING = {
     "--zero": ("1", "zero", 1),
     "--microbatches": ("2", "microbatches", 2),
     "--recompute": ("full", "recompute", "full"),
-    "--offload": ("optimizer", "offload", "optimizer"),
 }
 
 

@@ -64,7 +64,6 @@ memory_bytes = 40_000_000_000
 memory_bandwidth = 1e12
 node_link = ["bridge", 50e9, 2e-6]
 network = ["Ethernet", 12.5e9, 1e-5]
-host_link = ["PCIe 4 x16", 32e9, 5e-6]
 devices_per_node = 4
 power_watts = 300
 source = "a data sheet"

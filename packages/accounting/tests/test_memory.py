@@ -308,8 +308,6 @@ def test_more_sharding_and_less_keeping_need_less_memory() -> None:
     saved = [need(recompute=how) for how in ("none", "selective", "full")]
     assert saved == sorted(saved, reverse=True)
     assert need(tensor=4) > need(tensor=4, sequence_parallel=True)
-    assert need(offload="optimizer") == need() - 8 * parameters(shape).total
-    assert need(recompute="full", offload="activations") < need(recompute="full")
     assert need(data=4, context=2) < need(data=4)
 
 
@@ -382,13 +380,6 @@ def test_zero_3_holds_the_blocks_that_it_gathers(data: int) -> None:
     assert "gathered" not in states
 
 
-def test_offloading_activations_needs_block_inputs() -> None:
-    with pytest.raises(
-        ValueError, match="expected recompute='full' with offload='activations', got 'none'"
-    ):
-        Plan(offload="activations")
-
-
 @pytest.mark.parametrize("layers", [8, 11, 14])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_fullest_stage_is_found_among_distinct_stages(layers: int, schedule: str) -> None:
@@ -419,20 +410,10 @@ def test_training_memory_contains_every_tensor_of_the_peak(precision: str, zero:
             assert copied == (precision != "mixed_bf16" or (zero == 3 and data > 1))
 
 
-def test_peak_of_selective_recomputation_is_refused() -> None:
-    model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
-    with pytest.raises(ValueError, match="expected recompute 'none' or 'full' in peak_memory"):
-        peak_memory(model, Plan(recompute="selective"), batch=1, seq=8)
-
-
 def test_peak_memory_refuses_the_plans_that_it_does_not_model() -> None:
     experts = Experts(count=8, per_token=2, width=64)
     shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100, experts=experts)
-    for plan in (
-        Plan(data=8, expert=8),
-        Plan(offload="optimizer"),
-        Plan(offload="activations", recompute="full"),
-    ):
+    for plan in (Plan(data=8, expert=8), Plan(recompute="selective")):
         with pytest.raises(ValueError, match="use training_memory"):
             peak_memory(shape, plan=plan, batch=8, seq=16)
 

@@ -60,8 +60,6 @@ class Hardware:
     node_link: Link
     #: Link from one device to other nodes.
     network: Link
-    #: Link to the memory of the host.
-    host_link: Link
     devices_per_node: int
     power_watts: float
     #: A rounded rental price. Prices change, so pass your own.
@@ -77,7 +75,7 @@ class Hardware:
             raise TypeError(
                 f"expected peaks to be a dict with one Peak per dtype, got {self.peaks!r}"
             )
-        for name in ("node_link", "network", "host_link"):
+        for name in _LINKS:
             checks.instance(name, getattr(self, name), Link, "a Link")
 
     @checks.entry()
@@ -156,6 +154,6 @@ def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
     return Hardware(name=name, peaks=_peaks(entry), **links, **rest)
 
 
-_LINKS = ("node_link", "network", "host_link")
+_LINKS = ("node_link", "network")
 _ENTRIES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
 HARDWARE: dict[str, Hardware] = {name: _hardware(name, entry) for name, entry in _ENTRIES.items()}

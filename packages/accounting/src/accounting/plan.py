@@ -45,9 +45,6 @@ class Plan:
     recompute: str = "none"
     #: True if FSDP frees gathered weights after the forward and gathers them again in the backward.
     reshard_after_forward: bool = True
-    #: Stored on the host: `none`, `optimizer` (with master weights), or `activations` (inputs of
-    #: blocks, with full recomputation).
-    offload: str = "none"
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, **_CHOICES)
@@ -56,11 +53,6 @@ class Plan:
             raise ValueError(
                 f"expected expert to divide data x context = {self.replicas}, got "
                 f"expert={self.expert}; experts are spread over these ranks"
-            )
-        if self.offload == "activations" and self.recompute != "full":
-            raise ValueError(
-                f"expected recompute='full' with offload='activations', got {self.recompute!r}; "
-                "only the inputs of blocks are offloaded"
             )
         self._check_schedule()
 
@@ -210,7 +202,7 @@ class Plan:
         return (
             f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
             f"{chunks}), context {self.context}, expert {self.expert}, ZeRO {self.zero}, "
-            f"{self.microbatches} micro-batches, recompute {self.recompute}, offload {self.offload}"
+            f"{self.microbatches} micro-batches, recompute {self.recompute}"
         )
 
     def in_flight(self, stage: int) -> int:
@@ -277,7 +269,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("gpipe", "1f1b", "interleaved"),
     "recompute": ("none", "selective", "full"),
-    "offload": ("none", "optimizer", "activations"),
 }
 
 

@@ -38,7 +38,6 @@ AXES = {
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
     "virtual-stages": ("virtual_stages", int, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
-    "offload": ("offload", str, "none, optimizer or activations"),
 }
 _QUESTIONS = ("plan", "serve", "diff")
 _OPTIONS: dict[str, dict[str, Any]] = {

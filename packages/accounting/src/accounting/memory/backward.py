@@ -45,7 +45,7 @@ def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
     """Return the saved tensors of a block, which are alive while the block is recomputed."""
     block = activations(
         one_layer(model),
-        replace(alone(plan), recompute="none", offload="none"),
+        replace(alone(plan), recompute="none"),
         replace(work, fused_norm=True, fused_projections=False, fused_gate=False),
     )
     return total("one block recomputed", "B", *block.parts)

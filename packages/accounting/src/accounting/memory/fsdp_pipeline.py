@@ -141,8 +141,6 @@ class FsdpStage:
         )
 
     def _moment(self, alive: Fraction | int, *more: Breakdown | None) -> Breakdown:
-        if self.plan.offload == "activations":
-            alive = min(Fraction(alive), Fraction(1, self.layers))
         states = (s for s in self.states if s.name != "gradients")
         saved = times("activations", self.saved, in_flight=Fraction(alive))
         return total("moment", "B", *states, saved, *more)

@@ -55,11 +55,6 @@ def peak_memory(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
             "training_memory for it"
         )
-    if plan.offload != "none":
-        raise ValueError(
-            f"expected offload 'none' in peak_memory, got {plan.offload!r}; use training_memory "
-            "for other plans"
-        )
     step = _Step(model, plan, work, gradients_kept)
     moments = [*step.head(), *step.blocks(), step.optimizer(foreach)]
     return max(moments, key=lambda moment: moment.total)

@@ -23,7 +23,6 @@ def model_states(
     data: int = 1,
     zero: int = 0,
     precision: str | Precision = "mixed_bf16",
-    offload: bool = False,
 ) -> Breakdown:
     """Return the bytes of weights, gradients and optimizer of `count` parameters on `data` ranks.
 
@@ -37,13 +36,17 @@ def model_states(
         return product(name, "B", parameters=shard if zero >= sharded_from else count, bytes=size)
 
     master = bytes_of(kind.master) if kind.master else Fraction(0)
-    optimizer_states = (state("master weights", 1, master), state("moments", 1, kind.moment_bytes))
     return total(
         "model states",
         "B",
         state("weights", 3, bytes_of(kind.weights)),
         state("gradients", 2, bytes_of(kind.gradients)),
-        total("optimizer", "B", *(() if offload else optimizer_states)),
+        total(
+            "optimizer",
+            "B",
+            state("master weights", 1, master),
+            state("moments", 1, kind.moment_bytes),
+        ),
     )
 
 
@@ -87,8 +90,7 @@ def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[
     dense, routed = device_parameters(model, plan, stage)
 
     def states(count: int, ranks: int) -> Breakdown:
-        offload = plan.offload == "optimizer"
-        return model_states(count, data=ranks, zero=plan.zero, precision=kind, offload=offload)
+        return model_states(count, data=ranks, zero=plan.zero, precision=kind)
 
     if not routed:
         return list(states(dense, plan.replicas).parts)

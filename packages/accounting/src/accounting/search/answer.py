@@ -166,10 +166,6 @@ def plan_for(
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     question |= {"precision": kind, "time_limit": time_limit, "progress": progress}
     candidates = plans_that_fit(model, **question, **fixed)
-    # If no plan fits, offload a part to the host.
-    for offload in ("optimizer", "activations"):
-        if not candidates and "offload" not in fixed:
-            candidates = plans_that_fit(model, **question, **fixed, offload=offload)
     if not candidates:
         raise ValueError(no_room(model, device, gpus, work, fixed))
     best, *others = candidates
@@ -218,13 +214,7 @@ def no_room(
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = SHARE_OF_MEMORY * device.memory_bytes
-    searched = [fixed["offload"]] if "offload" in fixed else ["none", "optimizer", "activations"]
-    estimators = [
-        Estimator(model, device, gpus, work, capacity, {**fixed, "offload": offload})
-        for offload in searched
-    ]
-    least = [estimator.least_memory() for estimator in estimators]
-    needed = min((size for size in least if size is not None), default=None)
+    needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
     if needed is None:
         return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"
     short = needed - capacity
@@ -264,8 +254,6 @@ def _contradiction(model: Shape, seq: int, fixed: Mapping[str, Any]) -> str:
         "schedule": "interleaved" if interleaved else "1f1b",
         "microbatches": fixed.get("pipeline", 1),
     }
-    if fixed.get("offload") == "activations":
-        usual["recompute"] = "full"
     try:
         plan = Plan(**usual | dict(fixed))
         plan.check(model, seq=seq)

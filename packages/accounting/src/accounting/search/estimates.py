@@ -108,15 +108,14 @@ class Estimator:
         self.work = work
         self.memory_bytes = memory_bytes
         self.fixed = fixed
-        self.offload = fixed.get("offload", "none")
         kind = work.kind
         operations = float(flops(model, seq=work.seq, batch=work.batch).total) / devices
         self.compute_seconds = operations / (ASSUMED_UTILIZATION * device.peak(kind.compute))
         self.weight_bytes = float(bytes_of(kind.weights))
         self.gradient_bytes = float(bytes_of(kind.gradients))
         self.cast_bytes = float(bytes_of(kind.cast_weights)) if kind.cast_weights else 0.0
-        states = float(kind.bytes_per_parameter) - self.weight_bytes - self.gradient_bytes
-        self.optimizer_bytes = 0.0 if self.offload == "optimizer" else states
+        states = float(kind.bytes_per_parameter)
+        self.optimizer_bytes = states - self.weight_bytes - self.gradient_bytes
 
     def estimates(self) -> Iterator[Estimate]:
         """Yield an estimate of each plan that may fit in memory."""
@@ -154,7 +153,6 @@ class Estimator:
             "recompute": estimate.recompute,
             "sequence_parallel": self._sequence_parallel(estimate.candidate.tensor),
             "reshard_after_forward": self.fixed.get("reshard_after_forward", True),
-            "offload": self.offload,
         }
 
     def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
@@ -179,8 +177,6 @@ class Estimator:
 
     def _tensor_shard(self, tensor: int) -> TensorShard:
         dense, routed = device_parameters(self.model, Plan(tensor=tensor))
-        if self.offload == "activations":
-            return TensorShard(dense, routed, {"full": 0.0})
         sequence = replace(self.work, batch=1)
         numbers = self.work.seq * self.model.layers
         sequence_parallel = self._sequence_parallel(tensor)

@@ -23,7 +23,7 @@ from accounting.workload import Workload
 
 #: Fields of a plan that a caller may fix; `devices` is a separate argument.
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
-#: Default fraction of the memory that a plan may use.
+#: Fraction of the memory that a plan may use.
 SHARE_OF_MEMORY = 0.9
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
@@ -49,9 +49,7 @@ def plans_that_fit(
     batch: int,
     seq: int,
     precision: str | Precision = "mixed_bf16",
-    share_of_memory: float = SHARE_OF_MEMORY,
     memory_bytes: float | None = None,
-    efficiency: float | None = None,
     most: int = 8,
     time_limit: float | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -59,21 +57,19 @@ def plans_that_fit(
 ) -> list[FittingPlan]:
     """Return up to `most` plans that use all `devices` and fit in memory, fastest first.
 
-    Fields of `Plan` that are passed are fixed. The search varies all other fields except `offload`
-    and keeps tensor parallelism inside a node. `share_of_memory` is the fraction of the memory that
-    a plan may use; the remainder is for buffers and fragmentation. `memory_bytes` replaces the
-    memory of the device. After `time_limit` seconds, the plans found so far are returned, or
-    `TimeoutError` is raised if there are none. `progress` is called with the number of plans that
-    were computed in full and the number of all plans.
+    Fields of `Plan` that are passed are fixed. The search varies all other fields and keeps tensor
+    parallelism inside a node. A tenth of the memory is left for buffers and fragmentation.
+    `memory_bytes` replaces the memory of the device. After `time_limit` seconds, the plans found so
+    far are returned, or `TimeoutError` is raised if there are none. `progress` is called with the
+    number of plans that were computed in full and the number of all plans.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
-    checks.number("share_of_memory", share_of_memory, most=1)
     check_fields(fixed)
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    estimator = Estimator(model, device, devices, work, capacity * share_of_memory, fixed)
+    estimator = Estimator(model, device, devices, work, capacity * SHARE_OF_MEMORY, fixed)
     fitting: list[FittingPlan] = []
     estimates = sorted(estimator.estimates(), key=_estimated_seconds)
     for computed, estimate in enumerate(estimates):
@@ -92,7 +88,7 @@ def plans_that_fit(
         needed = float(training_memory(model, plan, work).total)
         if needed > estimator.memory_bytes:
             continue
-        step = step_time(model, plan, work, hardware=device, efficiency=efficiency)
+        step = step_time(model, plan, work, hardware=device)
         fitting.append(FittingPlan(plan=plan, memory_bytes=needed, step_seconds=float(step.total)))
         if len(fitting) >= max(2 * most, 40):
             break

@@ -17,13 +17,13 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.flops import attention_operations, flops
 from accounting.hardware import Hardware, Link, find
+from accounting.memory.states import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan, fitted
+from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
 from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
-from accounting.time.offload import offload_seconds, updated_parameters
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -91,7 +91,6 @@ def step_time(
         bubble,
         total("exposed communication", "s", *shown),
         _optimizer(model, plan, work.kind, device) if efficiency is None else None,
-        offload_seconds(model, plan, work, device, free=free),
     )
 
 
@@ -147,15 +146,27 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
     return (operations.total - attention) / ranks, attention / ranks
 
 
-def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
+def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
     """Return the seconds in which the optimizer reads and writes all states once."""
-    if plan.offload == "optimizer":
-        return None
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
     count, moved = updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
     )
+
+
+def updated_parameters(model: Shape, plan: Plan) -> int:
+    """Return the largest number of parameters that a device updates, over the pipeline stages.
+
+    With ZeRO, a device updates one shard.
+    """
+    largest = 0
+    for stage in {0, plan.pipeline // 2, plan.pipeline - 1}:
+        dense, routed = device_parameters(model, plan, stage)
+        if plan.zero:
+            dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+        largest = max(largest, dense + routed)
+    return largest
 
 
 def collectives_on(
