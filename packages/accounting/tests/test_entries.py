@@ -75,8 +75,7 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"model": MODEL, "memory_bytes": 1e9, "batch": 1, "seq": 8, "zero": 3, "most": 8},
         **{"activation_bytes": 1.0, "sharded_activations": 0.5, "precision": "fp32"},
     },
-    "search.plans.plans_that_fit": RUN
-    | {"hardware": "H100", "devices": 2, "most": 2},
+    "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN
     | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
     "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
@@ -95,7 +94,7 @@ TAKES: dict[str, dict[str, Any]] = {
     },
     "time.step.group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
     "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
-    "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100", "efficiency": 0.5},
+    "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100"},
 }
 # Internal functions, which are not documented.
 INSIDE = {
@@ -278,7 +277,6 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         ("diff MODEL MODEL --seq -1", "expected seq >= 1, got -1"),
         ("MODEL --batch -1", "expected batch >= 1, got -1"),
         ("MODEL --loss-chunks 0", "expected loss_chunks >= 1, got 0"),
-        ("MODEL --efficiency 2", "expected 0 < efficiency <= 1, got 2"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "did you mean 'kv_heads'"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "did you mean 'size'"),
     ],

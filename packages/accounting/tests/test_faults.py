@@ -27,7 +27,6 @@ from accounting.hardware import find
 from accounting.model.records import Experts, Window
 from accounting.time.goodput import Run
 from accounting.time.mesh import compute_bound_batch
-from accounting.time.step import step_time
 from figures import assert_at_most
 from reference import Model
 
@@ -129,8 +128,6 @@ def test_unknown_options_list_known_ones() -> None:
         flops(MODEL, seq=0)
     with pytest.raises(ValueError, match="expected either hardware or peak_flops"):
         mfu(MODEL, tokens_per_second=1, seq=1)
-    with pytest.raises(ValueError, match="expected 0 < efficiency <= 1, got 2"):
-        step_time(MODEL, Plan(), batch=1, seq=4, hardware="H100", efficiency=2)
     with pytest.raises(
         ValueError, match=r"expected tensor < .*, got 64; no batch is compute-bound"
     ):

@@ -50,7 +50,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "price": {"type": float, "help": "USD per device-hour"},
     "precision": {"help": ", ".join(PRECISIONS)},
     "time-limit": {"type": float, "help": "seconds after which the best plan so far is printed"},
-    "efficiency": {"type": float, "help": "one fraction of the peak for all arithmetic"},
     "explain": {"action": "store_true", "help": "print every derivation"},
     "compiled": {"action": "store_true", "help": "use torch.compile"},
     "transformers": {"action": "store_true", "help": "eager modules of Hugging Face transformers"},
@@ -217,7 +216,7 @@ def _plan_of_options(options: argparse.Namespace) -> tuple[Plan, int]:
 
 
 def _report(words: Sequence[str]) -> int:
-    names = "gpus batch seq precision hardware efficiency compiled transformers loss-chunks"
+    names = "gpus batch seq precision hardware compiled transformers loss-chunks"
     options = _options(_parser("", __doc__, f"{names} explain json", axes=True), words)
     for name in ("gpus", "batch"):
         if getattr(options, name) is not None:
@@ -227,7 +226,6 @@ def _report(words: Sequence[str]) -> int:
     precision = options.precision
     if precision is None:
         precision = "mixed_bf16" if "bf16" in device.peaks else "mixed_fp16"
-    about: dict[str, Any] = {"hardware": device, "efficiency": options.efficiency}
     plan, batch = _plan_of_options(options)
     work = Workload(
         batch=batch,
@@ -237,7 +235,7 @@ def _report(words: Sequence[str]) -> int:
         transformers=options.transformers,
         loss_chunks=options.loss_chunks,
     )
-    result = report(model, plan, work, **about)
+    result = report(model, plan, work, hardware=device)
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
         print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))

@@ -37,7 +37,7 @@ class Report:
     traffic: Communication
     #: Modeled seconds of a step, by part.
     step: Breakdown
-    #: Predicted seconds of a step; the modeled seconds if the user passed an efficiency.
+    #: Predicted seconds of a step.
     seconds: Interval
 
     @property
@@ -92,13 +92,11 @@ def report(
     work: Workload,
     *,
     hardware: Hardware,
-    efficiency: float | None = None,
 ) -> Report:
     """Compute all costs of one plan."""
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
-    step = step_time(model, plan, work, hardware=hardware, efficiency=efficiency)
-    modeled = float(step.total)
-    seconds = Interval(low=modeled, middle=modeled, high=modeled)
+    step = step_time(model, plan, work, hardware=hardware)
+    about: dict[str, Any] = {"model": model, "hardware": hardware, "precision": work.kind}
     return Report(
         model=model,
         plan=plan,
@@ -111,9 +109,7 @@ def report(
         cache=kv_cache(model, seq=work.seq),
         traffic=communication(model, plan, **run | work.kind.wire_dtypes),
         step=step,
-        seconds=seconds
-        if efficiency is not None
-        else predicted(modeled, model=model, hardware=hardware, precision=work.kind),
+        seconds=predicted(float(step.total), **about),
     )
 
 
@@ -143,6 +139,6 @@ def as_text(result: Report) -> str:
     for key, _, cost, show in result.costs():
         lines.append(heads[key])
         lines += cost.shares(show) if key != "kv_cache" else []
-        if key == "step_time" and result.seconds.basis:
+        if key == "step_time":
             lines.append(f"  {result.seconds.basis}")
     return "\n".join(lines)

@@ -38,7 +38,6 @@ def step_time(
     work: Workload | None = None,
     *,
     hardware: str | Hardware,
-    efficiency: float | None = None,
     overlap: Mapping[str, float] = OVERLAP,
     **run: Any,
 ) -> Breakdown:
@@ -47,19 +46,15 @@ def step_time(
     `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in that of its activations.
     Messages have the dtypes of the tensors. Raises `ValueError` if the device does not list such a
-    dtype. `efficiency` replaces the table of `accounting.time.efficiency` with one fraction of the
-    peak for all arithmetic, and omits bandwidth-bound operations. With `flash=False`, attention
-    writes its scores to memory.
+    dtype. With `flash=False`, attention writes its scores to memory.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
-    if efficiency is not None:
-        checks.number("efficiency", efficiency, most=1)
     device = find(hardware)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     parts = max(
         (
-            _stage_seconds(model, plan, work, stage, device, efficiency)
+            _stage_seconds(model, plan, work, stage, device)
             for stage in {0, plan.pipeline // 2, plan.pipeline - 1}
         ),
         key=lambda parts: sum(float(part.total) for part in parts),
@@ -90,22 +85,16 @@ def step_time(
         *parts,
         bubble,
         total("exposed communication", "s", *shown),
-        _optimizer(model, plan, work.kind, device) if efficiency is None else None,
+        _optimizer(model, plan, work.kind, device),
     )
 
 
 def _stage_seconds(
-    model: Shape, plan: Plan, work: Workload, stage: int, device: Hardware, efficiency: float | None
+    model: Shape, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
-    kind = work.kind
-    linear, attention = _stage_flops(model, plan, work, stage)
-    utilization = ATTENTION_SHARE if efficiency is None else efficiency
-    core = 1 / (device.peak(kind.activations) * utilization)
+    attention = _attention_flops(model, plan, work, stage)
+    core = 1 / (device.peak(work.kind.activations) * ATTENTION_SHARE)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
-    if efficiency is not None:
-        seconds_per_flop = 1 / (device.peak(kind.compute) * efficiency)
-        products = product("matrices", "s", flops=linear, seconds_per_flop=seconds_per_flop)
-        return [total("compute", "s", products, scores)]
     stage_model = plan.stage_model(model, stage)
     busy, thin, rest = stage_seconds(stage_model, plan, work, work.tokens(plan), device)
     if stage_model.encoder:
@@ -125,11 +114,8 @@ def _stage_seconds(
     ]
 
 
-def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[float, float]:
-    """Return the operations of matrices and of attention on one device, with recomputation.
-
-    Only the last stage has the head.
-    """
+def _attention_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> float:
+    """Return the operations of attention on one device of a stage, with recomputation."""
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
@@ -142,8 +128,7 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
         # A second forward of the blocks adds a third of their training operations, including
         # attention.
         attention += core / 3
-    ranks = plan.tensor * plan.context
-    return (operations.total - attention) / ranks, attention / ranks
+    return attention / (plan.tensor * plan.context)
 
 
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
