@@ -207,12 +207,3 @@ def test_wire_is_sum_and_payload_is_independent_of_algorithm(
     assert ring.wire.total == sum(c.wire for c in ring) <= tree.wire.total
     larger = communication(even(shape), plan, batch=8, seq=8)
     assert larger.wire.total >= ring.wire.total
-
-
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_collectives_of_an_encoder_are_refused(axis: str) -> None:
-    encoder = Transformer(layers=2, d_model=64, heads=8, vocab_size=0, tied=False)
-    model = Transformer(layers=2, d_model=64, heads=8, vocab_size=100, tied=False, encoder=encoder)
-    assert communication(model, Plan(data=2), batch=4, seq=8).wire.total > 0
-    with pytest.raises(ValueError, match="tensor=1 and context=1 for a step of a model with an en"):
-        communication(model, Plan(**{axis: 2}), batch=4, seq=8)

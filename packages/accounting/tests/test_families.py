@@ -20,10 +20,7 @@ from random_configurations import outcomes
 from transformers_cache import cache_name
 
 # Four layers are enough to tell the kinds of layers apart.
-DEPTHS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
-    *("encoder_layers", "decoder_layers"),
-)
+DEPTHS = (*("num_hidden_layers", "n_layer", "n_layers", "num_layers"),)
 # Fields without a default, or with a default that the class cannot build.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -67,14 +64,10 @@ def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
     with warnings.catch_warnings(), no_init_weights(), torch.device("meta"):
         warnings.simplefilter("ignore")
         config = transformers.AutoConfig.for_model(family, **sizes)
-        if family == "whisper":
-            module = transformers.WhisperForConditionalGeneration(config)
-        elif family == "siglip_text_model":
+        if family == "siglip_text_model":
             module = transformers.SiglipTextModel(config)
         elif family not in ENCODERS:
             module = transformers.AutoModelForCausalLM.from_config(config)
-        elif config.is_encoder_decoder:
-            module = transformers.AutoModelForSeq2SeqLM.from_config(config)
         else:
             module = transformers.AutoModel.from_config(config)
         # Without initialization, transformers does not tie weights either.
@@ -236,36 +229,6 @@ def test_named_class_determines_counted_parts() -> None:
     assert Transformer.from_hf(vit | {"num_labels": 1000}).size == 86_567_656
     with pytest.raises(ValueError, match="expected architectures to name a known class of bert"):
         Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
-
-
-@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
-def test_untied_t5_has_the_head_of_its_published_weights(family: str) -> None:
-    # T5 1.1, Flan-T5 and mT5 were published with a head; this release of transformers ties it.
-    module = build(family, small(family) | {"tie_word_embeddings": False})
-    tied = Transformer.from_module(module)
-    assert tied.size == sum(parameter.numel() for parameter in module.parameters())
-    untied = Transformer.from_hf(module.config.to_dict() | {"tie_word_embeddings": False})
-    assert untied.size == tied.size + tied.vocab_size * tied.d_model
-
-
-@pytest.mark.parametrize(("family", "fixed"), [("bart", 0), ("t5", 0), ("whisper", 1500)])
-def test_only_encoders_of_sound_read_a_fixed_number_of_tokens(family: str, fixed: int) -> None:
-    model = Transformer.from_hf(defaults(family) | {"architectures": None})
-    assert flops(model, seq=7) == flops(model, seq=7, encoder_seq=fixed or 7)
-
-
-def test_encoder_decoder_flops_equal_torch_counter() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    module = build("t5", small("t5"))
-    model = Transformer.from_hf(module.config)
-    tokens = torch.zeros(2, 7, dtype=torch.long, device="meta")
-    source = torch.zeros(2, 11, dtype=torch.long, device="meta")
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        module(input_ids=source, decoder_input_ids=tokens, use_cache=False)
-    ours = flops(model, seq=7, batch=2, encoder_seq=11, phase="forward", attention="full")
-    assert ours.total == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -436,6 +399,8 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
         ("deepseek_v4", "compress keys and values"),
         ("diffllama", "twice the width"),
         ("zamba2", "share a few blocks"),
+        ("t5", "attends to an encoder"),
+        ("bart", "attends to an encoder"),
         ("chatglm", "no class of transformers"),
         ("internlm2", "no class of transformers"),
         ("minicpm", "no class of transformers"),
@@ -452,13 +417,10 @@ def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None
 @pytest.mark.parametrize(
     ("family", "changed"),
     [
-        ("t5", {"is_gated_act": True}),
-        ("mt5", {"is_gated_act": False}),
         ("mpt", {"expansion_ratio": 8}),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
         ("persimmon", {"num_key_value_heads": 2}),
         ("apertus", {"hidden_act": "silu"}),
-        ("mt5", {"is_gated_act": None}),
         ("electra", {"is_decoder": True}),
     ],
 )
@@ -589,10 +551,7 @@ def test_second_name_of_a_field_is_read_like_transformers() -> None:
     [
         ("biogpt", "hidden_act", "relu", "relu"),
         ("clip_text_model", "hidden_act", "relu", "relu"),
-        ("mt5", "feed_forward_proj", "gated-gelu", "gelu_new"),
-        ("t5", "feed_forward_proj", "gelu", "gelu"),
         ("vit", "hidden_act", "relu", "relu"),
-        ("whisper", "activation_function", "relu", "relu"),
         ("xglm", "activation_function", "relu", "relu"),
     ],
 )
@@ -604,7 +563,6 @@ def test_activation_is_the_one_of_the_class(
     config = transformers.AutoConfig.for_model(family, **{field: other})
     model = Transformer.from_hf(config)
     assert model.activation == expected
-    assert not model.encoder or model.encoder.activation == expected
 
 
 def test_model_type_that_is_not_a_name_is_refused() -> None:
@@ -618,9 +576,6 @@ def agrees_on_empty_fields(family: str) -> None:
     compared = 0
     for name, value in filled.items():
         if name.startswith(NO_SWITCH) or isinstance(value, dict | str):
-            continue
-        # This release ties the head of every T5; the published models are not tied.
-        if name == "tie_word_embeddings" and family in ("t5", "mt5", "umt5"):
             continue
         for empty in (None, False) if isinstance(value, bool) else (None, 0):
             content = filled | base | {name: empty, "architectures": None}
@@ -684,9 +639,6 @@ def test_missing_field_is_default_of_its_class_or_refused() -> None:
         transformer_arguments(recorder)
         fields = CONFIG_MAPPING[family].__dataclass_fields__
         for name in recorder.read & set(fields) & set(content) - set(NEEDED.get(family, {})):
-            # This release ties the head of every T5; the published models are not tied.
-            if name == "tie_word_embeddings" and family in ("t5", "mt5", "umt5"):
-                continue
             explicit = content | {name: default_of(fields[name])}
             try:
                 expected = Transformer.from_hf(explicit)
@@ -775,7 +727,7 @@ def agrees_on_classes(family: str) -> None:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             config = transformers.AutoConfig.for_model(family, **small(family))
-            if hasattr(config, "is_decoder") and "LM" in name and not config.is_encoder_decoder:
+            if hasattr(config, "is_decoder") and "LM" in name:
                 config.is_decoder = True
             try:
                 module = getattr(transformers, name)(config)
@@ -797,7 +749,7 @@ def agrees_on_classes(family: str) -> None:
                     Transformer.from_hf(content | {"architectures": [other]})
 
 
-FEW = ["bert", "electra", "gpt2", "t5"]
+FEW = ["bert", "electra", "gpt2"]
 
 
 @pytest.mark.parametrize("family", FEW)

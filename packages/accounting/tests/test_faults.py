@@ -363,18 +363,6 @@ def test_interleaving_and_older_devices_work_from_the_command_line(planned: Plan
     ("call", "message"),
     [
         (
-            lambda: flops(MODEL, seq=8, encoder_seq=4),
-            "expected encoder_seq=None for transformer, .*, got 4",
-        ),
-        (
-            lambda: kv_cache(MODEL, seq=8, encoder_seq=4),
-            "expected encoder_seq=None for transformer, .*, got 4",
-        ),
-        (
-            lambda: mfu(MODEL, tokens_per_second=1, seq=8, encoder_seq=4, peak_flops=1e12),
-            "expected encoder_seq=None for transformer, .*, got 4",
-        ),
-        (
             lambda: flops(MODEL, seq=8, phase="decode", recompute="full"),
             "expected recompute='none' for phase='decode', got 'full'",
         ),

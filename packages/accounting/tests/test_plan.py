@@ -391,15 +391,7 @@ def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
     assert staged["sequences_at_once"] > 2 * result["sequences_at_once"]
 
 
-def test_decode_step_reads_neither_encoder_nor_latents_that_are_not_selected() -> None:
-    sizes: dict[str, Any] = {"layers": 3, "d_model": 64, "heads": 4, "vocab_size": 100}
-    encoder = Transformer(**sizes | {"vocab_size": 0}, causal=False, lm_head=False)
-    model = Transformer(**sizes, encoder=encoder)
-    result = serving(model, seq=32)
-    # A layer has four projections per attention, and those of keys and values of the encoder wait.
-    read = 3 * (6 * 64 * 64 + 3 * 64 * 256 + 3 * 64) + 64 + 64 * 100
-    cache = kv_cache(model, seq=32).total
-    assert result["bytes_per_token"] == pytest.approx(2 * read + cache, abs=2 * 3 * 64)
+def test_decode_step_reads_no_latents_that_are_not_selected() -> None:
     latent = replace(DEEPSEEK_V3.mla, index_heads=64, index_head_dim=128, index_top=2048)
     sparse = replace(DEEPSEEK_V3, mla=latent)
     short, long = (serving(sparse, seq=seq)["bytes_per_token"] for seq in (2048, 16384))
@@ -577,12 +569,10 @@ HYBRID = {
     **{"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 1000},
     **{"intermediate_size": 1024, "num_key_value_heads": 2},
 }
-CODER = {"model_type": "t5", "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128}
 
 
-@pytest.mark.parametrize("config", [HYBRID, CODER | {"num_layers": 2, "vocab_size": 100}])
-def test_no_plan_that_fits_is_dropped_by_its_estimate(config: dict[str, Any]) -> None:
-    model = Transformer.from_hf(config)
+def test_no_plan_that_fits_is_dropped_by_its_estimate() -> None:
+    model = Transformer.from_hf(HYBRID)
     work = Workload(batch=16, seq=64, precision="megatron_bf16", fused_gate=True)
     estimator = Estimator(model, find("H100"), 8, work, 1e15, {})
     compared = 0

@@ -127,33 +127,6 @@ def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
     assert compute["matrices"].total == pytest.approx((work - attention) / rate)
 
 
-WHISPER = {"model_type": "whisper", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3}
-WHISPER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99}
-WHISPER |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_source_positions": 150}
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_compute_of_an_encoder_decoder_includes_all_attention(recompute: str) -> None:
-    model = Transformer.from_hf(WHISPER)
-    seconds = step_time(model, Plan(recompute=recompute), batch=2, seq=60, hardware="H100")
-    forward = flops(model, seq=60, batch=2, phase="forward")
-    cores = (forward["attention"], forward["attention to the encoder"])
-    cores += (forward["encoder"]["attention"],)
-    core = sum(float(part.total) for part in cores)
-    # The backward of flash attention computes the scores again.
-    attention = core * (3 if recompute == "none" else 4)
-    attention += sum(float(part["scores"].total) for part in cores)
-    peak = H100.peak("bf16")
-    rate = peak * ATTENTION_SHARE
-    assert seconds["compute"]["attention"].total == pytest.approx(attention / rate)
-    matrices = 3 * (forward.total - core)
-    if recompute == "full":
-        outside = forward["head"].total + forward["encoder"]["ends"].total
-        matrices += forward.total - core - outside
-    rate = peak * MATMUL_SHARE["bf16"] * POWER_SHARE.get(H100.name, 1.0)
-    assert seconds["compute"]["matrices"].total == pytest.approx(matrices / rate)
-
-
 @given(expert=st.sampled_from([8, 16, 64, 256]), size=st.integers(1, 10**9))
 def test_all_to_all_uses_one_port_per_device(expert: int, size: int) -> None:
     exchange = Collective(

@@ -36,7 +36,6 @@ def flops(
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = False,
-    encoder_seq: int | None = None,
 ) -> Breakdown:
     """Return the operations for `batch` sequences of `seq` tokens, by part.
 
@@ -49,8 +48,6 @@ def flops(
     - `recompute` and `flash` add recomputed operations, so that the total is what the hardware
       executes: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
       and `flash` the scores in the backward.
-    - `encoder_seq` is the number of tokens of an encoder. The default is the size of the encoder's
-      position table, or `seq` if it has none.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
@@ -64,20 +61,15 @@ def flops(
             f"expected phase 'forward' or 'training' for the encoder {model.name}, got {phase!r}"
         )
     model.check_positions(seq)
-    source = model.source_tokens(encoder_seq, seq)
     rows = {
         "tokens": tokens,
         "last": batch if phase == "prefill" else tokens,
         "sequence": batch,
-        # The keys and values of the encoder are computed once, in the prefill.
-        "source": 0 if phase == "decode" else batch * source,
     }
 
     def attentions(passes: int) -> list[Breakdown]:
         decode = phase == "decode"
         cores = [_attention(model, batch, seq, passes, attention, decode)]
-        if model.encoder:
-            cores.append(_cross_attention(model, tokens * source, passes))
         if model.mla and model.mla.index_heads:
             # Every index head scores every visible key before keys are selected.
             seen = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
@@ -90,11 +82,6 @@ def flops(
     recomputed: Iterable[Breakdown] = ()
     if phase == "training":
         recomputed = _recomputed(model, attentions(1), recompute, flash, rows)
-    if model.encoder and phase != "decode":
-        options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
-        once_more: Phase = "training" if passes == 3 else "forward"
-        inside = flops(model.encoder, seq=source, batch=batch, phase=once_more, **options)
-        parts.append(total("encoder", UNIT, *inside.parts))
     return total(
         f"{phase} of {model.name}",
         UNIT,
@@ -138,7 +125,6 @@ def mfu(
     devices: int = 1,
     attention: Attention = "causal",
     include_attention: bool = True,
-    encoder_seq: int | None = None,
     **peak: Any,
 ) -> float:
     """Return the model FLOPs utilization: useful operations as a fraction of the peak.
@@ -147,19 +133,14 @@ def mfu(
     PaLM counts full attention and reports one value with and one without attention (Chowdhery et
     al. 2022, appendix B).
     """
-    work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
+    work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
     return _at_rate(useful / seq, tokens_per_second, devices, peak)
 
 
 def attention_operations(work: Breakdown) -> int | float:
-    """Return the part of a result of `flops` that grows with the square of the length.
-
-    The result includes an encoder's operations, but not recomputed ones.
-    """
-    encoder = work["encoder"].parts if "encoder" in work else ()
-    cores = ("attention", "attention to the encoder", "index")
-    return sum(part.total for part in (*work.parts, *encoder) if part.name in cores)
+    """Return the part of `flops` that grows with the square of the length, not recomputed."""
+    return sum(part.total for part in work if part.name in ("attention", "index"))
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
@@ -172,12 +153,11 @@ def hfu(
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = True,
-    encoder_seq: int | None = None,
     **peak: Any,
 ) -> float:
     """Return the hardware FLOPs utilization: like `mfu`, but with recomputed operations."""
     options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
-    work = flops(model, seq=seq, encoder_seq=encoder_seq, **options)
+    work = flops(model, seq=seq, **options)
     return _at_rate(work.total / seq, tokens_per_second, devices, peak)
 
 
@@ -229,8 +209,8 @@ def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
     seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
-    if matrix.chosen > 1 or matrix.routed:
-        seen["experts" if matrix.routed else "times"] = matrix.chosen
+    if matrix.routed:
+        seen["experts"] = matrix.chosen
     return seen
 
 
@@ -260,16 +240,6 @@ def _attention(
             leaf = product(name + kind, UNIT, passes=passes, **sizes, width=width, pairs=count)
             parts.append(leaf)
     return total("attention", UNIT, *parts)
-
-
-def _cross_attention(model: Shape, pairs: int, passes: int) -> Breakdown:
-    sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
-    widths = {"scores": model.qk_dim, "values": model.v_head_dim}
-    parts = (
-        product(name, UNIT, passes=passes, **sizes, width=width, pairs=pairs)
-        for name, width in widths.items()
-    )
-    return total("attention to the encoder", UNIT, *parts)
 
 
 def _decoded_keys(model: Shape, seq: int) -> int:

@@ -15,7 +15,6 @@ def kv_cache(
     batch: int = 1,
     dtype: str = "bf16",
     tensor: int = 1,
-    encoder_seq: int | None = None,
 ) -> Breakdown:
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
@@ -52,15 +51,6 @@ def kv_cache(
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
-    seen = model.source_tokens(encoder_seq, seq)
-    if model.encoder:
-        sizes = {
-            "layers": model.layers,
-            "sequences": batch,
-            "tokens": seen,
-            "heads": kv_heads_per_device,
-        }
-        add_part("keys and values of the encoder", model.qk_dim + model.v_head_dim, **sizes)
     return total(f"KV cache of {model.name}", "B", *parts)
 
 

@@ -47,12 +47,10 @@ def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
         return product(matrix.name, UNIT, **factors, columns=matrix.columns)
 
     name = "active parameters" if active else "parameters"
-    encoder = parameters(model.encoder, active=active) if model.encoder else None
     return total(
         f"{name} of {model.name}",
         UNIT,
         *(total(part, UNIT, *[leaf(m) for m in group]) for part, group in by_part(model)),
-        total("encoder", UNIT, *encoder.parts) if encoder else None,
     )
 
 

@@ -126,11 +126,6 @@ class Plan:
             raise ValueError(f"expected data x microbatches = {ranks} to divide batch, got {batch}")
         if batch and not seq:
             raise ValueError("expected seq >= 1, got 0")
-        if batch and model.encoder and self.tensor * self.context > 1:
-            raise ValueError(
-                "expected tensor=1 and context=1 for a step of a model with an encoder, whose "
-                f"collectives are not described, got tensor={self.tensor}, context={self.context}"
-            )
         if seq and seq % self.context:
             raise ValueError(f"expected context={self.context} to divide seq, got seq={seq}")
 
@@ -139,10 +134,6 @@ class Plan:
         if chunks > model.layers:
             raise ValueError(
                 f"expected pipeline x virtual_stages <= {model.layers} layers, got {chunks}"
-            )
-        if self.pipeline > 1 and model.encoder:
-            raise ValueError(
-                f"expected pipeline=1 for a model with an encoder, got pipeline={self.pipeline}"
             )
         if self.pipeline > 1 and model.embedding_dim != model.d_model:
             raise ValueError(

@@ -11,7 +11,7 @@ from accounting.flops import Phase, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
 from accounting.memory.states import device_parameters
-from accounting.model.matrices import all_matrices, matrices
+from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, split
@@ -87,7 +87,7 @@ def serving(
     if not cache_bytes:
         raise ValueError(f"expected a decoder, got {model.name}, which has no cache")
     usable = 0.9 * device.memory_bytes
-    read = sum(_read_parameters(x.model, tensor, "decode") * size + x.read_bytes for x in loads)
+    read = sum(_read_parameters(x.model, tensor) * size + x.read_bytes for x in loads)
     room = math.inf
     for stage in loads:
         if stage.weight_bytes > usable:
@@ -144,7 +144,7 @@ def _inference_seconds(
     for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) if "attention" in work else 0.0
-        moved = _read_parameters(part, tensor, phase, tokens) * size
+        moved = _read_parameters(part, tensor, tokens) * size
         # A prefill writes the whole cache.
         moved += batch * (read_bytes if phase == "decode" else cache_bytes)
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
@@ -194,15 +194,14 @@ def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
     return latents * (1 - min(seq, model.mla.index_top) / seq)
 
 
-def _read_parameters(model: Shape, ranks: int, phase: Phase, tokens: int = 1) -> int:
+def _read_parameters(model: Shape, ranks: int, tokens: int = 1) -> int:
     """Return the number of parameters, without tables, that a device reads for some tokens.
 
-    If tokens choose experts independently of each other, some experts are not chosen. A decode step
-    does not read the encoder or the matrices of its keys and values.
+    If tokens choose experts independently of each other, some experts are not chosen.
     """
     read = 0.0
-    for matrix in matrices(model) if phase == "decode" else all_matrices(model):
-        if matrix.kind == "table" or (phase == "decode" and matrix.applies_to == "source"):
+    for matrix in matrices(model):
+        if matrix.kind == "table":
             continue
         copies = float(matrix.copies)
         if matrix.routed:

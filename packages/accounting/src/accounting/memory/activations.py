@@ -7,7 +7,6 @@ lists all of them. With dropout, GELU and plain attention in 16 bits, the sum is
 5as/h)` of Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1.
 """
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -59,10 +58,6 @@ def activations(
             total("experts", "B", *_rows("experts", names)) if stage_model.experts else None
         )
         parts.append(total("mixers", "B", *_mixers(stage_model, names)))
-    if stage_model.encoder:
-        # The encoder reads one token per row of its position table, or without one, `seq` tokens.
-        source = replace(work, seq=stage_model.encoder.positions or work.seq)
-        parts.append(total("encoder", "B", *activations(stage_model.encoder, plan, source).parts))
     return total(f"activations of {model.name}", "B", *parts)
 
 

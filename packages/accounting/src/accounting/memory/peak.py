@@ -11,7 +11,7 @@ from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
 from accounting.memory.states import cast_weights, model_states, one_layer
-from accounting.model.matrices import all_matrices, matrices
+from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
@@ -208,7 +208,7 @@ class _Unsharded:
         self.model = model
         self.plan = plan
         self.kind = kind
-        inside = [m for m in all_matrices(model) if m.layers is not None]
+        inside = [m for m in matrices(model) if m.layers is not None]
         self.block = sum(m.size for m in matrices(one_layer(model)) if m.layers is not None)
         self.ends = _count(model) - sum(m.size for m in inside)
         self.size = bytes_of(kind.cast_weights or kind.weights)
@@ -271,7 +271,7 @@ def _inside(
 
 
 def _count(model: Shape) -> int:
-    return sum(matrix.size for matrix in all_matrices(model))
+    return sum(matrix.size for matrix in matrices(model))
 
 
 def _first_block_and_table(model: Shape) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.model.matrices import all_matrices, matrices
+from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 from accounting.plan import Plan, split
@@ -53,7 +53,7 @@ def model_states(
 def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, int]:
     """Return the parameters per device before ZeRO: all except experts, and the experts."""
     dense = routed = 0
-    for matrix in all_matrices(plan.stage_model(model, stage)):
+    for matrix in matrices(plan.stage_model(model, stage)):
         if matrix.routed:
             routed += _device_size(matrix, model, plan)
         else:
@@ -77,7 +77,7 @@ def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> B
     stage_model = plan.stage_model(model, stage)
     count = sum(
         _device_size(matrix, model, plan)
-        for matrix in all_matrices(stage_model)
+        for matrix in matrices(stage_model)
         if matrix.kind == "matrix"
     )
     if stage_model.tied and stage_model.lm_head:
@@ -175,7 +175,7 @@ class FsdpGroups(NamedTuple):
     the same experts.
     """
 
-    #: Parameters outside the decoder's blocks, and those of an encoder.
+    #: Parameters outside the blocks.
     ends: int
     #: Parameters of the largest block.
     block: int
@@ -196,7 +196,7 @@ def fsdp_groups(model: Shape, plan: Plan, stage: int) -> FsdpGroups:
 
 
 def _blocks_parameters(model: Shape, plan: Plan) -> int:
-    """Return the parameters per device of all decoder blocks of a model of one stage."""
+    """Return the parameters per device of all blocks of a model of one stage."""
     return sum(
         _device_size(matrix, model, plan) for matrix in matrices(model) if matrix.layers is not None
     )

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accounting import checks
-from accounting.model.family_tables import ALIASES, merged_table, mixer_tables
+from accounting.model.family_tables import ALIASES, mixer_tables
 from accounting.model.formulas import FUNCTIONS, Table, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-from accounting.model.shape import Shape
 
 # Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
@@ -177,10 +176,6 @@ class Config:
         if key == "mixers":
             mixers = [self.mixer(row) for row in entry]
             return tuple(mixer for mixer in mixers if mixer.layers)
-        if key == "encoder":
-            # The encoder uses the formulas of the family with a separate number of layers.
-            side = Config(self.content, self.family, self.table)
-            return Shape(**side.arguments(merged_table(entry)), name=key) if entry else None
         return self.value(entry)
 
     def _derived_size(self, key: str, entry: Any) -> Table:
@@ -256,7 +251,7 @@ class Config:
         about |= {"applies_to": "sequence"} if once else {}
         about |= {"layers": self.where(row["where"])} if "where" in row else {}
         rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
-        more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
+        more: Table = {"split": row.get("split", "none")}
         more["skips"] = self.size("skips", row.get("skips", 0))
         yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
         if row.get("bias"):

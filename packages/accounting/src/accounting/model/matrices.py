@@ -14,7 +14,7 @@ _PARTS = tables("model/matrices.toml")
 
 @lru_cache(maxsize=4096)
 def matrices(model: Shape) -> tuple[Matrix, ...]:
-    """Return the nonempty matrices of a model, one record per kind, without its encoder."""
+    """Return the nonempty matrices of a model, one record per kind."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers
@@ -26,15 +26,10 @@ def matrices(model: Shape) -> tuple[Matrix, ...]:
     return tuple(matrix for matrix in ordered if matrix.size)
 
 
-def all_matrices(model: Shape) -> tuple[Matrix, ...]:
-    """Return the matrices of a model and of its encoder."""
-    return matrices(model) + (matrices(model.encoder) if model.encoder else ())
-
-
 def _part(model: Shape, part: str) -> Iterator[Matrix]:
     experts = model.experts
     names: dict[str, Any] = {
-        **{"m": model, "mla": model.mla, "experts": experts, "encoder": model.encoder},
+        **{"m": model, "mla": model.mla, "experts": experts},
         **{"d": model.d_model, "h": model.heads, "g": model.kv_heads, "e": model.embedding_dim},
         **{"qk": model.qk_dim, "v": model.v_head_dim},
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,

@@ -37,7 +37,7 @@ class Matrix:
     #: Pipeline stage of a matrix outside the blocks: `first` or `last`.
     where: str = "first"
     #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if a single prediction
-    #: is needed; one vector per `sequence`; or the `source` tokens of cross-attention.
+    #: is needed; or one vector per `sequence`.
     applies_to: str = "tokens"
 
     #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which

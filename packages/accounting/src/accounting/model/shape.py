@@ -1,9 +1,8 @@
 """The shape of a transformer: all sizes that determine its cost.
 
 A shape covers grouped-query and latent attention, recurrent mixers, experts and windows in some
-layers, individual biases and norms, and an encoder in addition to the decoder. The defaults
-describe a Llama-like decoder: RMSNorm, rotary positions, a gated MLP, no biases, and an untied
-head.
+layers, and individual biases and norms. The defaults describe a Llama-like decoder: RMSNorm, rotary
+positions, a gated MLP, no biases, and an untied head.
 """
 
 from __future__ import annotations
@@ -85,8 +84,6 @@ class Shape:
     causal: bool = True
     #: False for a model that ends with its final norm, such as an encoder.
     lm_head: bool = True
-    #: The encoder that each decoder layer attends to with cross-attention.
-    encoder: Shape | None = None
     #: Additional matrices that are specific to a family.
     extra: tuple[Matrix, ...] = ()
     name: str = "transformer"
@@ -164,22 +161,6 @@ class Shape:
         layers = self.window.layers or () if self.window else ()
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
-    def source_tokens(self, encoder_seq: int | None, seq: int) -> int:
-        """Return the number of tokens that the encoder reads, 0 without an encoder.
-
-        The default for `encoder_seq` is the size of the encoder's position table, or `seq` without
-        one.
-        """
-        if self.encoder:
-            seen = (self.encoder.positions or seq) if encoder_seq is None else encoder_seq
-            return checks.whole("encoder_seq", seen)
-        if encoder_seq is not None:
-            raise ValueError(
-                f"expected encoder_seq=None for {self.name}, which has no encoder, "
-                f"got {encoder_seq}"
-            )
-        return 0
-
     def check_positions(self, seq: int) -> None:
         """Raise `ValueError` if a decoder's table of positions is shorter than a sequence.
 
@@ -217,6 +198,5 @@ _RECORDS: dict[str, tuple[type, bool]] = {
     "experts": (Experts, False),
     "window": (Window, False),
     "mixers": (Mixer, True),
-    "encoder": (Shape, False),
     "extra": (Matrix, True),
 }

@@ -62,8 +62,7 @@ class Transformer(Shape):
     @property
     def size(self) -> int:
         """Return the total number of parameters."""
-        count = sum(matrix.size for matrix in matrices(self))
-        return count + (sum(m.size for m in matrices(self.encoder)) if self.encoder else 0)
+        return sum(matrix.size for matrix in matrices(self))
 
 
 def content_of(config: object) -> dict[str, Any]:

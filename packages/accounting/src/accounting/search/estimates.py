@@ -158,9 +158,6 @@ class Estimator:
     def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
         if name in self.fixed:
             return [self.fixed[name]]
-        # For a model with an encoder, only data parallelism is modeled.
-        if self.model.encoder and name in ("tensor", "pipeline", "context"):
-            return [1]
         return list(default)
 
     def _sequence_parallel(self, tensor: int) -> bool:

@@ -46,7 +46,6 @@ def stage_seconds(
     utilization = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
     peak = device.peak(kind.compute) * utilization
     size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
-    source = tokens * model.source_tokens(None, work.seq) / work.seq
     compute = traffic = 0.0
     for matrix in matrices(model):
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
@@ -58,16 +57,14 @@ def stage_seconds(
         is_recomputed |= work.loss_chunks > 1 and (head or matrix.applies_to == "last")
         passes = 4.0 if is_recomputed else 3.0
         repeats = passes * matrix.times
-        # Keys and values of cross-attention are computed for the tokens of the encoder.
-        rows = source if matrix.applies_to == "source" else tokens
         split = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         copies = matrix.chosen
         entries = matrix.entries / split
-        compute += repeats * 2 * rows * copies * entries
+        compute += repeats * 2 * tokens * copies * entries
         # Each product reads its input and its matrix and writes its output.
         inside = matrix.copies / plan.expert if matrix.routed else 1
         width = matrix.rows + matrix.columns / split
-        traffic += repeats * size * (rows * copies * width + entries * inside)
+        traffic += repeats * size * (tokens * copies * width + entries * inside)
     rest = tokens * _between(model, plan, work, size) * size
     return compute / peak, traffic / bandwidth, rest / bandwidth
 

@@ -97,11 +97,6 @@ def _stage_seconds(
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
     busy, thin, rest = stage_seconds(stage_model, plan, work, work.tokens(plan), device)
-    if stage_model.encoder:
-        source = replace(work, seq=stage_model.encoder.positions or work.seq)
-        tokens = work.tokens(plan) * source.seq // work.seq
-        more = stage_seconds(stage_model.encoder, plan, source, tokens, device)
-        busy, thin, rest = (a + b for a, b in zip((busy, thin, rest), more, strict=True))
 
     def per_microbatch(name: str, seconds: float) -> Breakdown:
         return product(name, "s", microbatches=plan.microbatches, each=seconds)
@@ -120,10 +115,9 @@ def _attention_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> fl
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
     attention = core = float(attention_operations(operations))
-    encoder = operations["encoder"].parts if "encoder" in operations else ()
-    for part in (*operations.parts, *encoder):
-        if part.name == "recomputed":
-            attention += sum(float(leaf.total) for leaf in part if leaf.name != "blocks")
+    if "recomputed" in operations:
+        recomputed = operations["recomputed"]
+        attention += sum(float(part.total) for part in recomputed if part.name != "blocks")
     if plan.recompute == "full":
         # A second forward of the blocks adds a third of their training operations, including
         # attention.
