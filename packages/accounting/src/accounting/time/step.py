@@ -128,13 +128,13 @@ def _attention_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> fl
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
     """Return the seconds in which the optimizer reads and writes all states once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
-    count, moved = updated_parameters(model, plan), 2 * kind.bytes_per_parameter
+    count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
     )
 
 
-def updated_parameters(model: Shape, plan: Plan) -> int:
+def _updated_parameters(model: Shape, plan: Plan) -> int:
     """Return the largest number of parameters that a device updates, over the pipeline stages.
 
     With ZeRO, a device updates one shard.
