@@ -29,7 +29,6 @@ from accounting import (
 )
 from accounting.cli.main import main
 from accounting.memory.activations import head_activations
-from accounting.time.goodput import LLAMA3_405B
 
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
@@ -78,9 +77,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN
     | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
-    "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
-    "time.goodput.goodput": {"run": LLAMA3_405B, "interval_hours": 1.0},
-    "time.goodput.young_daly_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
+    "time.goodput.goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
     "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
     "time.mesh.compute_bound_batch": {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p", "comms": "summed"}
@@ -110,7 +107,6 @@ INSIDE = {
         "model.family_tables",
         "model.multimodal",
         "plan",
-        "search.launch",
     ),
     *("search.estimates",),
     *("time.efficiency", "workload"),
@@ -163,15 +159,14 @@ RECORDS: dict[type, dict[str, Any]] = {
     Experts: {"count": 4, "per_token": 2, "width": 8, "shared": 0, "shared_gate": False},
     Window: {"size": 4, "layers": (0,)},
     type(PRECISIONS["fp32"]): dict(vars(PRECISIONS["fp32"])),
-    type(LLAMA3_405B): dict(vars(LLAMA3_405B)),
     type(HARDWARE["H100"]): vars(HARDWARE["H100"]) | {"power_watts": 700.0},
     type(HARDWARE["H100"].network): dict(vars(HARDWARE["H100"].network)),
 }
 # Zero is a count, a rate or a time there.
 MAY_BE_ZERO = {
     *("batch", "stage", "count", "zero", "usd_per_hour", "tp"),
-    *("activation_bytes", "sharded_activations", "latency", "failures_per_device_hour"),
-    *("restart_hours", "usd_per_device_hour", "heads", "vocab_size", "devices", "data", "seq"),
+    *("activation_bytes", "sharded_activations", "latency"),
+    *("heads", "vocab_size", "devices", "data", "seq"),
     *("q_rank", "index_heads", "width", "shared", "moment_block", "power_watts", "pod"),
     *("torus_axes",),
 }

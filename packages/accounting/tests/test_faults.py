@@ -25,7 +25,6 @@ from accounting import (
 from accounting.cli.main import main, read_model
 from accounting.hardware import find
 from accounting.model.records import Experts, Window
-from accounting.time.goodput import Run
 from accounting.time.mesh import compute_bound_batch
 from figures import assert_at_most
 from reference import Model
@@ -132,14 +131,6 @@ def test_unknown_options_list_known_ones() -> None:
         ValueError, match=r"expected tensor < .*, got 64; no batch is compute-bound"
     ):
         compute_bound_batch(fsdp=1, tensor=64, d_ff=1024, hardware="TPU v5p")
-    with pytest.raises(ValueError, match="expected 0 < work_hours < inf, got 0"):
-        Run(
-            work_hours=0,
-            devices=1,
-            failures_per_device_hour=0,
-            checkpoint_hours=1,
-            restart_hours=0,
-        )
 
 
 @pytest.mark.parametrize("missing", [field for field in LLAMA if field != "model_type"])

@@ -159,6 +159,13 @@ def test_zero_speed_is_refused_and_not_replaced_by_that_of_the_hardware() -> Non
             compute_bound_batch(fsdp=4, tensor=1, d_ff=4096, hardware="H100", **{speed: 0})
 
 
+def test_utilization_in_percent_is_refused() -> None:
+    for utilization in (40, Range(0.3, 1.5)):
+        with pytest.raises(ValueError, match="expected 0 < utilization <= 1"):
+            fermi.training_usd(1e24, utilization=utilization)
+    assert fermi.gpu_hours(1e24, utilization=1) == fermi.gpu_hours(1e24)
+
+
 def test_range_propagates_to_result() -> None:
     price = fermi.training_usd(
         fermi.training_flops(175e9, 300e9),

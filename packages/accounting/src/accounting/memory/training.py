@@ -33,8 +33,8 @@ def training_memory(
     sequences, and 0 selects the model states between two steps. With ZeRO-3 the result includes the
     weights and gradients that are gathered and reduced during a step.
 
-    The optimizer is assumed to be fused, as in the printed commands. `foreach`, torch's default,
-    needs another copy of the second moments after activations are freed; `peak_memory` counts it.
+    The optimizer is assumed to be fused. `foreach`, torch's default, needs another copy of the
+    second moments after activations are freed; `peak_memory` counts it.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)

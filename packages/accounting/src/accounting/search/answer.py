@@ -14,9 +14,8 @@ from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
-from accounting.search.launch import command_lines
 from accounting.search.plans import AXES, DEGREES, SHARE_OF_MEMORY, FittingPlan, plans_that_fit
-from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
+from accounting.time.goodput import Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
 from accounting.workload import Workload
@@ -63,17 +62,8 @@ class Answer:
     def _has_price(self) -> bool:
         return self.hardware.usd_per_hour is not None or self.usd.middle > 0
 
-    def commands(self) -> dict[str, str]:
-        """Return the command lines that run the plan; empty for TPUs, which do not use torchrun."""
-        if self.hardware.pod:
-            return {}
-        options: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
-        return command_lines(self.model, self.plan, **options)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for `json.dumps`; an unknown price is None."""
-        usd: dict[str, Any] = {"usd": asdict(self.usd) if self._has_price else None}
-        failures = asdict(self.failures) | ({} if self._has_price else usd)
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
@@ -85,13 +75,12 @@ class Answer:
             "plan": asdict(self.plan),
             "memory": self.memory.to_dict(),
             "step_time": self.step.to_dict(),
-            "goodput": failures,
-            "commands": self.commands(),
+            "goodput": asdict(self.failures),
             "others": [asdict(other) for other in self.others],
             "seconds": asdict(self.seconds),
             "mfu": asdict(self.mfu),
             "days": asdict(self.days),
-            **usd,
+            "usd": asdict(self.usd) if self._has_price else None,
             "megawatt_hours": asdict(self.megawatt_hours),
         }
 
@@ -122,7 +111,7 @@ class Answer:
                 f"{other.plan.layout}"
                 for other in self.others[:4]
             ]
-        return "\n".join(rows + [f"\n{name}:\n  {line}" for name, line in self.commands().items()])
+        return "\n".join(rows)
 
     __str__ = explain
 
@@ -172,9 +161,7 @@ def plan_for(
     seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
     hours = seconds.scaled(tokens / (batch * seq) / 3600)
-    failures = goodput(
-        replace(LLAMA3_405B, work_hours=hours.middle, devices=gpus, usd_per_device_hour=price)
-    )
+    failures = goodput(hours.middle, gpus)
     wall = hours.scaled(1 / failures.goodput)
     return Answer(
         model=model,
