@@ -28,7 +28,6 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
-from accounting.memory.activations import head_activations
 
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
@@ -51,7 +50,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
     "memory.activations.head_activations": {
         **{"model": MODEL, "tokens": 8, "precision": "fp32", "tensor": 1},
-        **{"fused_norm": True, "loss_chunks": 2},
+        "fused_norm": True,
     },
     "memory.ledger.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
@@ -60,7 +59,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
     "memory.peak.tensor_bytes": {"dtype": "fp32"},
     "memory.states.model_states": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
-    "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0, "loss_chunks": 2},
+    "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0},
     "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
     "parameters.parameters": {"model": MODEL, "active": True},
     "parameters.soft_prompt_parameters": {"model": MODEL, "tokens": 3},
@@ -100,7 +99,6 @@ INSIDE = {
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
         "model.matrices",
-        "model.module",
         "model.registry",
         "model.config",
         "model.family",
@@ -302,11 +300,6 @@ def test_every_word_of_the_command_line_is_checked(
         ),
         (lambda: Window(size=4, layers="01"), "expected window.layers to list layers"),
         (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
-        (lambda: _memory(loss_chunks=17), "expected loss_chunks <= 16 tokens"),
-        (
-            lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2),
-            "expected loss_chunks <= 1 tokens",
-        ),
         (lambda: _shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
         (
             lambda: _shape(heads=0, attention_layers=(1,)),

@@ -410,7 +410,7 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
 )
 def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None:
     for config in ({"model_type": family}, {"model_type": family, "text_config": {}}):
-        with pytest.raises(ValueError, match=rf"{why}.*parameters\(module\).*fits\(module"):
+        with pytest.raises(ValueError, match=rf"{why}.*fits\(module"):
             Transformer.from_hf(config)
 
 

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from accounting import Experts, Transformer, parameters
 from hypothesis import given, settings
@@ -22,40 +21,6 @@ def test_attention_and_mlp_equal_torch_layers() -> None:
         mlp_bias=True,
     )
     assert parameters(ours).total == sum(p.numel() for p in block.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_packed_weights_are_refused() -> None:
-    """A quantized module of torch has no parameters, and a shard has none of the others' rows."""
-    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear})
-    with pytest.raises(ValueError, match="those of '0' are quantized and packed"):
-        parameters(quantized)
-    for attribute, reason in (
-        ("quant_state", "quantized"),
-        ("ds_numel", "sharded by DeepSpeed"),
-        ("qweight", "quantized"),
-        ("_fsdp_wrapped_module", "flattened"),
-    ):
-        module = nn.Sequential(nn.Linear(8, 8))
-        setattr(module[0].weight, attribute, 64)
-        with pytest.raises(ValueError, match=f"those of '0' are {reason}"):
-            parameters(module)
-
-
-def test_active_parameters_of_a_module_are_refused() -> None:
-    """A module does not say which of its experts a token uses."""
-    with pytest.raises(ValueError, match="a Transformer with active=True, got Linear"):
-        parameters(nn.Linear(2, 2), active=True)
-
-
-def test_shared_weights_of_module_are_counted_once() -> None:
-    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False))
-    model[2].weight = model[0].weight
-    counted = parameters(model)
-    assert counted.total == sum(p.numel() for p in model.parameters()) == 44 + 20
-    assert [part.total for part in counted] == [44, 20]
-    with torch.device("meta"):
-        assert parameters(nn.Linear(10**5, 10**5)).total == 10**10 + 10**5
 
 
 @settings(deadline=None)

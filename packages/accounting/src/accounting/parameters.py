@@ -1,9 +1,6 @@
 """Exact parameter counts, in total and per token."""
 
-from __future__ import annotations
-
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
@@ -11,30 +8,16 @@ from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 
-if TYPE_CHECKING:
-    from torch import nn
-
 UNIT = "parameters"
 
 
 @checks.entry()
-def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
+def parameters(model: Shape, *, active: bool = False) -> Breakdown:
     """Count all parameters, or with `active` only the parameters that one token uses.
 
     A token uses all parameters except the experts that its router did not choose. A tied head
-    counts once, as in torch. An `nn.Module`, which may be on the meta device, is counted by
-    submodule.
+    counts once, as in torch.
     """
-    if not isinstance(model, Shape):
-        from accounting.model.module import count_module
-
-        counted = count_module(model)
-        if active:
-            raise ValueError(
-                f"expected model to be a Transformer with active=True, got {type(model).__name__}, "
-                "which does not state the experts per token; pass Transformer.from_module(model)"
-            )
-        return counted
 
     def leaf(matrix: Matrix) -> Breakdown:
         factors = {}

@@ -24,22 +24,16 @@ class Workload:
     dropout: bool = False
     #: True if a norm is one kernel; otherwise its normalized values are saved too.
     fused_norm: bool = True
-    #: True if query, key and value are one matrix, and gate and up are another, so that autocast
-    #: makes one copy of the input instead of several.
-    fused_projections: bool = False
     #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
     #: True for `torch.compile`, whose partitioner saves the same tensors as all fused kernels
-    #: together.
+    #: together, and whose autocast makes one copy of the input of several matrices.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
     #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window of at
     #: most `seq` keys also saves a mask and repeated keys and values. MLA copies its keys and its
     #: output.
     transformers: bool = False
-    #: Number of chunks in which the head and the cross-entropy run; the backward recomputes each
-    #: chunk.
-    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, batch=0)
@@ -49,7 +43,7 @@ class Workload:
                 "expected transformers=False with compiled=True, got True; torch.compile fuses the "
                 "operators of its modules"
             )
-        for name in ("fused_norm", "fused_projections", "fused_gate"):
+        for name in ("fused_norm", "fused_gate"):
             object.__setattr__(self, name, getattr(self, name) or self.compiled)
 
     def has_fused_norm(self, model: Shape) -> bool:
@@ -61,7 +55,6 @@ class Workload:
         return {
             "fused_norm": self.has_fused_norm(model),
             "compiled": self.compiled,
-            "loss_chunks": self.loss_chunks,
             "precision": self.kind,
         }
 

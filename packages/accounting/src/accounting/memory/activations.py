@@ -70,25 +70,18 @@ def head_activations(
     tensor: int = 1,
     fused_norm: bool = True,
     compiled: bool = False,
-    loss_chunks: int = 1,
 ) -> Breakdown:
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
     The cross-entropy saves the log-softmax in fp32. Its gradient and the gradient of the logits are
-    allocated at the start of the backward, where many training steps peak. Their size is divided by
-    `loss_chunks`.
+    allocated at the start of the backward, where many training steps peak.
     """
     kind = recipe(precision)
-    if loss_chunks > tokens:
-        raise ValueError(
-            f"expected loss_chunks <= {tokens} tokens of a micro-batch, got {loss_chunks}"
-        )
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     names = _sizes(model, kind, fused_norm) | {"t": tokens, "logit": bytes_of(kind.logits)}
     names["final"] = model.final_norm and model.norm != "none"
-    names |= {"compiled": compiled, "c": -(-tokens // loss_chunks)}
-    names["V"] = Fraction(model.vocab_size, tensor)
+    names |= {"compiled": compiled, "V": Fraction(model.vocab_size, tensor)}
     return total("head and loss", "B", *_rows("head and loss", names))
 
 
@@ -148,7 +141,7 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
         "v": model.v_head_dim,
         "hidden": _hidden_tensors(model, work),
         "dense": dense,
-        "casts": kind.stream is not None and not work.fused_projections,
+        "casts": kind.stream is not None and not work.compiled,
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
         "transformers": work.transformers,

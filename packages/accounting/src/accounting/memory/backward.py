@@ -46,7 +46,7 @@ def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
     block = activations(
         one_layer(model),
         replace(alone(plan), recompute="none"),
-        replace(work, fused_norm=True, fused_projections=False, fused_gate=False),
+        replace(work, fused_norm=True, fused_gate=False),
     )
     return total("one block recomputed", "B", *block.parts)
 

@@ -25,7 +25,6 @@ def peak_memory(
     work: Workload | None = None,
     *,
     foreach: bool = True,
-    gradients_kept: bool = False,
     **run: Any,
 ) -> Breakdown:
     """Return the peak memory of one device in a training loop after the first step.
@@ -34,7 +33,6 @@ def peak_memory(
     of the backward, and activations are freed before the optimizer runs. The backward of each block
     frees its activations and allocates its gradients. The peak is therefore at the start of the
     backward, in a block (the last, the last but one or the first), or in the optimizer.
-    Pass `gradients_kept=True` if gradients exist before the backward (accumulation, buckets).
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once.
 
@@ -55,7 +53,7 @@ def peak_memory(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
             "training_memory for it"
         )
-    step = _Step(model, plan, work, gradients_kept)
+    step = _Step(model, plan, work)
     moments = [*step.head(), *step.blocks(), step.optimizer(foreach)]
     return max(moments, key=lambda moment: moment.total)
 
@@ -63,16 +61,13 @@ def peak_memory(
 class _Step:
     """The live tensors at each moment at which a training step may peak."""
 
-    def __init__(self, model: Shape, plan: Plan, work: Workload, gradients_kept: bool) -> None:
+    def __init__(self, model: Shape, plan: Plan, work: Workload) -> None:
         self.model = model
         self.plan = plan
         self.work = work
         self.kind = work.kind
         self.tokens = work.tokens(plan)
         self.parameters = _count(model)
-        self.gradients_kept = gradients_kept
-        #: Parameters that have gradients before the backward.
-        self.kept_gradients = self.parameters if gradients_kept else 0
         self.states = model_states(
             self.parameters, data=plan.data, zero=plan.zero, precision=self.kind
         )
@@ -82,27 +77,15 @@ class _Step:
 
     def head(self) -> Iterator[Breakdown]:
         """Yield the moments from the end of the forward to the final norm's backward."""
-        unsharded, before = self.unsharded, self.kept_gradients
-        cast = self.cast_weights
+        unsharded, cast = self.unsharded, self.cast_weights
         saved = replace(self.saved, name="activations")
         head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
         ends = unsharded.gathered(blocks=0, buffer=True)
-        yield self._moment(
-            "at the end of the forward", cast, ends, saved, without, gradients=before
-        )
-        # While a chunk of the loss is computed, the head's gradient of earlier chunks exists too.
-        chunked = self.work.loss_chunks > 1
-        ends = unsharded.gathered(blocks=0, head=chunked)
-        earlier = unsharded.of_head(chunked and not ends, 1)
-        yield self._moment(
-            "at the start of the backward", cast, ends, earlier, saved, head, gradients=before
-        )
-        both = unsharded.of_head(chunked, 1 if ends else 2)
-        yield self._moment(
-            "at the head's gradients", cast, ends, both, saved, without, gradients=before
-        )
+        yield self._moment("at the end of the forward", cast, ends, saved, without, gradients=0)
+        ends = unsharded.gathered(blocks=0)
+        yield self._moment("at the start of the backward", cast, ends, saved, head, gradients=0)
         norm = replace(head, parts=tuple(part for part in head if "norm" in part.name))
         if "normalized" in norm:
             # A norm of several operators has gradients of its result, of both factors, and of
@@ -115,17 +98,13 @@ class _Step:
                 d_model=self.model.d_model,
                 bytes=norm["normalized"].factors[-1][1],
             )
-            yield self._moment(
-                "in the final norm", cast, ends, saved, norm, temporary, gradients=before
-            )
+            yield self._moment("in the final norm", cast, ends, saved, norm, temporary, gradients=0)
 
     def blocks(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last one to the first."""
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
-        last_gradients = self.parameters
-        if not self.gradients_kept:
-            last_gradients -= _first_block_and_table(model)
+        last_gradients = self.parameters - _first_block_and_table(model)
         block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
         keys = None if self.work.flash else self.work.seq
         for part, alive in _inside(model, block, self.tokens, self.kind, keys):
@@ -138,7 +117,7 @@ class _Step:
                 last,
                 self._saved_before(model.layers - 1),
                 alive,
-                gradients=self.kept_gradients,
+                gradients=0,
             )
             if self.plan.zero == 3 and model.layers > 2:
                 yield from self._middle_blocks(part, alive, grown)
@@ -160,7 +139,7 @@ class _Step:
                 gathered,
                 self._saved_before(self.model.layers - 1 - done),
                 alive,
-                gradients=self.kept_gradients or done * self.unsharded.block,
+                gradients=done * self.unsharded.block,
             )
 
     def optimizer(self, foreach: bool) -> Breakdown:
@@ -214,12 +193,6 @@ class _Unsharded:
         self.size = bytes_of(kind.cast_weights or kind.weights)
         table = model.vocab_size * model.embedding_dim if model.lm_head else 0
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
-
-    def of_head(self, there: bool, copies: int) -> Breakdown:
-        """Return `copies` gradients of the head's matrix if `there`, otherwise nothing."""
-        count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
-        size = bytes_of(self.kind.gradients)
-        return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
 
     def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
         """Return the gathered weights of the ends and of `blocks`, with buffers and gradients.

@@ -43,8 +43,8 @@ def _reason(family: str | None) -> str:
     why = REFUSED.get(family.removesuffix("_text"))
     if why:
         return (
-            f"model_type {family!r} is not supported: {why}. parameters(module) counts its module, "
-            "also on the meta device, and fits(module, sample) traces a step"
+            f"model_type {family!r} is not supported: {why}; fits(module, sample) traces a step of "
+            "its module, also on the meta device"
         )
     return (
         f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"

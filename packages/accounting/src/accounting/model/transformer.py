@@ -46,7 +46,7 @@ class Transformer(Shape):
             raise ValueError(
                 "expected a module with a Hugging Face configuration, got "
                 f"{type(module).__name__}; describe it with Transformer(layers=..., d_model=...), "
-                "count it with parameters(module), or trace it with fits(module, sample)"
+                "or trace it with fits(module, sample)"
             )
         # The class decides which parts of the model exist, such as the head or a pooler.
         content = content_of(config) | {"architectures": [type(module).__name__]}

@@ -51,10 +51,8 @@ def stage_seconds(
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not head:
             continue
-        # The backward costs twice the forward. Full recomputation repeats the forward of the
-        # blocks, and a chunked loss repeats the forward of the head.
+        # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
         is_recomputed = plan.recompute == "full" and matrix.layers is not None
-        is_recomputed |= work.loss_chunks > 1 and (head or matrix.applies_to == "last")
         passes = 4.0 if is_recomputed else 3.0
         repeats = passes * matrix.times
         split = matrix.tensor_ranks(plan.tensor, model.kv_heads)
