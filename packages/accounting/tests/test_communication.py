@@ -196,14 +196,9 @@ def test_stage_boundaries_are_named_by_direction() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
-def test_wire_is_sum_and_payload_is_independent_of_algorithm(
+def test_wire_is_sum_and_grows_with_the_batch(
     shape: Transformer, tensor: int, pipeline: int, zero: int
 ) -> None:
     plan = Plan(data=2, tensor=tensor, pipeline=pipeline, zero=zero, microbatches=2)
-    ring, tree = (
-        communication(even(shape), plan, batch=4, seq=8, algorithm=a) for a in ("ring", "tree")
-    )
-    assert ring.payload.total == tree.payload.total
-    assert ring.wire.total == sum(c.wire for c in ring) <= tree.wire.total
-    larger = communication(even(shape), plan, batch=8, seq=8)
-    assert larger.wire.total >= ring.wire.total
+    small, large = (communication(even(shape), plan, batch=n, seq=8) for n in (4, 8))
+    assert small.wire.total == sum(c.wire for c in small) <= large.wire.total

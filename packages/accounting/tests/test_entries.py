@@ -74,8 +74,7 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"activation_bytes": 1.0, "sharded_activations": 0.5, "precision": "fp32"},
     },
     "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
-    "time.communication.communication": RUN
-    | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
+    "time.communication.communication": RUN | {"plan": Plan(data=2), "weights": "bf16", "stage": 0},
     "time.goodput.goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
     "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
     "time.mesh.compute_bound_batch": {

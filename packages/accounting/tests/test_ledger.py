@@ -178,18 +178,11 @@ def test_fits_predicts_the_peak_of_the_real_step(case: str) -> None:
     assert predicted == pytest.approx(real, rel=0.01, abs=64)
 
 
-def test_fits_follows_an_optimizer_of_some_parameters() -> None:
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    x = torch.ones(4, 64)
-    optimizer = torch.optim.AdamW(
-        [{"params": module[1].weight, "lr": 0.1}, {"params": [module[1].bias]}], foreach=False
-    )
-    predicted = fits(module, x, optimizer, "H100", rounding=1).peak.total
-    assert not optimizer.state
-    assert predicted == pytest.approx(real_peak(module, x, optimizer), rel=0.02)
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="got one with other parameters"):
-        fits(module, x, stranger)
+def test_fits_refuses_an_optimizer_that_is_built() -> None:
+    module = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(module.parameters())
+    with pytest.raises(TypeError, match="got an instance of SGD; pass its class"):
+        fits(module, torch.ones(4, 8), optimizer)
 
 
 def test_fits_refuses_hooks_that_a_copy_would_lose_or_share() -> None:

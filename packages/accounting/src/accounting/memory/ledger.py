@@ -7,7 +7,6 @@ Around a real step, the ledger adds the largest live tensors to an out-of-memory
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -113,8 +112,8 @@ def fits(
     """Trace two training steps on fake tensors and return their peak memory; nothing is allocated.
 
     `sample` is the input of the module: a tensor, a tuple of arguments or a dictionary of them.
-    `optimizer` is a class (or a partial of one, for its options), or an instance, whose class and
-    options are copied; None traces forward and backward only. `loss` computes a scalar from the
+    `optimizer` is a class, or a partial of one for its options, and trains all parameters that
+    require gradients; None traces forward and backward only. `loss` computes a scalar from the
     output; the default is its `.loss` or its sum. `autocast` is the dtype of mixed precision.
     `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are plain
     attributes of the module are labeled `attributes`.
@@ -145,7 +144,7 @@ def fits(
     shadow = _copy_with(fakes, module)
     with mode:
         inputs = tree_map(lambda x: fakes.of(x) if isinstance(x, Tensor) else x, sample)
-        optimizer_copy = _optimizer(optimizer, shadow, fakes)
+        optimizer_copy = _optimizer(optimizer, shadow)
     ledger = _FakeLedger(rounding=rounding)
     for parameter in shadow.parameters():
         if parameter.requires_grad:
@@ -324,33 +323,17 @@ def _copy_with(fakes: _FakeTensors, module: nn.Module) -> nn.Module:
             ) from error
 
 
-def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.Optimizer | None:
+def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
+    """Build an optimizer of the trained parameters from its class."""
+    if isinstance(optimizer, optim.Optimizer):
+        raise TypeError(
+            f"expected optimizer to be a class, a functools.partial of one, or None, got an "
+            f"instance of {type(optimizer).__name__}; pass its class"
+        )
     if optimizer is None:
         return None
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not isinstance(optimizer, optim.Optimizer):
-        optimizer_copy: optim.Optimizer = optimizer(trained)
-        return optimizer_copy
-    owned = set(map(id, module.parameters()))
-    groups = []
-    for group in optimizer.param_groups:
-        copies = [fakes.of(parameter) for parameter in group["params"]]
-        if not all(id(parameter) in owned for parameter in copies):
-            raise ValueError(
-                "expected an optimizer of parameters of the module, got one with other parameters; "
-                "pass its class"
-            )
-        groups.append(group | {"params": copies})
-    # Some classes have defaults that are not arguments: AdamW has `decoupled_weight_decay`.
-    taken = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    try:
-        return type(optimizer)(groups, **options)
-    except TypeError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot be built from its defaults ({error}); pass its "
-            "class, or functools.partial(...) of it"
-        ) from error
+    built: optim.Optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+    return built
 
 
 def _autocast(devices: Iterable[str], dtype: torch.dtype | None) -> ExitStack:

@@ -1,7 +1,6 @@
 """The collectives of each kind of parallelism in one step."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 from accounting import checks
@@ -23,7 +22,6 @@ def communication(
     weights: str = "bf16",
     gradients: str = "bf16",
     activations: str = "bf16",
-    algorithm: str = "ring",
     stage: int = 0,
 ) -> Communication:
     """Return all collectives of a device of `stage` in one step over `batch` sequences.
@@ -31,7 +29,6 @@ def communication(
     `batch=0` selects the collectives that do not depend on the batch: weights and gradients.
     """
     plan = fitted(plan, model, batch=batch, seq=seq)
-    checks.choice("algorithm", algorithm, ("ring", "tree"))
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
     size, stage_model = bytes_of(activations), plan.stage_model(model, stage)
     collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
@@ -46,13 +43,7 @@ def communication(
         collectives += _pipeline(plan, hop, stage)
         boundaries = _boundaries(plan, hop)
     nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
-    shaped = (
-        replace(c, algorithm=algorithm)
-        if c.operation == "all_reduce" and c.axis != "pipeline"
-        else c
-        for c in nonempty
-    )
-    return Communication(name=model.name, collectives=tuple(shaped), boundaries=boundaries)
+    return Communication(name=model.name, collectives=tuple(nonempty), boundaries=boundaries)
 
 
 def _states(
