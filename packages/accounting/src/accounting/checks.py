@@ -227,7 +227,7 @@ def _typed(name: str, value: Any, rule: Rule) -> Any:
         flag(name, value)
     elif declared == "str" and not isinstance(rule.limit, tuple):
         instance(name, value, str, "a name")
-    elif declared in ("Shape", "Transformer") and isinstance(kind, type):
+    elif declared == "Transformer" and isinstance(kind, type):
         instance(name, value, kind, "a Transformer")
     if isinstance(rule.limit, tuple):
         choice(name, value, rule.limit)

@@ -17,7 +17,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware, find
 from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.parameters import by_part
 
 Phase = Literal["forward", "training", "prefill", "decode"]
@@ -28,7 +28,7 @@ UNIT = "FLOP"
 
 @checks.entry()
 def flops(
-    model: Shape,
+    model: Transformer,
     *,
     seq: int,
     batch: int = 1,
@@ -92,7 +92,7 @@ def flops(
 
 
 @checks.entry()
-def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int, int]:
+def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Return the (query, key) pairs per sequence, in a full layer and in a windowed layer."""
     if attention == "full" or not model.causal:
         # An encoder's windows extend to both sides; its other layers have all pairs.
@@ -118,7 +118,7 @@ def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int,
 
 @checks.entry("hardware", "dtype", "peak_flops")
 def mfu(
-    model: Shape,
+    model: Transformer,
     *,
     tokens_per_second: float,
     seq: int,
@@ -145,7 +145,7 @@ def attention_operations(work: Breakdown) -> int | float:
 
 @checks.entry("hardware", "dtype", "peak_flops")
 def hfu(
-    model: Shape,
+    model: Transformer,
     *,
     tokens_per_second: float,
     seq: int,
@@ -182,7 +182,7 @@ def utilization(
     return achieved_flops / checks.number("peak_flops", peak)
 
 
-def _parts(model: Shape, rows: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
+def _parts(model: Transformer, rows: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
     """Yield the operations of each weight matrix, grouped as in `parameters`."""
     for part, listed in by_part(model):
         leaves = []
@@ -215,7 +215,12 @@ def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def _attention(
-    model: Shape, batch: int, seq: int, passes: int, attention: Attention, decode: bool = False
+    model: Transformer,
+    batch: int,
+    seq: int,
+    passes: int,
+    attention: Attention,
+    decode: bool = False,
 ) -> Breakdown:
     everywhere, windowed = pairs(model, seq, attention)
     qk, v = model.qk_dim, model.v_head_dim
@@ -242,7 +247,7 @@ def _attention(
     return total("attention", UNIT, *parts)
 
 
-def _decoded_keys(model: Shape, seq: int) -> int:
+def _decoded_keys(model: Transformer, seq: int) -> int:
     """Return the number of keys that the last of `seq` tokens attends to in a windowed layer."""
     if not model.window:
         return seq
@@ -252,7 +257,7 @@ def _decoded_keys(model: Shape, seq: int) -> int:
 
 
 def _recomputed(
-    model: Shape,
+    model: Transformer,
     cores: list[Breakdown],
     recompute: Recompute,
     flash: bool,

@@ -2,14 +2,14 @@
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import split
 from accounting.precision import bytes_of
 
 
 @checks.entry()
 def kv_cache(
-    model: Shape,
+    model: Transformer,
     *,
     seq: int = 1,
     batch: int = 1,
@@ -55,12 +55,12 @@ def kv_cache(
 
 
 @checks.entry()
-def kv_entries(model: Shape, *, seq: int = 1, batch: int = 1) -> Breakdown:
+def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
     """Return the number of cached values, independent of their dtype."""
     return kv_cache(model, seq=seq, batch=batch, dtype="int8")
 
 
-def _layer_groups(model: Shape, seq: int) -> list[tuple[str, int, int]]:
+def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
     few = len(model.windowed_layers)
     groups = [("", len(model.attention_layers or ()) - few, seq)]
     if few and model.window:

@@ -6,13 +6,13 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 
 UNIT = "parameters"
 
 
 @checks.entry()
-def parameters(model: Shape, *, active: bool = False) -> Breakdown:
+def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
     """Count all parameters, or with `active` only the parameters that one token uses.
 
     A token uses all parameters except the experts that its router did not choose. A tied head
@@ -37,7 +37,7 @@ def parameters(model: Shape, *, active: bool = False) -> Breakdown:
     )
 
 
-def by_part(model: Shape) -> list[tuple[str, list[Matrix]]]:
+def by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
     """Return the matrices of a model grouped by part, in the order of the model."""
     order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
     listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
@@ -54,6 +54,6 @@ def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
 
 
 @checks.entry()
-def soft_prompt_parameters(model: Shape, *, tokens: int) -> int:
+def soft_prompt_parameters(model: Transformer, *, tokens: int) -> int:
     """Count the parameters of a soft prompt: one embedding vector per token."""
     return tokens * model.embedding_dim

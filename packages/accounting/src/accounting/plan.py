@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from accounting import checks
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 
 
 @checks.named
@@ -116,7 +116,7 @@ class Plan:
         return True
 
     @checks.entry(batch=0, seq=0)
-    def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:
+    def check(self, model: Transformer, *, batch: int = 0, seq: int = 0) -> None:
         """Raise `ValueError` if this plan is not valid for the model, the batch or the sequence."""
         self._check_stages(model)
         self._check_shards(model)
@@ -129,7 +129,7 @@ class Plan:
         if seq and seq % self.context:
             raise ValueError(f"expected context={self.context} to divide seq, got seq={seq}")
 
-    def _check_stages(self, model: Shape) -> None:
+    def _check_stages(self, model: Transformer) -> None:
         chunks = self.pipeline * self.virtual_stages
         if chunks > model.layers:
             raise ValueError(
@@ -142,7 +142,7 @@ class Plan:
                 f"got pipeline={self.pipeline}"
             )
 
-    def _check_shards(self, model: Shape) -> None:
+    def _check_shards(self, model: Transformer) -> None:
         for name, size in tensor_parallel_sizes(model).items():
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
@@ -157,7 +157,7 @@ class Plan:
                 f"expected expert to divide the {count} experts of the model, got {self.expert}"
             )
 
-    def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
+    def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
         """Return the layers of a stage; if the division is uneven, the first stages have one more.
 
         If the division is even when embedding and head count as one layer each, the first and the
@@ -178,7 +178,7 @@ class Plan:
             indices += range(start, start + layers_per_chunk + longer)
         return tuple(indices)
 
-    def stage_model(self, model: Shape, stage: int) -> Shape:
+    def stage_model(self, model: Transformer, stage: int) -> Transformer:
         """Return the layers of a stage as a model, with embedding and head if the stage has them.
 
         A tied embedding is on the first stage and, as the head, also on the last stage.
@@ -209,7 +209,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def _part(model: Shape, indices: tuple[int, ...], first: bool, last: bool) -> Shape:
+def _part(model: Transformer, indices: tuple[int, ...], first: bool, last: bool) -> Transformer:
     """Return some layers of a model, with its embedding if `first` and its head if `last`."""
     local_index = {layer: index for index, layer in enumerate(indices)}
 
@@ -276,7 +276,7 @@ def even(layers: int, chunks: int) -> bool:
     return layers >= chunks and layers % chunks in (0, chunks - 2)
 
 
-def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
+def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
     """Check and return a plan; None means a single device."""
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
@@ -284,7 +284,7 @@ def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
     return plan
 
 
-def tensor_parallel_sizes(model: Shape) -> dict[str, int]:
+def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
     """Return the sizes of the model that a tensor-parallel degree must divide, by name."""
     sizes = {"heads": model.heads}
     if model.mlp_layers:

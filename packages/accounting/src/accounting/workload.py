@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accounting import checks
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 
@@ -46,11 +46,11 @@ class Workload:
         for name in ("fused_norm", "fused_gate"):
             object.__setattr__(self, name, getattr(self, name) or self.compiled)
 
-    def has_fused_norm(self, model: Shape) -> bool:
+    def has_fused_norm(self, model: Transformer) -> bool:
         """Return True if a norm of the model is one operator."""
         return self.fused_norm and not (self.transformers and model.norm == "rmsnorm")
 
-    def head(self, model: Shape) -> dict[str, Any]:
+    def head(self, model: Transformer) -> dict[str, Any]:
         """Return the arguments of `head_activations` for a model."""
         return {
             "fused_norm": self.has_fused_norm(model),

@@ -10,7 +10,8 @@ from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.kv_cache import kv_cache
 from accounting.model.records import MLA, Experts, Window
-from accounting.model.transformer import Transformer, content_of
+from accounting.model.registry import content_of
+from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 
 

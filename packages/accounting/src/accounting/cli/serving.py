@@ -12,7 +12,6 @@ from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
 from accounting.memory.states import device_parameters
 from accounting.model.matrices import matrices
-from accounting.model.shape import Shape
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
@@ -31,7 +30,7 @@ from accounting.time.step import fastest, group_link
 class Stage(NamedTuple):
     """A pipeline stage: its layers, and the bytes of its weights and of one cache per device."""
 
-    model: Shape
+    model: Transformer
     weight_bytes: float
     cache_bytes: float
     #: Bytes of the cache that one new token reads.
@@ -186,7 +185,7 @@ def _devices_needed(
     return 0
 
 
-def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
+def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
     """Return the bytes of the latents that the index does not select for a new token."""
     if not model.mla or not model.mla.index_heads:
         return 0.0
@@ -194,7 +193,7 @@ def _unselected_bytes(model: Shape, cache: Breakdown, seq: int) -> float:
     return latents * (1 - min(seq, model.mla.index_top) / seq)
 
 
-def _read_parameters(model: Shape, ranks: int, tokens: int = 1) -> int:
+def _read_parameters(model: Transformer, ranks: int, tokens: int = 1) -> int:
     """Return the number of parameters, without tables, that a device reads for some tokens.
 
     If tokens choose experts independently of each other, some experts are not chosen.

@@ -13,7 +13,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.formulas import Table, tables, value
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.workload import WORKLOAD, Workload, workload
@@ -23,7 +23,7 @@ _TENSORS = tables("memory/activations.toml")
 
 @checks.entry(*WORKLOAD)
 def activations(
-    model: Shape,
+    model: Transformer,
     plan: Plan | None = None,
     work: Workload | None = None,
     *,
@@ -63,7 +63,7 @@ def activations(
 
 @checks.entry()
 def head_activations(
-    model: Shape,
+    model: Transformer,
     *,
     tokens: int,
     precision: str | Precision,
@@ -86,7 +86,7 @@ def head_activations(
 
 
 def gradients_in_flight(
-    model: Shape, *, tokens: int, tensor: int = 1, keys: int | None
+    model: Transformer, *, tokens: int, tensor: int = 1, keys: int | None
 ) -> list[int]:
     """Return two numbers of temporary gradient values in the backward of one block.
 
@@ -103,7 +103,7 @@ def gradients_in_flight(
     ]
 
 
-def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
+def _sizes(model: Transformer, kind: Precision, fused_norm: bool) -> Table:
     """Return the values of the names that all formulas of activations.toml use."""
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
@@ -119,7 +119,7 @@ def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:
     }
 
 
-def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
+def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the values of the names that the formulas for layers use."""
     tokens = work.tokens(plan)
     kind = work.kind
@@ -152,13 +152,13 @@ def _of_layers(model: Shape, plan: Plan, work: Workload) -> Table:
     }
 
 
-def _masked_layers(model: Shape, work: Workload) -> int:
+def _masked_layers(model: Transformer, work: Workload) -> int:
     """Return the number of layers with a mask; transformers omits it if a window exceeds `seq`."""
     is_cut = model.window is not None and work.seq >= model.window.size
     return len(model.windowed_layers) if work.transformers and is_cut else 0
 
 
-def _hidden_tensors(model: Shape, work: Workload) -> int:
+def _hidden_tensors(model: Transformer, work: Workload) -> int:
     """Return the number of saved tensors per layer that have the width of the MLP."""
     # Besides its input and output, gelu_new saves half of its input, a tanh, and the tanh plus one.
     written_out = 3 if model.activation == "gelu_new" and work.transformers else 0
@@ -179,7 +179,7 @@ def _rows(part: str, names: Table) -> list[Breakdown | None]:
     ]
 
 
-def _mixers(model: Shape, names: Table) -> list[Breakdown]:
+def _mixers(model: Transformer, names: Table) -> list[Breakdown]:
     """Return the bytes that recurrent layers save: their input, and the values in mixers.toml."""
     parts = []
     for mixer in model.mixers:

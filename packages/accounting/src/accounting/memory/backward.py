@@ -6,13 +6,13 @@ from typing import Any
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.states import alone, one_layer
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.workload import Workload
 
 
-def end_of_model(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the activations of the end of the model; GPipe saves those of every micro-batch."""
     options: dict[str, Any] = work.head(model)
     end = head_activations(model, tokens=work.tokens(plan), tensor=plan.tensor, **options)
@@ -24,7 +24,7 @@ def end_of_model(model: Shape, plan: Plan, work: Workload) -> Breakdown:
     return end if often == 1 else total(end.name, "B", *parts)
 
 
-def temporary_gradients(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the temporary gradients of a stage that is not the last one.
 
     A backward peaks inside a block, where the gradients of the tensors in use are alive together
@@ -41,7 +41,7 @@ def temporary_gradients(model: Shape, plan: Plan, work: Workload) -> Breakdown:
     )
 
 
-def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the saved tensors of a block, which are alive while the block is recomputed."""
     block = activations(
         one_layer(model),

@@ -7,7 +7,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
 from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
 from accounting.memory.states import fsdp_groups, stage_states
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.workload import Workload
@@ -30,7 +30,7 @@ class FsdpStage:
     See Note [FSDP2 under torch's pipeline schedules].
     """
 
-    def __init__(self, model: Shape, plan: Plan, work: Workload, stage: int) -> None:
+    def __init__(self, model: Transformer, plan: Plan, work: Workload, stage: int) -> None:
         self.plan, self.kind = plan, work.kind
         stage_model = plan.stage_model(model, stage)
         self.layers = stage_model.layers

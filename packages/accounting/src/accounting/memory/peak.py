@@ -10,9 +10,9 @@ from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
-from accounting.memory.states import cast_weights, model_states, one_layer
+from accounting.memory.states import cast_weights, fsdp_groups, model_states, one_layer
 from accounting.model.matrices import matrices
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
@@ -20,7 +20,7 @@ from accounting.workload import WORKLOAD, Workload, workload
 
 @checks.entry(*WORKLOAD)
 def peak_memory(
-    model: Shape,
+    model: Transformer,
     plan: Plan | None = None,
     work: Workload | None = None,
     *,
@@ -61,13 +61,13 @@ def peak_memory(
 class _Step:
     """The live tensors at each moment at which a training step may peak."""
 
-    def __init__(self, model: Shape, plan: Plan, work: Workload) -> None:
+    def __init__(self, model: Transformer, plan: Plan, work: Workload) -> None:
         self.model = model
         self.plan = plan
         self.work = work
         self.kind = work.kind
         self.tokens = work.tokens(plan)
-        self.parameters = _count(model)
+        self.parameters = model.size
         self.states = model_states(
             self.parameters, data=plan.data, zero=plan.zero, precision=self.kind
         )
@@ -183,13 +183,11 @@ class _Step:
 class _Unsharded:
     """The groups of tensors that ZeRO-3 gathers, and the gradient of the head."""
 
-    def __init__(self, model: Shape, plan: Plan, kind: Precision) -> None:
+    def __init__(self, model: Transformer, plan: Plan, kind: Precision) -> None:
         self.model = model
         self.plan = plan
         self.kind = kind
-        inside = [m for m in matrices(model) if m.layers is not None]
-        self.block = sum(m.size for m in matrices(one_layer(model)) if m.layers is not None)
-        self.ends = _count(model) - sum(m.size for m in inside)
+        self.ends, self.block, _ = fsdp_groups(model, plan, 0)
         self.size = bytes_of(kind.cast_weights or kind.weights)
         table = model.vocab_size * model.embedding_dim if model.lm_head else 0
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
@@ -226,7 +224,7 @@ class _Unsharded:
 
 
 def _inside(
-    model: Shape, block: Breakdown, tokens: int, kind: Precision, keys: int | None
+    model: Transformer, block: Breakdown, tokens: int, kind: Precision, keys: int | None
 ) -> Iterator[tuple[str, Breakdown]]:
     """Yield the live tensors in the backward of one block: in its MLP, and in its attention.
 
@@ -243,11 +241,7 @@ def _inside(
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
-def _count(model: Shape) -> int:
-    return sum(matrix.size for matrix in matrices(model))
-
-
-def _first_block_and_table(model: Shape) -> int:
+def _first_block_and_table(model: Transformer) -> int:
     """Return the parameters that have no gradients when the backward enters the first block."""
     layer_matrices = matrices(one_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")

@@ -11,7 +11,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, split
 from accounting.precision import Precision, bytes_of, recipe
 
@@ -50,7 +50,7 @@ def model_states(
     )
 
 
-def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, int]:
+def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
     """Return the parameters per device before ZeRO: all except experts, and the experts."""
     dense = routed = 0
     for matrix in matrices(plan.stage_model(model, stage)):
@@ -61,13 +61,15 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     return dense, routed
 
 
-def _device_size(matrix: Matrix, model: Shape, plan: Plan) -> int:
+def _device_size(matrix: Matrix, model: Transformer, plan: Plan) -> int:
     """Return the parameters of a matrix per device before ZeRO shards them."""
     ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
     return split(matrix.size, ranks * (plan.expert if matrix.routed else 1))
 
 
-def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> Breakdown | None:
+def cast_weights(
+    model: Transformer, plan: Plan, kind: Precision, stage: int = 0
+) -> Breakdown | None:
     """Return the copies of the matrices that autocast creates and the graph stores.
 
     FSDP has no such copies, because it gathers its weights in the dtype of the copies.
@@ -85,7 +87,7 @@ def cast_weights(model: Shape, plan: Plan, kind: Precision, stage: int = 0) -> B
     return product("cast weights", "B", parameters=count, bytes=bytes_of(kind.cast_weights))
 
 
-def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
+def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
     """Return weights, gradients and optimizer of a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)
 
@@ -105,7 +107,7 @@ def stage_states(model: Shape, plan: Plan, kind: Precision, stage: int) -> list[
     ]
 
 
-def distinct_stages(model: Shape, plan: Plan) -> list[int]:
+def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
     """Return the first stage of each group with the same kinds of layers and the same ends.
 
     The other stages of the same kind have at most as many micro-batches in flight, so one of the
@@ -121,7 +123,7 @@ def distinct_stages(model: Shape, plan: Plan) -> list[int]:
 
 
 @lru_cache
-def _layer_kinds(model: Shape) -> tuple[tuple[bool, ...], ...]:
+def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
     """Return for each layer its components, such as attention, MLP, experts and window."""
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
@@ -136,7 +138,7 @@ def _layer_kinds(model: Shape) -> tuple[tuple[bool, ...], ...]:
 
 
 @lru_cache
-def one_layer(model: Shape) -> Shape:
+def one_layer(model: Transformer) -> Transformer:
     """Return the largest kind of layer of `model` as a model of one layer without a window."""
     kinds = _layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
@@ -146,7 +148,7 @@ def one_layer(model: Shape) -> Shape:
     )
 
 
-def _layer(model: Shape, layer: int) -> Shape:
+def _layer(model: Transformer, layer: int) -> Transformer:
     def has(layers: Iterable[int] | None) -> tuple[int, ...]:
         return (0,) if layer in (layers or ()) else ()
 
@@ -187,7 +189,7 @@ class FsdpGroups(NamedTuple):
         return min(count * self.block, self.blocks)
 
 
-def fsdp_groups(model: Shape, plan: Plan, stage: int) -> FsdpGroups:
+def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:
     """Return the groups of FSDP on a stage: one per block, and one for the ends."""
     stage_model = plan.stage_model(model, stage)
     block = _blocks_parameters(one_layer(stage_model), plan)
@@ -195,7 +197,7 @@ def fsdp_groups(model: Shape, plan: Plan, stage: int) -> FsdpGroups:
     return FsdpGroups(sum(device_parameters(model, plan, stage)) - blocks, block, blocks)
 
 
-def _blocks_parameters(model: Shape, plan: Plan) -> int:
+def _blocks_parameters(model: Transformer, plan: Plan) -> int:
     """Return the parameters per device of all blocks of a model of one stage."""
     return sum(
         _device_size(matrix, model, plan) for matrix in matrices(model) if matrix.layers is not None

@@ -11,7 +11,7 @@ from accounting.memory.backward import end_of_model, one_block, temporary_gradie
 from accounting.memory.fsdp_pipeline import FsdpStage
 from accounting.memory.states import cast_weights, distinct_stages, fsdp_groups, stage_states
 from accounting.memory.states import model_states as model_states
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
@@ -19,7 +19,7 @@ from accounting.workload import WORKLOAD, Workload, workload
 
 @checks.entry(*WORKLOAD, stage=0)
 def training_memory(
-    model: Shape,
+    model: Transformer,
     plan: Plan | None = None,
     work: Workload | None = None,
     *,
@@ -43,7 +43,7 @@ def training_memory(
     return max(every, key=lambda memory: memory.total)
 
 
-def _stage_memory(model: Shape, plan: Plan, work: Workload, stage: int) -> Breakdown:
+def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) -> Breakdown:
     kind = work.kind
     states = stage_states(model, plan, kind, stage)
     where = f"stage {stage} of {plan.pipeline}, " if plan.pipeline > 1 else ""
@@ -76,7 +76,7 @@ def _stage_memory(model: Shape, plan: Plan, work: Workload, stage: int) -> Break
     return max(first, second, key=lambda memory: memory.total)
 
 
-def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
+def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
     """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while

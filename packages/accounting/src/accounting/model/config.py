@@ -146,7 +146,7 @@ class Config:
         return tuple(indices)
 
     def arguments(self, table: Table) -> Table:
-        """Return the arguments of `Shape` that a table of formulas describes."""
+        """Return the arguments of `Transformer` that a table of formulas describes."""
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         if self.typed and len(self.types) != self.layers:
             raise ValueError(
@@ -168,7 +168,7 @@ class Config:
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
     def _argument(self, key: str, entry: Any) -> Any:
-        """Return one argument of `Shape` from its entry in the table."""
+        """Return one argument of `Transformer` from its entry in the table."""
         if key in ("attention_layers", "mlp_layers"):
             return self.where(entry)
         if key in _RECORDS:
@@ -179,8 +179,8 @@ class Config:
         return self.value(entry)
 
     def _derived_size(self, key: str, entry: Any) -> Table:
-        """Return a size as an argument, or no argument if `Shape` has to derive it."""
-        # A table entry of 0, and a field that is None, let `Shape` derive the size.
+        """Return a size as an argument, or no argument if `Transformer` has to derive it."""
+        # A table entry of 0, and a field that is None, let `Transformer` derive the size.
         size = self.value(entry)
         if entry != 0 and size is not None:
             return {key: self.positive(entry, size)}
@@ -210,7 +210,7 @@ class Config:
             )
 
     def positive(self, entry: Any, value: Any) -> Any:
-        """Return a size; raise `ValueError` for 0, which `Shape` would treat as missing."""
+        """Return a size; raise `ValueError` for 0, which `Transformer` would treat as missing."""
         if not value:
             raise ValueError(
                 f"{entry} is {value!r} in this {self.family} config.json; omit it or set it to "
@@ -284,7 +284,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
-#: Sizes that `Shape` derives if they are missing, and the number of heads; 0 is invalid for all.
+#: Sizes that `Transformer` derives if they are missing, and the number of heads. All are positive.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

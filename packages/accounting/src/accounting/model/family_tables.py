@@ -1,6 +1,6 @@
 """The tables of model families in `families/*.toml`, and their inheritance.
 
-A table maps each size of a `Shape` to a number, a bool, or a formula over the fields of the
+A table maps each size of a `Transformer` to a number, a bool, or a formula over the fields of the
 configuration. Defaults of these fields are part of the table. `families/decoders.toml` documents
 the format.
 """

@@ -7,13 +7,13 @@ from typing import Any
 
 from accounting.model.formulas import tables, value
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 
 _PARTS = tables("model/matrices.toml")
 
 
 @lru_cache(maxsize=4096)
-def matrices(model: Shape) -> tuple[Matrix, ...]:
+def matrices(model: Transformer) -> tuple[Matrix, ...]:
     """Return the nonempty matrices of a model, one record per kind."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
@@ -26,7 +26,7 @@ def matrices(model: Shape) -> tuple[Matrix, ...]:
     return tuple(matrix for matrix in ordered if matrix.size)
 
 
-def _part(model: Shape, part: str) -> Iterator[Matrix]:
+def _part(model: Transformer, part: str) -> Iterator[Matrix]:
     experts = model.experts
     names: dict[str, Any] = {
         **{"m": model, "mla": model.mla, "experts": experts},

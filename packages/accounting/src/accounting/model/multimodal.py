@@ -9,7 +9,7 @@ from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_
 from accounting.model.formulas import Table
 from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 
 # Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
@@ -64,7 +64,7 @@ def vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
             yield _tower_part(name, fields.size(name, formula))
     else:
         fields = Config(vision, str(kind), merged_table(str(kind)))
-        tower = Shape(**family_arguments({**vision, "architectures": None}, str(kind)))
+        tower = Transformer(**family_arguments({**vision, "architectures": None}, str(kind)))
         for name in dict.fromkeys(matrix.part for matrix in matrices(tower)):
             sizes = (matrix.size for matrix in matrices(tower) if matrix.part == name)
             yield _tower_part(name, sum(sizes))

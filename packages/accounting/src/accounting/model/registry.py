@@ -4,7 +4,10 @@ A family without a table is refused, and the error names it. A multimodal config
 as its language model plus the parameters of a known vision tower.
 """
 
+import json
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from accounting import checks
@@ -50,4 +53,37 @@ def _reason(family: str | None) -> str:
         f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"
         f"{checks.nearest(family, FAMILIES)}; describe another family with "
         "Transformer(layers=..., d_model=..., ...)"
+    )
+
+
+def content_of(config: object) -> dict[str, Any]:
+    """Return the fields of a configuration: a folder, a file, its content, or a config object."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, str | PathLike):
+        path = Path(config)
+        file = path / "config.json" if path.is_dir() and str(config) else path
+        if path.is_dir() and not file.exists():
+            raise FileNotFoundError(f"{file} does not exist; pass a folder with a config.json")
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} does not exist; this package does not use the network: download the "
+                f"config.json (`hf download {config} config.json --local-dir FOLDER`) and pass "
+                "its folder"
+            )
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not JSON ({error}); pass a config.json") from None
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"expected a JSON object in a model config, got {type(content).__name__}"
+            )
+        return content
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    raise TypeError(
+        f"expected config to be a folder, a config.json, its content as a mapping, or a "
+        f"transformers config, got {type(config).__name__}"
     )

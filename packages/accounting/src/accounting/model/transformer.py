@@ -1,17 +1,20 @@
-"""A `Transformer`: a shape that can be read from a configuration, a file or a module."""
+"""A transformer described by all sizes that determine its cost.
+
+The sizes cover grouped-query and latent attention, recurrent mixers, experts and windows in some
+layers, and individual biases and norms. The defaults describe a Llama-like decoder: RMSNorm, rotary
+positions, a gated MLP, no biases, and an untied head.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accounting import checks
-from accounting.model.matrices import matrices
-from accounting.model.shape import Shape
+from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,8 +22,75 @@ if TYPE_CHECKING:
 
 @checks.named
 @dataclass(frozen=True, kw_only=True)
-class Transformer(Shape):
+class Transformer:
     """A transformer described by its sizes; raises `ValueError` for inconsistent sizes."""
+
+    derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
+
+    layers: int
+    d_model: int
+    #: Number of query heads; 0 means blocks without attention.
+    heads: int
+    #: Rows of the embedding; 0 means a model without embedding and head.
+    vocab_size: int
+    #: Hidden width of the MLP; the default is four times `d_model`.
+    d_ff: int = 0
+    #: Key and value heads; the default is `heads` (MHA), and 1 is MQA.
+    kv_heads: int = 0
+    #: Width of a head; the default is `d_model / heads`. With MLA, this is the part without rotary
+    #: positions.
+    head_dim: int = 0
+    #: Width of a value; the default is `head_dim`.
+    v_head_dim: int = 0
+
+    #: True if the MLP has three matrices (SwiGLU, GeGLU), False if it has two.
+    gated_mlp: bool = True
+    #: `silu`, `gelu`, `relu`, or `gelu_new`, which transformers computes with several operators.
+    activation: str = "silu"
+    #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
+    norm: str = "rmsnorm"
+    #: False for a LayerNorm without bias (Cohere, MPT).
+    norm_bias: bool = True
+    norms_per_layer: int = 2
+    #: True if attention and MLP read the same input and their outputs are summed (GPT-NeoX, Phi,
+    #: PaLM).
+    parallel_block: bool = False
+    final_norm: bool = True
+    #: Norm of queries and keys: True or `head` means one weight of width `head_dim` for all heads,
+    #: `heads` one weight per head, and `all` a single norm over all heads (OLMo 2).
+    qk_norm: bool | str = False
+    #: Rows of a learned position table; 0 for rotary positions.
+    positions: int = 0
+    #: Width of the embedding if it differs from `d_model` and is projected (OPT-350M).
+    embedding_dim: int = 0
+    #: True if the head uses the embedding matrix.
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    #: True if each head has a learned logit that is included in the softmax (gpt-oss).
+    sinks: bool = False
+    #: True if a gate with the width of the attention output is computed from the same input
+    #: (Qwen3-Next).
+    output_gate: bool = False
+
+    mla: MLA | None = None
+    experts: Experts | None = None
+    window: Window | None = None
+    #: Layers with attention; the default is all layers.
+    attention_layers: tuple[int, ...] | None = None
+    #: Layers with a dense MLP; the default is all layers without experts.
+    mlp_layers: tuple[int, ...] | None = None
+    #: Recurrent layers.
+    mixers: tuple[Mixer, ...] = ()
+    #: False for encoders, in which each token attends to all tokens.
+    causal: bool = True
+    #: False for a model that ends with its final norm, such as an encoder.
+    lm_head: bool = True
+    #: Additional matrices that are specific to a family.
+    extra: tuple[Matrix, ...] = ()
+    name: str = "transformer"
 
     @classmethod
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
@@ -30,7 +100,7 @@ class Transformer(Shape):
         `FileNotFoundError` with the download command if the argument is the name of a model on the
         hub.
         """
-        from accounting.model.registry import transformer_arguments
+        from accounting.model.registry import content_of, transformer_arguments
 
         return cls(**transformer_arguments(content_of(config)))
 
@@ -41,6 +111,8 @@ class Transformer(Shape):
         Raises `ValueError` if the module has no configuration, or if the number of parameters
         differs from that of the configuration.
         """
+        from accounting.model.registry import content_of
+
         config = getattr(module, "config", None)
         if not hasattr(config, "to_dict"):
             raise ValueError(
@@ -59,40 +131,122 @@ class Transformer(Shape):
             )
         return model
 
+    def __post_init__(self) -> None:
+        least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}
+        checks.convert_fields(self, **least, **_CHOICES)
+        for name, (record, listed) in _RECORDS.items():
+            self._record(name, record, listed)
+        if self.heads and not self.head_dim and self.d_model % self.heads:
+            raise ValueError(
+                f"expected heads to divide d_model={self.d_model}, got heads={self.heads}; "
+                "pass head_dim if the width of a head is not d_model / heads"
+            )
+        self._fill("head_dim", self.d_model // self.heads if self.heads else 0)
+        self._fill("v_head_dim", self.head_dim)
+        self._fill("kv_heads", self.heads)
+        self._fill("d_ff", 4 * self.d_model)
+        self._fill("embedding_dim", self.d_model)
+        if self.heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"expected kv_heads to divide heads={self.heads}, got kv_heads={self.kv_heads}; "
+                "each key and value head serves the same number of query heads"
+            )
+        everywhere = tuple(range(self.layers))
+        if self.experts:
+            layers = self._layers("experts.layers", self.experts.layers, everywhere)
+            width = self.experts.width or self.d_ff
+            object.__setattr__(self, "experts", replace(self.experts, layers=layers, width=width))
+        if self.window:
+            layers = self._layers("window.layers", self.window.layers, everywhere)
+            object.__setattr__(self, "window", replace(self.window, layers=layers))
+        attention = self._layers(
+            "attention_layers", self.attention_layers, everywhere if self.heads else ()
+        )
+        object.__setattr__(self, "attention_layers", attention)
+        if attention and not self.heads:
+            raise ValueError("expected heads >= 1 with attention_layers, got heads=0")
+        if self.window and not {*attention} & {*(self.window.layers or ())}:
+            raise ValueError(
+                "expected window in a layer with attention, got none; pass window=None"
+            )
+        sparse = self.expert_layers if not (self.experts and self.experts.beside_mlp) else ()
+        dense = tuple(i for i in everywhere if i not in sparse)
+        object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
+        for mixer in self.mixers:
+            self._layers(f"layers of {mixer.name}", mixer.layers, ())
+
+    def _record(self, name: str, record: type, listed: bool) -> None:
+        value = getattr(self, name)
+        entries = value
+        if not listed:
+            entries = () if value is None else (value,)
+        if not isinstance(entries, tuple) or not all(isinstance(x, record) for x in entries):
+            kind = f"a tuple of {record.__name__}" if listed else f"{record.__name__}(...) or None"
+            raise TypeError(f"expected {name} to be {kind}, got {value!r}")
+
+    def _fill(self, name: str, value: object) -> None:
+        if not getattr(self, name):
+            object.__setattr__(self, name, value)
+
+    def _layers(
+        self, name: str, layers: Iterable[int] | None, default: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        return default if layers is None else checks.layers(name, layers, self.layers)
+
     @property
     def size(self) -> int:
         """Return the total number of parameters."""
+        from accounting.model.matrices import matrices
+
         return sum(matrix.size for matrix in matrices(self))
 
+    @cached_property
+    def expert_layers(self) -> frozenset[int]:
+        """Return the layers whose MLP is a mixture of experts."""
+        return frozenset(self.experts.layers or () if self.experts else ())
 
-def content_of(config: object) -> dict[str, Any]:
-    """Return the fields of a configuration: a folder, a file, its content, or a config object."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    if isinstance(config, str | PathLike):
-        path = Path(config)
-        file = path / "config.json" if path.is_dir() and str(config) else path
-        if path.is_dir() and not file.exists():
-            raise FileNotFoundError(f"{file} does not exist; pass a folder with a config.json")
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} does not exist; this package does not use the network: download the "
-                f"config.json (`hf download {config} config.json --local-dir FOLDER`) and pass "
-                "its folder"
-            )
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not JSON ({error}); pass a config.json") from None
-        if not isinstance(content, dict):
+    @cached_property
+    def windowed_layers(self) -> frozenset[int]:
+        """Return the attention layers with a window."""
+        layers = self.window.layers or () if self.window else ()
+        return frozenset(layers) & frozenset(self.attention_layers or ())
+
+    def check_positions(self, seq: int) -> None:
+        """Raise `ValueError` if a decoder's table of positions is shorter than a sequence.
+
+        Encoders are not checked, because encoders of images may interpolate their table.
+        """
+        if self.causal and 0 < self.positions < seq:
             raise ValueError(
-                f"expected a JSON object in a model config, got {type(content).__name__}"
+                f"expected seq <= {self.positions}, the rows of the position table of {self.name}, "
+                f"got seq={seq}"
             )
-        return content
-    to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
-        return dict(to_dict())
-    raise TypeError(
-        f"expected config to be a folder, a config.json, its content as a mapping, or a "
-        f"transformers config, got {type(config).__name__}"
-    )
+
+    @property
+    def qk_dim(self) -> int:
+        """Return the width of a query or key in attention."""
+        return self.head_dim + (self.mla.rope_head_dim if self.mla else 0)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Return 3 for a gated MLP and 2 otherwise."""
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def norm_vectors(self) -> int:
+        """Return the number of vectors per norm: a weight, and a bias if it has one."""
+        return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "norm": ("rmsnorm", "layernorm", "none"),
+    "activation": ("silu", "gelu", "gelu_new", "relu"),
+    "qk_norm": (False, True, "head", "heads", "all"),
+}
+_RECORDS: dict[str, tuple[type, bool]] = {
+    "mla": (MLA, False),
+    "experts": (Experts, False),
+    "window": (Window, False),
+    "mixers": (Mixer, True),
+    "extra": (Matrix, True),
+}

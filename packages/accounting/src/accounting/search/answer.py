@@ -10,7 +10,7 @@ from accounting.breakdown import Breakdown, binary_size
 from accounting.flops import flops
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
@@ -28,7 +28,7 @@ TOKENS_PER_STEP = 4 * 2**20
 class Answer:
     """The best plan for a question, its duration and cost, and alternative plans."""
 
-    model: Shape
+    model: Transformer
     hardware: Hardware
     recipe: Precision
     batch: int
@@ -118,7 +118,7 @@ class Answer:
 
 @checks.entry(*AXES, usd_per_hour=0)
 def plan_for(
-    model: Shape,
+    model: Transformer,
     *,
     gpus: int,
     hardware: str | Hardware = "H100",
@@ -184,7 +184,7 @@ def plan_for(
 
 
 def no_room(
-    model: Shape,
+    model: Transformer,
     device: Hardware,
     gpus: int,
     work: Workload,
@@ -215,7 +215,7 @@ def no_room(
     )
 
 
-def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
+def _indivisible(model: Transformer, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
     """Return a sentence about the fixed numbers that do not divide the devices or the batch."""
     # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
     searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
@@ -234,7 +234,7 @@ def _indivisible(model: Shape, gpus: int, work: Workload, fixed: Mapping[str, An
     )
 
 
-def _contradiction(model: Shape, seq: int, fixed: Mapping[str, Any]) -> str:
+def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> str:
     """Return the error of a plan with the fixed fields, or an empty string if it is valid."""
     interleaved = fixed.get("virtual_stages", 1) > 1
     usual: dict[str, Any] = {

@@ -13,7 +13,7 @@ from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.memory.activations import activations
 from accounting.memory.states import device_parameters
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, even, tensor_parallel_sizes
 from accounting.precision import bytes_of
 from accounting.workload import Workload
@@ -95,7 +95,7 @@ class Estimator:
 
     def __init__(
         self,
-        model: Shape,
+        model: Transformer,
         device: Hardware,
         devices: int,
         work: Workload,

@@ -14,7 +14,7 @@ from typing import Any
 from accounting import checks
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, check_fields
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimate, Estimator
@@ -42,7 +42,7 @@ class FittingPlan:
 
 @checks.entry(*AXES)
 def plans_that_fit(
-    model: Shape,
+    model: Transformer,
     *,
     hardware: str | Hardware,
     devices: int,
@@ -99,7 +99,7 @@ def _estimated_seconds(estimate: Estimate) -> float:
     return estimate.seconds
 
 
-def _check_degrees(model: Shape, devices: int, fixed: dict[str, Any]) -> None:
+def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
     """Raise `ValueError` if the fixed degrees do not divide the devices or the model."""
     product = math.prod(fixed.get(name) or 1 for name in DEGREES)
     if devices % product:
@@ -114,7 +114,7 @@ def _check_degrees(model: Shape, devices: int, fixed: dict[str, Any]) -> None:
         )
 
 
-def _valid_plan(model: Shape, work: Workload, plan_fields: dict[str, Any]) -> Plan | None:
+def _valid_plan(model: Transformer, work: Workload, plan_fields: dict[str, Any]) -> Plan | None:
     """Return the plan, or None if it is inconsistent or its memory is not modeled."""
     try:
         plan = Plan(**plan_fields)
@@ -127,7 +127,7 @@ def _valid_plan(model: Shape, work: Workload, plan_fields: dict[str, Any]) -> Pl
 
 @checks.entry(zero=(0, 1, 2, 3))
 def fewest_devices(
-    model: Shape,
+    model: Transformer,
     *,
     memory_bytes: float,
     batch: int = 0,

@@ -6,7 +6,7 @@ from fractions import Fraction
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.states import device_parameters
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective, Communication
@@ -14,7 +14,7 @@ from accounting.time.collective import Collective, Communication
 
 @checks.entry()
 def communication(
-    model: Shape,
+    model: Transformer,
     plan: Plan | None = None,
     *,
     batch: int = 0,
@@ -47,7 +47,7 @@ def communication(
 
 
 def _states(
-    model: Shape, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
+    model: Transformer, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the collectives of data parallelism: reduced gradients and, with ZeRO, weights."""
     dense, routed = device_parameters(model, plan, stage)
@@ -79,7 +79,7 @@ def _states(
 
 
 def _tensor(
-    stage_model: Shape, model: Shape, plan: Plan, call_bytes: int | Fraction, stage: int
+    stage_model: Transformer, model: Transformer, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the all-reduces of tensor parallelism: per attention and MLP, forward and backward."""
     # Each attention, mixer and MLP ends with an all-reduce; parallel blocks share a single one.
@@ -114,7 +114,7 @@ def _tensor(
         yield _over("tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes)
 
 
-def _experts(stage_model: Shape, plan: Plan, stream: Fraction) -> Iterator[Collective]:
+def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator[Collective]:
     """Yield the all-to-alls that send tokens to their experts and back, forward and backward."""
     calls_per_pass = len(stage_model.expert_layers) * plan.microbatches
     call_bytes = stream * (stage_model.experts.per_token if stage_model.experts else 0)
@@ -124,7 +124,9 @@ def _experts(stage_model: Shape, plan: Plan, stream: Fraction) -> Iterator[Colle
             yield _over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
 
 
-def _context(stage_model: Shape, model: Shape, plan: Plan, token: Fraction) -> Iterator[Collective]:
+def _context(
+    stage_model: Transformer, model: Transformer, plan: Plan, token: Fraction
+) -> Iterator[Collective]:
     """Yield the traffic of ring attention: keys and values, and their gradients."""
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)

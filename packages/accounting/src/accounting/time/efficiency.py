@@ -8,7 +8,7 @@ activations, residual sums, an unfused softmax, and the optimizer.
 
 from accounting.hardware import Hardware
 from accounting.model.matrices import matrices
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.workload import Workload
@@ -35,7 +35,7 @@ SCORE_PASSES = 14
 
 
 def stage_seconds(
-    model: Shape, plan: Plan, work: Workload, tokens: int, device: Hardware
+    model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
 ) -> tuple[float, float, float]:
     """Return the seconds of a micro-batch of `tokens` on a stage, in three parts.
 
@@ -67,7 +67,7 @@ def stage_seconds(
     return compute / peak, traffic / bandwidth, rest / bandwidth
 
 
-def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:
+def _between(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
     """Return the number of values per token that norms, activations, sums and the loss move."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff

@@ -19,7 +19,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown
 from accounting.hardware import Hardware, Peak, find
 from accounting.model.records import MLA, Experts
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.time.efficiency import MATMUL_SHARE
@@ -31,7 +31,7 @@ from accounting.workload import Workload
 class Published:
     """One published run: model, plan, hardware, and the measured time of a step."""
 
-    model: Shape
+    model: Transformer
     plan: Plan
     hardware: str
     batch: int
@@ -101,7 +101,7 @@ def _published(entry: dict[str, Any]) -> Published:
         model["experts"] = Experts(**entry["experts"] | {"layers": layers})
     model["mla"] = MLA(**entry["mla"]) if "mla" in entry else None
     overlap = {**OVERLAP, **entry.get("overlap", {})}
-    shape = Shape(name=entry["name"], **model)
+    shape = Transformer(name=entry["name"], **model)
     about = {"model": shape, "plan": plan, "seconds": seconds, "overlap": overlap}
     return Published(**known | about)
 
@@ -169,7 +169,7 @@ def ratios() -> tuple[Ratio, ...]:
     )
 
 
-def group_of(model: Shape, hardware: str, precision: str | Precision) -> Group:
+def group_of(model: Transformer, hardware: str, precision: str | Precision) -> Group:
     """Return the properties on which errors may depend: device, dtype, and dense or MoE."""
     return hardware, recipe(precision).compute, "MoE" if model.experts else "dense"
 
@@ -265,7 +265,7 @@ def coverage(group: Group | None = None) -> tuple[int, int, int]:
 def predicted(
     seconds: float,
     *,
-    model: Shape | None = None,
+    model: Transformer | None = None,
     hardware: str | Hardware | None = None,
     precision: str | Precision | None = None,
 ) -> Interval:

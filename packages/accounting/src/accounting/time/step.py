@@ -18,7 +18,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.flops import attention_operations, flops
 from accounting.hardware import Hardware, Link, find
 from accounting.memory.states import device_parameters
-from accounting.model.shape import Shape
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
@@ -33,7 +33,7 @@ OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
 
 @checks.entry(*WORKLOAD)
 def step_time(
-    model: Shape,
+    model: Transformer,
     plan: Plan,
     work: Workload | None = None,
     *,
@@ -90,7 +90,7 @@ def step_time(
 
 
 def _stage_seconds(
-    model: Shape, plan: Plan, work: Workload, stage: int, device: Hardware
+    model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
     attention = _attention_flops(model, plan, work, stage)
     core = 1 / (device.peak(work.kind.activations) * ATTENTION_SHARE)
@@ -109,7 +109,7 @@ def _stage_seconds(
     ]
 
 
-def _attention_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> float:
+def _attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
     """Return the operations of attention on one device of a stage, with recomputation."""
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
@@ -125,7 +125,7 @@ def _attention_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> fl
     return attention / (plan.tensor * plan.context)
 
 
-def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
     """Return the seconds in which the optimizer reads and writes all states once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
     count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
@@ -134,7 +134,7 @@ def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> B
     )
 
 
-def _updated_parameters(model: Shape, plan: Plan) -> int:
+def _updated_parameters(model: Transformer, plan: Plan) -> int:
     """Return the largest number of parameters that a device updates, over the pipeline stages.
 
     With ZeRO, a device updates one shard.
@@ -149,7 +149,7 @@ def _updated_parameters(model: Shape, plan: Plan) -> int:
 
 
 def collectives_on(
-    model: Shape, plan: Plan, work: Workload, *, hardware: Hardware
+    model: Transformer, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
     """Yield each collective of a device in a middle stage, with the link of its group."""
     collectives = communication(
