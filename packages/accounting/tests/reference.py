@@ -14,6 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def described(module: Any) -> Transformer:
+    """Return the description of a module of transformers from its configuration and its class."""
+    content = module.config.to_dict() | {"architectures": [type(module).__name__]}
+    return Transformer.from_hf(content)
+
+
 class Model(nn.Module):
     """RMSNorm, grouped queries, SwiGLU or GELU; attention by torch, without a mask."""
 

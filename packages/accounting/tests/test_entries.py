@@ -31,6 +31,7 @@ from accounting.cli.main import main
 
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
+LINKS: dict[str, Any] = {"flops_per_second": 4.6e14, "axis_bytes_per_second": 1.8e11}
 PEAK: dict[str, Any] = {"devices": 2, "peak_flops": 1e12}
 # Arguments of each public function; the first test below fails for a function without any.
 TAKES: dict[str, dict[str, Any]] = {
@@ -76,9 +77,10 @@ TAKES: dict[str, dict[str, Any]] = {
     "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN | {"plan": Plan(data=2), "weights": "bf16", "stage": 0},
     "time.goodput.goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
-    "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
+    "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "fsdp_axes": 1} | LINKS,
     "time.mesh.compute_bound_batch": {
-        **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p", "comms": "summed"}
+        **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "comms": "summed"},
+        **LINKS,
     },
     "time.published.predicted": {"seconds": 1.0},
     "time.roofline.intensity": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},

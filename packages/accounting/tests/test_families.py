@@ -17,6 +17,7 @@ from accounting import Transformer, flops, kv_cache, parameters
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
 from accounting.model.registry import transformer_arguments
 from random_configurations import outcomes
+from reference import described
 from transformers_cache import cache_name
 
 # Four layers are enough to tell the kinds of layers apart.
@@ -107,7 +108,7 @@ def agrees(family: str, sizes: dict[str, Any]) -> None:
     assert Transformer.from_hf(content).size == actual
     # The object itself is read as well as its content, and so is the file that is written of it.
     assert parameters(Transformer.from_hf(module.config)).total == actual
-    assert parameters(Transformer.from_module(module)).total == actual
+    assert parameters(described(module)).total == actual
 
 
 # The first family per combination of base tables.
@@ -240,7 +241,7 @@ def test_image_encoder_flops_equal_torch_counter(family: str) -> None:
 
     sizes = {"image_size": 64, "hidden_size": 48, "num_attention_heads": 4}
     module = build(family, small(family) | sizes | {"intermediate_size": 96})
-    model = Transformer.from_module(module)
+    model = described(module)
     pixels = torch.zeros(2, 3, 64, 64, device="meta")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module(pixel_values=pixels)
@@ -364,7 +365,7 @@ def test_electras_heads_are_counted(head: str, narrow: int) -> None:
 
     with torch.device("meta"):
         module = getattr(transformers, head)(transformers.ElectraConfig(embedding_size=narrow))
-    assert Transformer.from_module(module).size == sum(p.numel() for p in module.parameters())
+    assert described(module).size == sum(p.numel() for p in module.parameters())
 
 
 def test_sparse_index_scores_all_keys_and_selects_some() -> None:
@@ -376,7 +377,7 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
     sizes |= {"index_n_heads": 3, "index_head_dim": 64, "index_topk": 4, "q_lora_rank": 24}
     sizes |= {"n_routed_experts": 2, "moe_intermediate_size": 8}
     module = build("deepseek_v32", sizes)
-    model = Transformer.from_module(module)
+    model = described(module)
     tokens = torch.zeros(2, 10, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.to_empty(device="cpu")(input_ids=tokens, use_cache=False)
@@ -813,7 +814,7 @@ def forward_agrees(family: str) -> None:
         FlopCounterMode(display=False) as counter,
     ):
         layers = getattr(module(input_ids=tokens, use_cache=True), cache_name(module)).layers
-    model = Transformer.from_module(module)
+    model = described(module)
     ours = flops(model, seq=10, batch=2, phase="forward", attention="full")
     assert ours.total == counter.get_total_flops()
     cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)

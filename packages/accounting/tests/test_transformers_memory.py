@@ -7,6 +7,7 @@ import pytest
 import torch
 from accounting import Plan, Transformer, Window, Workload, peak_memory
 from accounting.memory.activations import activations
+from reference import described
 
 LLAMA: dict[str, Any] = {
     **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 1024},
@@ -66,7 +67,7 @@ def peaks(
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Workload(batch=batch, seq=seq, transformers=True, flash=flash)
-    predicted = peak_memory(Transformer.from_module(module), work=work, foreach=False)
+    predicted = peak_memory(described(module), work=work, foreach=False)
     return int(peak["Total"]), float(predicted.total)
 
 

@@ -7,31 +7,12 @@ twice as high. Bandwidths are bytes per second in one direction.
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accounting import checks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """A dense peak: `clock_hz * units * fma_per_clock * 2`, or a published figure."""
-
-    clock_hz: int = 0
-    units: int = 0
-    fma_per_clock: int = 0
-    published: float = 0
-
-    def __post_init__(self) -> None:
-        checks.convert_fields(self, clock_hz=0, units=0, fma_per_clock=0, published=0)
-        if not self.flops:
-            raise ValueError(f"expected the operations per second of a dtype, got {self}")
-
-    @property
-    def flops(self) -> int:
-        """Return the dense operations per second."""
-        return int(self.published) or self.clock_hz * self.units * self.fma_per_clock * 2
 
 
 @checks.named
@@ -53,7 +34,8 @@ class Hardware:
     """One accelerator as described by its manufacturer."""
 
     name: str
-    peaks: dict[str, Peak]
+    #: Dense operations per second by dtype.
+    peaks: Mapping[str, float]
     memory_bytes: int
     memory_bandwidth: float
     #: Link to the devices of the same node, or along one axis of a torus.
@@ -71,10 +53,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, power_watts=0, usd_per_hour=0)
-        if not self.peaks or not isinstance(self.peaks, dict):
-            raise TypeError(
-                f"expected peaks to be a dict with one Peak per dtype, got {self.peaks!r}"
-            )
+        if not self.peaks or not isinstance(self.peaks, Mapping):
+            raise TypeError(f"expected peaks to map dtypes to operations/s, got {self.peaks!r}")
+        for dtype, flops in self.peaks.items():
+            checks.number(f"the peak of {dtype} in peaks", flops)
         for name in _LINKS:
             checks.instance(name, getattr(self, name), Link, "a Link")
 
@@ -85,7 +67,7 @@ class Hardware:
             raise ValueError(
                 f"expected a dtype that {self.name} lists ({', '.join(self.peaks)}), got {dtype!r}"
             )
-        return self.peaks[dtype].flops
+        return int(self.peaks[dtype])
 
 
 @checks.entry()
@@ -131,16 +113,15 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _peaks(entry: dict[str, Any]) -> dict[str, Peak]:
-    # A file may replace individual rates of a device whose peaks are copied from another one.
-    copied = _peaks(_ENTRIES[entry["peaks_of"]]) if "peaks_of" in entry else {}
-    derived = {
-        dtype: Peak(clock_hz=cores["clock_hz"], units=cores["units"], fma_per_clock=width)
-        for cores in entry.get("cores", ())
-        for dtype, width in cores["fma"].items()
-    }
-    published = entry.get("published", {})
-    return copied | derived | {dtype: Peak(published=flops) for dtype, flops in published.items()}
+def _peaks(entry: dict[str, Any]) -> dict[str, float]:
+    """Return the peaks of an entry: copied ones, then `cores`, then published figures."""
+    peaks = dict(_peaks(_ENTRIES[entry["peaks_of"]])) if "peaks_of" in entry else {}
+    for cores in entry.get("cores", ()):
+        for dtype, fma_per_clock in cores["fma"].items():
+            peaks[dtype] = cores["clock_hz"] * cores["units"] * fma_per_clock * 2
+    for dtype, flops in entry.get("published", {}).items():
+        peaks[dtype] = checks.number(f"published {dtype}", flops)
+    return peaks
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:

@@ -184,7 +184,7 @@ class Plan:
         A tied embedding is on the first stage and, as the head, also on the last stage.
         """
         indices = self.stage_layers(model, stage)
-        return _part(model, indices, stage == 0, stage == self.pipeline - 1)
+        return part_of(model, indices, stage == 0, stage == self.pipeline - 1)
 
     @property
     def layout(self) -> str:
@@ -209,7 +209,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def _part(model: Transformer, indices: tuple[int, ...], first: bool, last: bool) -> Transformer:
+def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: bool) -> Transformer:
     """Return some layers of a model, with its embedding if `first` and its head if `last`."""
     local_index = {layer: index for index, layer in enumerate(indices)}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.states import alone, one_layer
+from accounting.memory.states import one_layer
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import bytes_of
@@ -43,9 +43,10 @@ def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Break
 
 def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the saved tensors of a block, which are alive while the block is recomputed."""
+    without_stages = replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
     block = activations(
         one_layer(model),
-        replace(alone(plan), recompute="none"),
+        replace(without_stages, recompute="none"),
         replace(work, fused_norm=True, fused_gate=False),
     )
     return total("one block recomputed", "B", *block.parts)

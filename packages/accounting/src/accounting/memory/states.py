@@ -12,7 +12,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, split
+from accounting.plan import Plan, part_of, split
 from accounting.precision import Precision, bytes_of, recipe
 
 
@@ -142,32 +142,8 @@ def one_layer(model: Transformer) -> Transformer:
     """Return the largest kind of layer of `model` as a model of one layer without a window."""
     kinds = _layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
-    return max(
-        (_layer(model, layer) for layer in first.values()),
-        key=lambda layer_model: sum(matrix.size for matrix in matrices(layer_model)),
-    )
-
-
-def _layer(model: Transformer, layer: int) -> Transformer:
-    def has(layers: Iterable[int] | None) -> tuple[int, ...]:
-        return (0,) if layer in (layers or ()) else ()
-
-    experts = model.experts if has(model.expert_layers) else None
-    return replace(
-        model,
-        layers=1,
-        experts=replace(experts, layers=(0,)) if experts else None,
-        window=None,
-        attention_layers=has(model.attention_layers),
-        mlp_layers=has(model.mlp_layers),
-        mixers=tuple(replace(m, layers=(0,)) for m in model.mixers if has(m.layers)),
-        extra=tuple(replace(m, layers=(0,)) for m in model.extra if has(m.layers)),
-    )
-
-
-def alone(plan: Plan) -> Plan:
-    """Return the plan without pipeline stages, for the memory of a single layer."""
-    return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
+    layers = (part_of(model, (layer,), first=True, last=True) for layer in first.values())
+    return replace(max(layers, key=lambda layer_model: layer_model.size), window=None)
 
 
 class FsdpGroups(NamedTuple):

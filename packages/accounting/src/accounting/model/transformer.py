@@ -11,13 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from accounting import checks
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @checks.named
@@ -98,38 +95,12 @@ class Transformer:
 
         Raises `ValueError` that names a missing field or an unknown family. Raises
         `FileNotFoundError` with the download command if the argument is the name of a model on the
-        hub.
+        hub. The class in `architectures` decides which parts exist, such as the head or a pooler;
+        without it, a decoder has a head.
         """
         from accounting.model.registry import content_of, transformer_arguments
 
         return cls(**transformer_arguments(content_of(config)))
-
-    @classmethod
-    def from_module(cls, module: nn.Module) -> Transformer:
-        """Read the configuration of a Hugging Face module, and check the number of parameters.
-
-        Raises `ValueError` if the module has no configuration, or if the number of parameters
-        differs from that of the configuration.
-        """
-        from accounting.model.registry import content_of
-
-        config = getattr(module, "config", None)
-        if not hasattr(config, "to_dict"):
-            raise ValueError(
-                "expected a module with a Hugging Face configuration, got "
-                f"{type(module).__name__}; describe it with Transformer(layers=..., d_model=...), "
-                "or trace it with fits(module, sample)"
-            )
-        # The class decides which parts of the model exist, such as the head or a pooler.
-        content = content_of(config) | {"architectures": [type(module).__name__]}
-        model = cls.from_hf(content)
-        actual, described = sum(p.numel() for p in module.parameters()), model.size
-        if actual != described:
-            raise ValueError(
-                f"{type(module).__name__} has {actual:,} parameters and the shape read from it "
-                f"describes {described:,}; describe it with Transformer(layers=..., d_model=...)"
-            )
-        return model
 
     def __post_init__(self) -> None:
         least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}

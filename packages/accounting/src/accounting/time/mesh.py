@@ -17,10 +17,9 @@ minimum.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from accounting import checks
-from accounting.hardware import Hardware, find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,38 +54,42 @@ class MeshBatch:
     __str__ = explain
 
 
-_SPEEDS = ("hardware", "flops_per_second", "axis_bytes_per_second")
-
-
-@checks.entry(*_SPEEDS)
+@checks.entry()
 def compute_bound_batch(
     *,
     fsdp: int,
     tensor: int,
     d_ff: int,
+    flops_per_second: float,
+    axis_bytes_per_second: float,
     fsdp_axes: int = 1,
     tensor_axes: int = 1,
     comms: Literal["summed", "overlapped"] = "summed",
-    **speeds: Any,
 ) -> MeshBatch:
     """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor`.
 
-    Pass `speeds` as `hardware`, or as `flops_per_second` and `axis_bytes_per_second`, or as both.
     Raises `ValueError` if no batch is compute-bound.
     """
-    return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, _alpha(**speeds))
+    alpha = flops_per_second / axis_bytes_per_second
+    return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, alpha)
 
 
-@checks.entry(*_SPEEDS)
+@checks.entry()
 def best_mesh(
-    devices: int, *, d_ff: int, fsdp_axes: int = 1, tensor_axes: int = 1, **speeds: Any
+    devices: int,
+    *,
+    d_ff: int,
+    flops_per_second: float,
+    axis_bytes_per_second: float,
+    fsdp_axes: int = 1,
+    tensor_axes: int = 1,
 ) -> MeshBatch:
     """Return the smallest batch over all X with X Y = `devices`, with summed communication.
 
     At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
-    (M_X M_Y F). `speeds` accepts the options of `compute_bound_batch`.
+    (M_X M_Y F).
     """
-    alpha = _alpha(**speeds)
+    alpha = flops_per_second / axis_bytes_per_second
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
     return _mesh(devices / tensor, tensor, d_ff, (fsdp_axes, tensor_axes), "summed", alpha)
 
@@ -112,22 +115,3 @@ def _mesh(
         per_device /= 1 - tensor_fraction
     values = {"fsdp": fsdp, "tensor": tensor, "alpha": alpha, "per_device": per_device}
     return MeshBatch(comms=comms, per_fsdp_shard=per_device * tensor, **values)
-
-
-def _alpha(
-    hardware: str | Hardware | None = None,
-    flops_per_second: float | None = None,
-    axis_bytes_per_second: float | None = None,
-) -> float:
-    if hardware is not None:
-        device = find(hardware)
-        if flops_per_second is None:
-            flops_per_second = device.peak("bf16")
-        if axis_bytes_per_second is None:
-            axis_bytes_per_second = device.node_link.bandwidth
-    if flops_per_second is None or axis_bytes_per_second is None:
-        raise ValueError(
-            "expected hardware, or flops_per_second and axis_bytes_per_second, got neither"
-        )
-    rate = checks.number("flops_per_second", flops_per_second)
-    return rate / checks.number("axis_bytes_per_second", axis_bytes_per_second)

@@ -17,7 +17,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown
-from accounting.hardware import Hardware, Peak, find
+from accounting.hardware import Hardware, find
 from accounting.model.records import MLA, Experts
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
@@ -193,7 +193,7 @@ def _without_constants(device: Hardware) -> Hardware:
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
         usual = MATMUL_SHARE["bf16"] / MATMUL_SHARE["fp8"]
-        peaks["fp8"] = Peak(published=round(peaks["fp8"].flops * usual))
+        peaks["fp8"] = round(peaks["fp8"] * usual)
     return replace(device, name=f"{device.name}, held out", peaks=peaks)
 
 
