@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accounting import Plan, Transformer, communication, parameters
+from accounting.hardware import Link
 from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from hypothesis import given, settings
@@ -60,10 +61,11 @@ def test_wire_bytes_equal_simulated_ring(ranks: int) -> None:
     )
     assert ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
     assert ring.wire_total == ranks * ring.wire
-    assert ring.steps == 2 * (ranks - 1)
-    assert ring.seconds(bandwidth=1e9, latency=1e-3) == pytest.approx(
-        2 * (ranks - 1) * 1e-3 + ring.wire / 1e9
-    )
+    link = Link(name="slow", bandwidth=1.0, latency=1e-3)
+    assert ring.seconds(link) == pytest.approx(2 * (ranks - 1) * 1e-3 + ring.wire)
+    # With many ranks and small messages, a tree has less latency.
+    many = replace(ring, ranks=1024, call_bytes=1)
+    assert many.seconds(replace(link, bandwidth=1e9)) == pytest.approx(2 * 10 * 1e-3)
 
 
 def test_payload_equals_tensors_of_torch_ddp_and_fsdp() -> None:

@@ -100,7 +100,6 @@ INSIDE = {
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
         "model.matrices",
-        "model.registry",
         "model.config",
         "model.family",
         "model.family_tables",
@@ -116,7 +115,7 @@ INSIDE = {
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
     "flops.attention_operations",
-    *("time.step.collectives_on", "time.step.fastest", "model.transformer.content_of"),
+    *("time.step.collectives_on", "model.registry"),
 }
 # Arguments that are texts with separate rules.
 FREE = {

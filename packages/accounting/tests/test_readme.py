@@ -36,7 +36,7 @@ def test_benchmark_rows_have_units_in_their_keys() -> None:
     from accounting.bench import bench, table
 
     rows = bench(quick=True)
-    assert {row["case"] for row in rows} == {"speed", "import"}
+    assert {row["case"] for row in rows} == {"speed"}
     assert "time_ms" in table(rows)
 
 

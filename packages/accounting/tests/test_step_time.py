@@ -10,7 +10,6 @@ from accounting.time.collective import Collective
 from accounting.time.efficiency import ATTENTION_SHARE, MATMUL_SHARE, POWER_SHARE
 from accounting.time.step import (
     bucket_overhead_seconds,
-    fastest,
     group_link,
     optimal_bucket_bytes,
     step_time,
@@ -134,7 +133,7 @@ def test_all_to_all_uses_one_port_per_device(expert: int, size: int) -> None:
     )
     link = group_link(H100, stride=1, ranks=expert, operation="all_to_all")
     leaves = size * (expert - 8) / expert
-    seconds = fastest(exchange, replace(link, latency=0.0))
+    seconds = exchange.seconds(replace(link, latency=0.0))
     assert seconds >= leaves / H100.network.bandwidth * (1 - 1e-9)
     inside = size * (expert - 1) / expert / H100.node_link.bandwidth
     assert seconds == pytest.approx(max(leaves / H100.network.bandwidth, inside))

@@ -1,13 +1,9 @@
-"""Benchmark of the speed of the calculators and of the import time."""
+"""Benchmark of the speed of the calculators."""
 
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,11 +26,8 @@ LLAMA3_8B = Transformer(
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return rows of the tables `speed` and `import`; the benchmark runs only on the CPU."""
-    return [*_speed(5 if quick else 50), _import(3 if quick else 10)]
-
-
-def _speed(repeats: int) -> list[Row]:
+    """Return rows of the table `speed`; the benchmark runs only on the CPU."""
+    repeats = 5 if quick else 50
     plan = Plan(devices=64, tensor=8, zero=3, recompute="selective", sequence_parallel=True)
     run: dict[str, Any] = {"batch": 64, "seq": 8192}
     calls: dict[str, Callable[[], object]] = {
@@ -52,27 +45,6 @@ def _speed(repeats: int) -> list[Row]:
         row: Row = {"case": "speed", "call": name, "time_ms": statistics.median(times)}
         rows.append(row | {"p10_ms": p10, "p90_ms": p90})
     return rows
-
-
-def _import(repeats: int) -> Row:
-    """Measure the time to import the package in a separate process with compiled bytecode."""
-    code = "import time; t = time.perf_counter(); import accounting; print(time.perf_counter() - t)"
-    with tempfile.TemporaryDirectory() as folder:
-        ready = os.environ | {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
-
-        def fresh() -> float:
-            command = [sys.executable, "-c", code]
-            done = subprocess.run(command, env=ready, capture_output=True, check=True)
-            return float(done.stdout)
-
-        fresh()
-        times = [fresh() for _ in range(repeats)]
-    return {
-        "case": "import",
-        "call": "import accounting",
-        "time_ms": 1e3 * statistics.median(times),
-        "least_ms": 1e3 * min(times),
-    }
 
 
 def _seconds(call: Callable[[], object]) -> float:

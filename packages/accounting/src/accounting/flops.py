@@ -135,7 +135,7 @@ def mfu(
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
-    return _at_rate(useful / seq, tokens_per_second, devices, peak)
+    return utilization(useful / seq * tokens_per_second / devices, **peak)
 
 
 def attention_operations(work: Breakdown) -> int | float:
@@ -158,13 +158,7 @@ def hfu(
     """Return the hardware FLOPs utilization: like `mfu`, but with recomputed operations."""
     options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
     work = flops(model, seq=seq, **options)
-    return _at_rate(work.total / seq, tokens_per_second, devices, peak)
-
-
-def _at_rate(
-    flops_per_token: float, tokens_per_second: float, devices: int, peak: Mapping[str, Any]
-) -> float:
-    return utilization(flops_per_token * tokens_per_second / devices, **peak)
+    return utilization(work.total / seq * tokens_per_second / devices, **peak)
 
 
 @checks.entry()

@@ -24,7 +24,7 @@ from accounting.time.efficiency import (
     STREAM_PASSES,
 )
 from accounting.time.published import Interval, predicted
-from accounting.time.step import fastest, group_link
+from accounting.time.step import group_link
 
 
 class Stage(NamedTuple):
@@ -156,10 +156,10 @@ def _inference_seconds(
         if tensor > 1:
             # One all-reduce after attention or a mixer, and one after the MLP or the experts.
             calls = _collective("all_reduce", tensor, 2 * part.layers, payload)
-            modeled += fastest(calls, group_link(device, stride=1, ranks=tensor))
+            modeled += calls.seconds(group_link(device, stride=1, ranks=tensor))
     if len(loads) > 1:
         sends = _collective("send", 2, len(loads) - 1, payload)
-        modeled += fastest(sends, group_link(device, stride=tensor, ranks=2, operation="send"))
+        modeled += sends.seconds(group_link(device, stride=tensor, ranks=2, operation="send"))
     return replace(predicted(modeled), low=least)
 
 

@@ -130,15 +130,10 @@ class FsdpStage:
         return bytes_of(self.kind.cast_weights or self.kind.weights)
 
     def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
-        size = self._size
-        inside = self.groups.of_blocks(blocks)
-        return total(
-            "gathered",
-            "B",
-            product("weights of the ends", "B", parameters=self.ends, bytes=size),
-            product("weights of blocks", "B", parameters=inside, bytes=size),
-            product("buffer of the last gather", "B", parameters=self.block * buffer, bytes=size),
-        )
+        last = self.block * buffer
+        name = "buffer of the last gather"
+        copy = product(name, "B", parameters=last, bytes=self._size)
+        return self.groups.gathered(blocks, self._size, copy)
 
     def _moment(self, alive: Fraction | int, *more: Breakdown | None) -> Breakdown:
         states = (s for s in self.states if s.name != "gradients")

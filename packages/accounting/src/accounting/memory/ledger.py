@@ -75,8 +75,6 @@ class Fit:
     when: str
     memory_bytes: int
     table: str
-    #: Phase and live bytes after each operator.
-    timeline: tuple[tuple[str, int], ...]
 
     @property
     def fits(self) -> bool:
@@ -182,7 +180,6 @@ def fits(
         when=ledger.when,
         memory_bytes=hardware.memory_bytes,
         table=ledger.table(ledger.at_peak),
-        timeline=tuple(ledger.timeline),
     )
 
 

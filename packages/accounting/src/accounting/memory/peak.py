@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, Sizes, product, total
+from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
 from accounting.memory.states import cast_weights, fsdp_groups, model_states, one_layer
@@ -187,7 +187,8 @@ class _Unsharded:
         self.model = model
         self.plan = plan
         self.kind = kind
-        self.ends, self.block, _ = fsdp_groups(model, plan, 0)
+        self.groups = fsdp_groups(model, plan, 0)
+        self.block = self.groups.block
         self.size = bytes_of(kind.cast_weights or kind.weights)
         table = model.vocab_size * model.embedding_dim if model.lm_head else 0
         self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
@@ -203,22 +204,17 @@ class _Unsharded:
         if not self.plan.reshard_after_forward:
             # Each block is freed after its backward.
             blocks = self.model.layers - done
-        blocks = min(blocks, self.model.layers)
 
-        def part(name: str, count: int, key: str = "", size: Fraction = self.size) -> Breakdown:
-            there = not key or also.get(key, False)
-            return product(name, "B", parameters=count * there, bytes=size)
+        def part(name: str, count: int, key: str, size: Fraction) -> Breakdown:
+            return product(name, "B", parameters=count * also.get(key, False), bytes=size)
 
-        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": self.size}
         reduced = bytes_of(self.kind.gradients)
-        return total(
-            "gathered",
-            "B",
-            part("weights of the ends", self.ends),
-            product("weights of blocks", "B", **several),
-            part("buffer of the last gather", self.block, "buffer"),
-            part("gradient of the head", self.head, "head"),
-            part("gradients of a block", self.block, "grown"),
+        return self.groups.gathered(
+            blocks,
+            self.size,
+            part("buffer of the last gather", self.block, "buffer", self.size),
+            part("gradient of the head", self.head, "head", self.size),
+            part("gradients of a block", self.block, "grown", self.size),
             part("gradients being reduced", self.block, "reduced", reduced),
         )
 

@@ -160,9 +160,16 @@ class FsdpGroups(NamedTuple):
     #: Parameters of all blocks.
     blocks: int
 
-    def of_blocks(self, count: int) -> int:
-        """Return the parameters of the `count` largest blocks, at most those of all blocks."""
-        return min(count * self.block, self.blocks)
+    def gathered(self, blocks: int, size: Fraction, *others: Breakdown) -> Breakdown:
+        """Return the gathered weights of the ends and of `blocks` blocks, with other tensors."""
+        inside = min(blocks * self.block, self.blocks)
+        return total(
+            "gathered",
+            "B",
+            product("weights of the ends", "B", parameters=self.ends, bytes=size),
+            product("weights of blocks", "B", parameters=inside, bytes=size),
+            *others,
+        )
 
 
 def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:

@@ -87,13 +87,10 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
         return None
     layers = plan.stage_model(model, stage).layers
     groups = fsdp_groups(model, plan, stage)
-    inside = groups.of_blocks(2 if plan.reshard_after_forward else layers)
     size = bytes_of(kind.cast_weights or kind.weights)
-    return total(
-        "gathered",
-        "B",
-        product("weights of the ends", "B", parameters=groups.ends, bytes=size),
-        product("weights of blocks", "B", parameters=inside, bytes=size),
+    return groups.gathered(
+        2 if plan.reshard_after_forward else layers,
+        size,
         product("gradients of a block", "B", parameters=groups.block, bytes=size),
         product(
             "gradients being reduced", "B", parameters=groups.block, bytes=bytes_of(kind.gradients)

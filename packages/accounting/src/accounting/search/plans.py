@@ -17,7 +17,7 @@ from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, check_fields
 from accounting.precision import Precision, recipe
-from accounting.search.estimates import Estimate, Estimator
+from accounting.search.estimates import Estimator
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -71,7 +71,7 @@ def plans_that_fit(
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     estimator = Estimator(model, device, devices, work, capacity * SHARE_OF_MEMORY, fixed)
     fitting: list[FittingPlan] = []
-    estimates = sorted(estimator.estimates(), key=_estimated_seconds)
+    estimates = sorted(estimator.estimates(), key=lambda estimate: estimate.seconds)
     for computed, estimate in enumerate(estimates):
         if progress is not None:
             progress(computed, len(estimates))
@@ -93,10 +93,6 @@ def plans_that_fit(
         if len(fitting) >= max(2 * most, 40):
             break
     return sorted(fitting, key=lambda candidate: candidate.step_seconds)[:most]
-
-
-def _estimated_seconds(estimate: Estimate) -> float:
-    return estimate.seconds
 
 
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from accounting.breakdown import Breakdown, plain, product, total
+from accounting.hardware import Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,6 @@ class Collective:
     count: int
     #: Payload bytes of one call.
     call_bytes: int | Fraction
-    algorithm: str = "ring"
 
     @property
     def payload(self) -> int | float:
@@ -36,41 +36,38 @@ class Collective:
         return plain(Fraction(self.count) * self.call_bytes)
 
     @property
+    def phases(self) -> int:
+        """Return 2 for an all-reduce, which consists of a reduce-scatter and an all-gather."""
+        return 2 if self.operation == "all_reduce" else 1
+
+    @property
     def wire_fraction(self) -> Fraction:
-        """Return the bytes that one device sends per byte of payload."""
+        """Return the bytes that one device of a ring sends per byte of payload."""
         if self.operation == "send":
             return Fraction(1)
-        if self.algorithm == "tree":
-            return Fraction(2 if self.operation == "all_reduce" else 1)
-        halves = 2 if self.operation == "all_reduce" else 1
-        return Fraction(halves * (self.ranks - 1), self.ranks)
+        return Fraction(self.phases * (self.ranks - 1), self.ranks)
 
     @property
     def wire(self) -> int | float:
-        """Return the bytes that one device sends."""
+        """Return the bytes that one device of a ring sends."""
         return plain(self.wire_fraction * self.count * self.call_bytes)
 
     @property
     def wire_total(self) -> int | float:
         """Return the bytes that all devices of one group send."""
-        if self.operation == "send":
-            return self.payload
-        halves = 2 if self.operation == "all_reduce" else 1
-        return plain(Fraction(halves * (self.ranks - 1)) * self.count * self.call_bytes)
+        senders = 1 if self.operation == "send" else self.ranks
+        return plain(senders * self.wire_fraction * self.count * self.call_bytes)
 
-    @property
-    def steps(self) -> int:
-        """Return the number of sequential messages per call."""
+    def seconds(self, link: Link) -> float:
+        """Return the time of all calls by the faster of ring and double binary tree."""
         if self.operation == "send":
-            return 1
-        halves = 2 if self.operation == "all_reduce" else 1
-        if self.algorithm == "tree":
-            return halves * math.ceil(math.log2(self.ranks))
-        return halves * (self.ranks - 1)
-
-    def seconds(self, *, bandwidth: float, latency: float = 0.0) -> float:
-        """Return the time of all calls: `count * steps * latency + wire / bandwidth`."""
-        return self.count * self.steps * latency + float(self.wire) / bandwidth
+            return self.count * link.latency + float(self.wire) / link.bandwidth
+        ring_steps = self.phases * (self.ranks - 1)
+        ring = self.count * ring_steps * link.latency + float(self.wire) / link.bandwidth
+        tree_steps = self.phases * math.ceil(math.log2(self.ranks))
+        tree_wire = self.phases * float(self.payload)
+        tree = self.count * tree_steps * link.latency + tree_wire / link.bandwidth
+        return min(ring, tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +105,7 @@ class Communication:
                 product(
                     c.name,
                     "B",
-                    f"{c.algorithm} {c.operation} over {c.ranks}",
+                    f"ring {c.operation} over {c.ranks}",
                     share=c.wire_fraction,
                     calls=c.count,
                     each=c.call_bytes,

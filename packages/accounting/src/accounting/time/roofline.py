@@ -63,7 +63,6 @@ def roofline(
     bytes: float | Fraction | None = None,
     shape: tuple[int, int, int] | None = None,
     dtype: str = "fp16",
-    name: str | None = None,
 ) -> Roofline:
     """Return the roofline of an operation, from its counts or from a matmul's `shape` (m, k, n)."""
     device = find(hardware)
@@ -73,7 +72,6 @@ def roofline(
         if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"expected shape=(m, k, n), got {shape}")
         flops, bytes = matmul(*shape, dtype=dtype)
-        name = name or "x".join(map(str, shape))
     if not flops or not bytes:
         raise ValueError("expected shape=(m, k, n), or flops > 0 and bytes > 0, got neither")
     checks.number("flops", flops)
@@ -82,7 +80,7 @@ def roofline(
     ratio = flops / bytes
     ridge = peak / bandwidth
     return Roofline(
-        name=name or "operation",
+        name="operation" if shape is None else "x".join(map(str, shape)),
         flops=flops,
         bytes=bytes,
         intensity=float(ratio),

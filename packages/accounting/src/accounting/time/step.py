@@ -69,7 +69,7 @@ def step_time(
     free, waits = compute, 0.0
     shown = []
     for collective, link in collectives_on(model, plan, work, hardware=device):
-        needs = fastest(collective, link)
+        needs = collective.seconds(link)
         hidden = min(needs, free, can_hide[collective.axis] * compute)
         free -= hidden
         if collective.axis in ("tensor", "expert", "context"):
@@ -200,16 +200,6 @@ def group_link(
     ports = min(inside, ranks)
     bandwidth = min(link.bandwidth, network.bandwidth * ports)
     return replace(network, bandwidth=bandwidth)
-
-
-def fastest(collective: Collective, link: Link) -> float:
-    """Return the seconds of a collective by the faster of ring and tree."""
-    return min(
-        replace(collective, algorithm=algorithm).seconds(
-            bandwidth=link.bandwidth, latency=link.latency
-        )
-        for algorithm in ("ring", "tree")
-    )
 
 
 @checks.entry(latency=0)
