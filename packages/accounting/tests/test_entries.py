@@ -41,7 +41,6 @@ TAKES: dict[str, dict[str, Any]] = {
     "cli.questions.stored_dtype": {"text": "layers=2"},
     "cli.serving.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
     "flops.flops": RUN | {"phase": "training", "attention": "full", "recompute": "none"},
-    "flops.hfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "flash": True} | PEAK,
     "flops.mfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8} | PEAK,
     "flops.pairs": {"model": MODEL, "seq": 8, "attention": "causal"},
     "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
@@ -110,7 +109,7 @@ INSIDE = {
     *("time.efficiency", "workload"),
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
     *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
-    *("search.answer.no_room", "fermi.as_range"),
+    *("search.answer.no_room",),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),
@@ -141,7 +140,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 FUNCTIONS = dict(functions())
 FERMI = {
     name: {
-        parameter.name: 2 if parameter.annotation == "int" else 2.0
+        parameter.name: 2 if parameter.annotation is int else 2.0
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     }

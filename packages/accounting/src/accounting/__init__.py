@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from accounting import fermi
 from accounting.breakdown import Breakdown
-from accounting.flops import flops, hfu, mfu
+from accounting.flops import flops, mfu
 from accounting.hardware import HARDWARE, Hardware
 from accounting.kv_cache import kv_cache
 from accounting.memory.peak import peak_memory
@@ -65,7 +65,6 @@ __all__ = [
     "fermi",
     "fits",
     "flops",
-    "hfu",
     "kv_cache",
     "mfu",
     "parameters",

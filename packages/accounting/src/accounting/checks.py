@@ -37,13 +37,10 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         rules, order = _rules(function, limits)
-        signature = inspect.signature(function).parameters.values()
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature) and not forwarded
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not takes_any:
-                _refuse_unknown("argument", kwargs, (*rules, *forwarded))
+            _refuse_unknown("argument", kwargs, (*rules, *forwarded))
             positional = list(args)
             for index, (name, value) in enumerate(zip(order, args, strict=False)):
                 positional[index] = _typed(name, value, rules[name])
@@ -221,7 +218,7 @@ def _typed(name: str, value: Any, rule: Rule) -> Any:
     if declared == "int":
         most = MOST_LAYERS if name == "layers" else math.inf
         value = whole(name, value, least=_least(rule), most=most)
-    elif declared == "float" or (declared == "Quantity" and not hasattr(value, "low")):
+    elif declared == "float":
         number(name, value, open=rule.limit is None and rule.default != 0)
     elif declared == "bool":
         flag(name, value)

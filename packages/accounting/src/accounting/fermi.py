@@ -1,15 +1,10 @@
 """Order-of-magnitude estimates of compute, memory, time, money and energy for large models.
 
-Each estimate is one function with units in its name. An input is a number or a `Range(low, high)`;
-a range propagates through all steps, so an uncertain input gives an uncertain result. Constants are
-listed with their sources. Ratios of tokens, words and pages are conventions, not measurements.
+Each estimate is one function with units in its name. Constants are listed with their sources.
+Ratios of tokens, words and pages are conventions, not measurements.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import Union
 
 from accounting import checks
 
@@ -36,54 +31,12 @@ BURGER_KG = 0.113  # a quarter pound
 GPT3_COST_USD = 6e6  # a published estimate of the training cost of GPT-3
 
 
-@dataclass(frozen=True)
-class Range:
-    """A positive quantity that is known to be in an interval; arithmetic returns intervals."""
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        checks.number("low", self.low)
-        checks.number("high", self.high)
-        if self.low > self.high:
-            raise ValueError(f"expected low <= high, got low={self.low} and high={self.high}")
-
-    @property
-    def middle(self) -> float:
-        """Return the geometric mean of the ends."""
-        return math.sqrt(self.low * self.high)
-
-    def __mul__(self, other: Quantity) -> Range:
-        other = as_range(other)
-        return Range(self.low * other.low, self.high * other.high)
-
-    def __truediv__(self, other: Quantity) -> Range:
-        other = as_range(other)
-        return Range(self.low / other.high, self.high / other.low)
-
-    def __pow__(self, exponent: float) -> Range:
-        ends = sorted((self.low**exponent, self.high**exponent))
-        return Range(ends[0], ends[1])
-
-    __rmul__ = __mul__
-
-    def __rtruediv__(self, other: float) -> Range:
-        return Range(other, other) / self
-
-
 #: Options of `gpu_hours`.
 _SPEED = ("flops_per_second", "utilization")
-Quantity = Union[float, Range]  # noqa: UP007 - read by arithmetic above before Range exists
-
-
-def as_range(value: Quantity) -> Range:
-    """Return a range; a number becomes a range of zero width."""
-    return value if isinstance(value, Range) else Range(value, value)
 
 
 @checks.entry()
-def training_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
+def training_flops(parameters: float, tokens: float) -> float:
     """Return C = 6ND: two forward and four backward operations per parameter and token.
 
     See Kaplan et al. 2020.
@@ -113,31 +66,31 @@ def chinchilla(
 
 
 @checks.entry()
-def flops_for_scale(parameters: Quantity, *, parameters_per_root_flop: float = 0.1) -> Quantity:
+def flops_for_scale(parameters: float, *, parameters_per_root_flop: float = 0.1) -> float:
     """Return the compute for which a model size is optimal if N = c sqrt(C): C = (N / c)^2."""
     return (parameters / parameters_per_root_flop) ** 2
 
 
 @checks.entry()
-def tokens_for_flops(flops: Quantity, *, tokens_per_root_flop: float = 1.7) -> Quantity:
+def tokens_for_flops(flops: float, *, tokens_per_root_flop: float = 1.7) -> float:
     """Return the optimal tokens for a compute budget if D = c sqrt(C)."""
     return tokens_per_root_flop * flops**0.5
 
 
 @checks.entry()
-def words(tokens: Quantity, *, tokens_per_word: Quantity = TOKENS_PER_WORD) -> Quantity:
+def words(tokens: float, *, tokens_per_word: float = TOKENS_PER_WORD) -> float:
     """Return the number of words that `tokens` tokens correspond to."""
     return tokens / tokens_per_word
 
 
 @checks.entry()
 def books(
-    tokens: Quantity,
+    tokens: float,
     *,
-    tokens_per_word: Quantity = TOKENS_PER_WORD,
-    words_per_page: Quantity = WORDS_PER_PAGE,
-    pages_per_book: Quantity = PAGES_PER_BOOK,
-) -> Quantity:
+    tokens_per_word: float = TOKENS_PER_WORD,
+    words_per_page: float = WORDS_PER_PAGE,
+    pages_per_book: float = PAGES_PER_BOOK,
+) -> float:
     """Return the number of books that `tokens` tokens correspond to."""
     return words(tokens, tokens_per_word=tokens_per_word) / (words_per_page * pages_per_book)
 
@@ -165,16 +118,16 @@ def storage_usd_per_year(size_bytes: float, *, usd_per_mb_year: float) -> float:
 
 @checks.entry()
 def seconds_per_token(
-    weights_bytes: Quantity,
+    weights_bytes: float,
     *,
-    bandwidth_bytes_per_second: Quantity = H200_BANDWIDTH_BYTES_PER_SECOND,
-) -> Quantity:
+    bandwidth_bytes_per_second: float = H200_BANDWIDTH_BYTES_PER_SECOND,
+) -> float:
     """Return the minimum time to decode one token at batch size 1: each weight is read once."""
     return weights_bytes / bandwidth_bytes_per_second
 
 
 @checks.entry("bandwidth_bytes_per_second")
-def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
+def tokens_per_minute(weights_bytes: float, **memory: float) -> float:
     """Return the maximum tokens per minute of one sequence; see `seconds_per_token`."""
     return 60.0 / seconds_per_token(weights_bytes, **memory)
 
@@ -194,43 +147,40 @@ def tokens_to_match_weights(weights_bytes: float, bytes_per_token: float) -> flo
 
 
 @checks.entry()
-def petaflop_days(flops: Quantity) -> Quantity:
+def petaflop_days(flops: float) -> float:
     """Return the compute in petaflop/s-days."""
     return flops / PETAFLOP_DAY
 
 
 @checks.entry()
 def gpu_hours(
-    flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilization: Quantity = 1.0
-) -> Quantity:
+    flops: float, *, flops_per_second: float = H200_FP8_FLOPS, utilization: float = 1.0
+) -> float:
     """Return the device-hours for a compute budget at a fraction of the peak."""
-    if as_range(utilization).high > 1:
-        raise ValueError(f"expected 0 < utilization <= 1, got {utilization}")
+    checks.number("utilization", utilization, most=1)
     return flops / (flops_per_second * utilization) / 3600.0
 
 
 @checks.entry(*_SPEED)
-def training_usd(
-    flops: Quantity, *, usd_per_hour: Quantity = GPU_HOUR_USD, **speed: Quantity
-) -> Quantity:
+def training_usd(flops: float, *, usd_per_hour: float = GPU_HOUR_USD, **speed: float) -> float:
     """Return the rental cost of a compute budget; `speed` accepts the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
 @checks.entry(*_SPEED)
-def wall_clock_hours(flops: Quantity, devices: int, **speed: Quantity) -> Quantity:
+def wall_clock_hours(flops: float, devices: int, **speed: float) -> float:
     """Return the hours on several parallel devices; `speed` accepts the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) / devices
 
 
 @checks.entry()
-def inference_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
+def inference_flops(parameters: float, tokens: float) -> float:
     """Return 2ND: one multiply and one add per parameter and token."""
     return 2.0 * parameters * tokens
 
 
 @checks.entry("usd_per_hour", *_SPEED)
-def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> Quantity:
+def inference_usd(parameters: float, tokens: float, **price: float) -> float:
     """Return the rental cost to generate tokens if inference is compute-bound.
 
     `price` accepts the options of `training_usd`.
@@ -239,13 +189,13 @@ def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> 
 
 
 @checks.entry()
-def break_even_tokens(cost_usd: Quantity, *, usd_per_million_tokens: Quantity = 120.0) -> Quantity:
+def break_even_tokens(cost_usd: float, *, usd_per_million_tokens: float = 120.0) -> float:
     """Return the number of tokens whose sale recovers a cost."""
     return cost_usd / usd_per_million_tokens * 1e6
 
 
 @checks.entry()
-def essays(tokens: Quantity, *, tokens_per_essay: Quantity = TOKENS_PER_ESSAY) -> Quantity:
+def essays(tokens: float, *, tokens_per_essay: float = TOKENS_PER_ESSAY) -> float:
     """Return the number of thousand-word essays that `tokens` tokens correspond to."""
     return tokens / tokens_per_essay
 
@@ -274,30 +224,30 @@ def watts_above_landauer(
 
 @checks.entry()
 def carbon_usd(
-    tonnes_co2: Quantity = GPT3_TONNES_CO2, *, usd_per_tonne: Quantity = CO2_USD_PER_TONNE
-) -> Quantity:
+    tonnes_co2: float = GPT3_TONNES_CO2, *, usd_per_tonne: float = CO2_USD_PER_TONNE
+) -> float:
     """Return the social cost of an emission."""
     return tonnes_co2 * usd_per_tonne
 
 
 @checks.entry()
 def burgers(
-    tonnes_co2: Quantity = GPT3_TONNES_CO2,
+    tonnes_co2: float = GPT3_TONNES_CO2,
     *,
-    burger_kg: Quantity = BURGER_KG,
-    kg_co2_per_kg: Quantity = BEEF_KG_CO2_PER_KG,
-) -> Quantity:
+    burger_kg: float = BURGER_KG,
+    kg_co2_per_kg: float = BEEF_KG_CO2_PER_KG,
+) -> float:
     """Return the number of quarter-pounders whose beef causes the same emission."""
     return tonnes_co2 * 1000.0 / (burger_kg * kg_co2_per_kg)
 
 
 @checks.entry()
-def device_hours(tokens: Quantity, *, hours_per_trillion_tokens: Quantity) -> Quantity:
+def device_hours(tokens: float, *, hours_per_trillion_tokens: float) -> float:
     """Return the device-hours of a run at a known rate."""
     return tokens / 1e12 * hours_per_trillion_tokens
 
 
 @checks.entry()
-def price_of_training(hours: Quantity, *, usd_per_hour: Quantity) -> Quantity:
+def price_of_training(hours: float, *, usd_per_hour: float) -> float:
     """Return the rental cost of known device-hours."""
     return hours * usd_per_hour

@@ -131,7 +131,8 @@ def mfu(
 
     Pass `peak` as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions differ:
     PaLM counts full attention and reports one value with and one without attention (Chowdhery et
-    al. 2022, appendix B).
+    al. 2022, appendix B). For the hardware utilization, pass the operations of `flops` with
+    `recompute` and `flash` to `utilization`.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
@@ -141,24 +142,6 @@ def mfu(
 def attention_operations(work: Breakdown) -> int | float:
     """Return the part of `flops` that grows with the square of the length, not recomputed."""
     return sum(part.total for part in work if part.name in ("attention", "index"))
-
-
-@checks.entry("hardware", "dtype", "peak_flops")
-def hfu(
-    model: Transformer,
-    *,
-    tokens_per_second: float,
-    seq: int,
-    devices: int = 1,
-    attention: Attention = "causal",
-    recompute: Recompute = "none",
-    flash: bool = True,
-    **peak: Any,
-) -> float:
-    """Return the hardware FLOPs utilization: like `mfu`, but with recomputed operations."""
-    options: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
-    work = flops(model, seq=seq, **options)
-    return utilization(work.total / seq * tokens_per_second / devices, **peak)
 
 
 @checks.entry()

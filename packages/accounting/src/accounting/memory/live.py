@@ -7,7 +7,8 @@ deletion. On the meta device nothing is allocated, so a 2.7B model can be traced
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,7 +20,6 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from accounting import checks
 
@@ -52,8 +52,7 @@ class LiveMemory(TorchDispatchMode):
         self.at_peak: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
         self._modules: list[str] = []
-        self._hooks: list[RemovableHandle] = []
-        self._restore_resize: Callable[[], None] = _nothing_to_restore
+        self._hooks = ExitStack()
 
     def add(self, tensors: Iterable[Tensor], operator: str) -> None:
         """Count existing tensors, such as the parameters of a model."""
@@ -62,19 +61,17 @@ class LiveMemory(TorchDispatchMode):
         self._note("start")
 
     def __enter__(self) -> Self:
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        self._restore_resize = _call_after_resize(self._resized)
+        before = register_module_forward_pre_hook(self._enter_module)
+        after = register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        self._hooks.enter_context(_calling_after_resize(self._resized))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._restore_resize()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def __torch_dispatch__(
         self,
@@ -138,12 +135,9 @@ class LiveMemory(TorchDispatchMode):
             self.at_peak = list(self._alive.values())
 
 
-def _nothing_to_restore() -> None:
-    """Do nothing; used until the context is entered."""
-
-
-def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
-    """Call `then` after each resize of a storage; return a function that restores torch's method.
+@contextmanager
+def _calling_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `then` after each resize of a storage in this context.
 
     A dispatch mode cannot intercept the resize of a storage, because it is not an operator.
     """
@@ -155,14 +149,14 @@ def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable
         then(storage)
         return result
 
-    def restore() -> None:
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
         if overridden is None:
             del torch.UntypedStorage.resize_
         else:
             torch.UntypedStorage.resize_ = overridden  # type: ignore[method-assign]
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    return restore
 
 
 #: Methods that return the dense tensors inside a sparse tensor, by layout.
