@@ -52,7 +52,9 @@ class FsdpStage:
     def fullest(self, in_flight: int) -> Breakdown:
         """Return the moment of a step with the most memory."""
         resharded = self.plan.reshard_after_forward
-        gathered = self._gathered(2 if resharded else self.layers, buffer=resharded)
+        # Without resharding, only the first forward gathers.
+        gathers = resharded or in_flight == 1
+        gathered = self._gathered(2 if resharded else self.layers, buffer=gathers)
         moments = [self._moment(in_flight, gathered), *self.reduction()]
         moments += self.backward(in_flight, accumulated=False, whole=False)
         if self.plan.microbatches > in_flight:
