@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +16,29 @@ def test_cache_size_equals_tensors_saved_by_decoding() -> None:
     assert kv_cache(shape, seq=7, batch=2).total == keys.nbytes + values.nbytes
 
 
-@pytest.mark.parametrize("cost", [flops, kv_cache, training_memory])
-def test_sequence_beyond_the_table_of_positions_is_refused(cost: Callable[..., Any]) -> None:
-    """GPT-2 cannot read more tokens than its table has rows; the default of `serve` is 8,192."""
-    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16}
-    model = Transformer.from_hf(gpt2 | {"vocab_size": 9})
-    assert cost(model, seq=16, batch=1).total
-    with pytest.raises(ValueError, match="expected seq <= 16, the rows of the position table"):
-        cost(model, seq=17, batch=1)
+CONFIGS: list[tuple[dict[str, Any], int]] = [
+    ({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16}, 16),
+    # These tables have two rows that no token uses.
+    ({"model_type": "opt", "ffn_dim": 8, "max_position_embeddings": 16}, 16),
+    ({"model_type": "biogpt", "intermediate_size": 8, "max_position_embeddings": 16}, 16),
+    ({"model_type": "roberta", "intermediate_size": 8, "max_position_embeddings": 18}, 16),
+    ({"model_type": "bert", "intermediate_size": 8, "max_position_embeddings": 16}, 16),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), CONFIGS
+)
+def test_sequence_beyond_the_positions_is_refused(config: dict[str, Any], most: int) -> None:
+    """GPT-2 cannot read more tokens than it has positions; the default of `serve` is 8,192."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+    model = Transformer.from_hf(
+        (sizes if config["model_type"] != "gpt2" else {"vocab_size": 9}) | config
+    )
+    for cost in (flops, kv_cache, training_memory):
+        assert cost(model, seq=most, batch=1) is not None
+        with pytest.raises(ValueError, match=f"expected seq <= {most}, the number of positions"):
+            cost(model, seq=most + 1, batch=1)
 
 
 @given(heads=st.sampled_from([4, 8]), seq=st.integers(1, 100))

@@ -183,13 +183,14 @@ class Transformer:
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
     def check_positions(self, seq: int) -> None:
-        """Raise `ValueError` if a decoder's table of positions is shorter than a sequence.
+        """Raise `ValueError` if a model of text has fewer positions than a sequence has tokens.
 
-        Encoders are not checked, because encoders of images may interpolate their table.
+        Encoders of images are not checked, because they may interpolate their table.
         """
-        if self.causal and 0 < self.positions < seq:
+        is_text = self.causal or self.vocab_size > 0
+        if is_text and 0 < self.positions < seq:
             raise ValueError(
-                f"expected seq <= {self.positions}, the rows of the position table of {self.name}, "
+                f"expected seq <= {self.positions}, the number of positions of {self.name}, "
                 f"got seq={seq}"
             )
 
