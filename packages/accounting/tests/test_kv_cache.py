@@ -26,9 +26,7 @@ CONFIGS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("config", "most"), CONFIGS
-)
+@pytest.mark.parametrize(("config", "most"), CONFIGS)
 def test_sequence_beyond_the_positions_is_refused(config: dict[str, Any], most: int) -> None:
     """GPT-2 cannot read more tokens than it has positions; the default of `serve` is 8,192."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}

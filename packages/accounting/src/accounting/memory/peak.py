@@ -48,6 +48,11 @@ def peak_memory(
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
         )
+    if model.sinks and work.transformers and work.flash:
+        raise ValueError(
+            f"expected flash=False for {model.name}, got True; transformers computes attention with "
+            "sinks without sdpa"
+        )
     if plan.recompute == "selective":
         raise ValueError(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
