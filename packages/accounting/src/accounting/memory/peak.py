@@ -50,8 +50,8 @@ def peak_memory(
         )
     if model.sinks and work.transformers and work.flash:
         raise ValueError(
-            f"expected flash=False for {model.name}, got True; transformers computes attention with "
-            "sinks without sdpa"
+            f"expected flash=False for {model.name}, got True; transformers computes attention "
+            "with sinks without sdpa"
         )
     if plan.recompute == "selective":
         raise ValueError(
