@@ -1,4 +1,4 @@
-"""Transformers that tests draw."""
+"""Random models for tests."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 
 def shapes() -> st.SearchStrategy[Transformer]:
-    """Random transformers, with and without grouped queries, experts, windows, biases and ties."""
+    """Return random models with optional grouped queries, experts, windows, biases and ties."""
 
     @st.composite
     def build(draw: st.DrawFn) -> Transformer:

@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 @contextmanager
 def world_of(ranks: int, rank: int = 0) -> Iterator[Any]:
-    """One rank of a group whose collectives send nothing, with its mesh."""
+    """Yield the mesh of one rank in a group whose collectives send nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

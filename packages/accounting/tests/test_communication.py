@@ -23,7 +23,7 @@ SPARSE = Transformer(
 
 
 def ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
-    """Bytes that each rank of a real ring of threads sends; the sum that it leaves is checked."""
+    """Return the bytes that each rank of a ring of threads sends, and check the reduced sum."""
     data = [torch.full((elements,), float(r + 1)) for r in range(ranks)]
     sent = [0] * ranks
     inbox: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
@@ -107,7 +107,7 @@ def test_payload_equals_tensors_of_torch_ddp_and_fsdp() -> None:
     root = 4 * (parameters(shape)["embedding"].total + parameters(shape)["head"].total + 32)
     gathered = sum(v for k, v in moved.seen.items() if "allgather" in k)
     scattered = sum(v for k, v in moved.seen.items() if "reduce_scatter" in k)
-    # torch keeps the root's own parameters gathered between forward and backward.
+    # torch keeps the parameters of the root gathered between forward and backward.
     assert gathered == ours["weights"].payload - root
     assert scattered == ours["gradients"].payload
 
@@ -165,7 +165,7 @@ def test_experts_send_every_token_copy_both_ways() -> None:
     for name in ("tokens to experts", "tokens from experts, backward"):
         assert traffic[name].payload == 2 * copies
         assert traffic[name].wire == 2 * copies * 3 / 4
-    # Experts are on one rank each of the group, so their gradients have nobody to meet.
+    # Each expert is on a single rank, so its gradients are not reduced.
     assert "gradients of experts" not in [c.name for c in traffic]
     shared = communication(SPARSE, Plan(data=8, expert=4), batch=8, seq=10)
     assert shared["gradients of experts"].ranks == 2

@@ -1,4 +1,4 @@
-"""Every public entry, found by looking, with every argument replaced by what it cannot be."""
+"""Tests that pass invalid values for every argument of every public function."""
 
 import dataclasses
 import importlib
@@ -125,7 +125,7 @@ FREE = {
 
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every function of every module but benches, by its module and its name."""
+    """Yield the name and the function of each public function of the package."""
     for module in pkgutil.walk_packages(accounting.__path__, "accounting."):
         path = module.name.removeprefix("accounting.")
         if path in ("__main__", "bench", "plain") or path in INSIDE:
@@ -159,7 +159,7 @@ RECORDS: dict[type, dict[str, Any]] = {
     type(HARDWARE["H100"]): vars(HARDWARE["H100"]) | {"power_watts": 700.0},
     type(HARDWARE["H100"].network): dict(vars(HARDWARE["H100"].network)),
 }
-# Zero is a count, a rate or a time there.
+# Arguments that may be zero.
 MAY_BE_ZERO = {
     *("batch", "stage", "count", "zero", "usd_per_hour", "tp"),
     *("activation_bytes", "sharded_activations", "latency"),

@@ -192,12 +192,12 @@ def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
 
 
 def imported(tmp_path: Path) -> list[str]:
-    """Return the seconds that an import takes, and the modules that it loads."""
+    """Return the CPU seconds of an import, followed by the names of the loaded modules."""
     code = (
         "import sys, time; t = time.process_time(); import accounting; "
         "print(time.process_time() - t, *sys.modules)"
     )
-    # Bytecode is written on the first run, as it is at any installation.
+    # Bytecode is written on the first run, as in an installation.
     ready = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     ready["PYTHONPATH"] = str(Path(accounting.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=ready, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Against the modules that transformers itself builds, on the meta device."""
+"""Tests that compare counts with modules that transformers builds on the meta device."""
 
 import json
 import time
@@ -46,7 +46,7 @@ OPT = {
 }
 PADDED = {"pad_token_id": 0}
 
-# Beside each family as it is, the switches that change a count.
+# Each family with its defaults, and with switches that change a count.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", GPT2 | {"vocab_size": 101}),
     ("gpt2", GPT2 | {"vocab_size": 101, "n_inner": 77, "tie_word_embeddings": False}),
@@ -105,7 +105,7 @@ def test_every_family_has_parameters_of_transformers_module(
     module = build(family, sizes)
     ours = Transformer.from_hf(sizes | {"model_type": family})
     assert parameters(ours).total == sum(p.numel() for p in module.parameters())
-    # The file that transformers would write says the same, and so does the module itself.
+    # The file that transformers writes and the module give the same count.
     written = json.loads(module.config.to_json_string(use_diff=False))
     assert parameters(Transformer.from_hf(written)).total == parameters(ours).total
     assert parameters(described(module)).total == parameters(ours).total

@@ -1,6 +1,5 @@
 """Tests that compare memory with eager torch: saved tensors, and the peak of live storages."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,11 +27,9 @@ from accounting.search.plans import fewest_devices, plans_that_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_shapes import even, shapes
-from reference import Model
+from reference import Model, PolledMemory
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 # CPU kernels: math keeps the probabilities, flash the log-sum-exp.
@@ -91,39 +88,6 @@ def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:
     assert saved == cast + predicted_saved_bytes(shape, 3, 13, precision="amp_bf16")
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of tensor storage that are alive at one time."""
-
-    def __init__(self, *there: torch.Tensor) -> None:
-        super().__init__()
-        self.alive: set[int] = set()
-        self.now = self.most = 0
-        for tensor in there:
-            self.see(tensor)
-
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.alive:
-            return
-        self.alive.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-
-        def gone() -> None:
-            self.alive.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, gone)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
-        return result
-
-
 @contextmanager
 def kernel(flash: bool) -> Iterator[None]:
     with sdpa_kernel(KERNELS[flash]):
@@ -173,7 +137,9 @@ def peak_agrees(where: str, flash: bool, foreach: bool, recompute: str) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = (torch.randint(shape.vocab_size, (batch, seq)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    with kernel(flash), Peak(tokens, targets, *model.parameters()) as peak:
+    peak = PolledMemory()
+    peak.add((tokens, targets, *model.parameters()))
+    with kernel(flash), peak:
         for _ in range(2):
             optimizer.zero_grad()
             loss_of(model, tokens, targets).backward()
@@ -187,7 +153,7 @@ def peak_agrees(where: str, flash: bool, foreach: bool, recompute: str) -> None:
         fused_norm=False,
         foreach=foreach,
     )
-    assert predicted.total == pytest.approx(peak.most, rel=0.03)
+    assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.03)
 
 
 @settings(deadline=None, max_examples=25)

@@ -70,14 +70,14 @@ def test_refusal_takes_less_than_two_seconds() -> None:
     assert_at_most("accounting: refusal of DeepSeek-V3 with 1 GB", 2, seconds, "s")
 
 
-def test_the_answer_holds_together() -> None:
+def test_answer_is_consistent() -> None:
     answer = plan_for(LLAMA_405B, gpus=16384, tokens=15.6e12, seq=8192, batch=2048)
     plan = answer.plan
     assert plan.data * plan.tensor * plan.pipeline * plan.context == 16384
     plan.check(LLAMA_405B, batch=2048, seq=8192)
     assert answer.seconds.low < answer.seconds.middle < answer.seconds.high
     assert 0.3 < answer.mfu.middle < 0.6
-    # 54 days and 15.6T tokens are what was published of it.
+    # The published run took 54 days for 15.6T tokens.
     assert 45 < answer.days.middle < 90
     result = answer.to_dict()
     assert json.loads(json.dumps(result))["plan"]["tensor"] == plan.tensor
@@ -94,7 +94,7 @@ def test_the_answer_holds_together() -> None:
 
 
 def test_the_estimate_puts_the_best_plans_in_front() -> None:
-    # Against every plan worked out in full, on a question that is small enough.
+    # Compare with all plans computed in full, which is feasible for a small question.
     question: dict[str, Any] = {"hardware": "H100", "devices": 8, "batch": 16, "seq": 2048}
     question |= {"context": 1, "recompute": "none"}
     model = Transformer(layers=16, d_model=4096, heads=32, vocab_size=64000)

@@ -26,7 +26,7 @@ def a_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> Ratio
 
 
 def test_interval_is_measured_on_held_out_sources() -> None:
-    # Two runs of a source say nothing about another source: within s they agree, s is off by 1.
+    # The two runs of source s agree, but source s is off by 1.
     seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
     assert errors_by_source(seen) == {"s": [1.0, 1.0], "t": [1.0]}
     interval = learned(seen, GROUP)
