@@ -98,7 +98,7 @@ INSIDE = {
     *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
-        "model.matrices",
+        "model.transformer.matrices",
         "model.config",
         "model.family",
         "model.family_tables",

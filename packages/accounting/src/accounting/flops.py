@@ -15,9 +15,8 @@ from typing import Any, Literal
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware, find
-from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 from accounting.parameters import by_part
 
 Phase = Literal["forward", "training", "prefill", "decode"]

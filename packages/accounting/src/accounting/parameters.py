@@ -4,9 +4,8 @@ from itertools import groupby
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 
 UNIT = "parameters"
 

@@ -11,8 +11,7 @@ from accounting.flops import Phase, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
 from accounting.memory.states import device_parameters
-from accounting.model.matrices import matrices
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective

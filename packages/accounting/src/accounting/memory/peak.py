@@ -11,8 +11,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
 from accounting.memory.states import cast_weights, fsdp_groups, model_states, one_layer
-from accounting.model.matrices import matrices
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, part_of, split
 from accounting.precision import Precision, bytes_of, recipe
 

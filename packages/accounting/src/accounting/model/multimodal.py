@@ -7,9 +7,8 @@ from accounting.model.config import Config
 from accounting.model.family import family_arguments
 from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
 from accounting.model.formulas import Table
-from accounting.model.matrices import matrices
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 
 # Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")

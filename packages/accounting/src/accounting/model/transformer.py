@@ -1,19 +1,21 @@
-"""A transformer described by all sizes that determine its cost.
+"""A transformer described by all sizes that determine its cost, and its matrices.
 
 The sizes cover grouped-query and latent attention, recurrent mixers, experts and windows in some
 layers, and individual biases and norms. The defaults describe a Llama-like decoder: RMSNorm, rotary
-positions, a gated MLP, no biases, and an untied head.
+positions, a gated MLP, no biases, and an untied head. All counts are derived from the matrices,
+whose rows are in matrices.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from os import PathLike
 from typing import Any, ClassVar
 
 from accounting import checks
+from accounting.model.formulas import tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 
 
@@ -147,17 +149,17 @@ class Transformer:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
 
     def _record(self, name: str, record: type, listed: bool) -> None:
-        value = getattr(self, name)
-        entries = value
+        field = getattr(self, name)
+        entries = field
         if not listed:
-            entries = () if value is None else (value,)
+            entries = () if field is None else (field,)
         if not isinstance(entries, tuple) or not all(isinstance(x, record) for x in entries):
             kind = f"a tuple of {record.__name__}" if listed else f"{record.__name__}(...) or None"
-            raise TypeError(f"expected {name} to be {kind}, got {value!r}")
+            raise TypeError(f"expected {name} to be {kind}, got {field!r}")
 
-    def _fill(self, name: str, value: object) -> None:
+    def _fill(self, name: str, default: object) -> None:
         if not getattr(self, name):
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, default)
 
     def _layers(
         self, name: str, layers: Iterable[int] | None, default: tuple[int, ...]
@@ -167,8 +169,6 @@ class Transformer:
     @property
     def size(self) -> int:
         """Return the total number of parameters."""
-        from accounting.model.matrices import matrices
-
         return sum(matrix.size for matrix in matrices(self))
 
     @cached_property
@@ -222,3 +222,40 @@ _RECORDS: dict[str, tuple[type, bool]] = {
     "mixers": (Mixer, True),
     "extra": (Matrix, True),
 }
+_PARTS = tables("model/matrices.toml")
+
+
+@lru_cache(maxsize=4096)
+def matrices(model: Transformer) -> tuple[Matrix, ...]:
+    """Return the nonempty matrices of a model, one record per kind."""
+    mixers = (
+        replace(matrix, part=mixer.name, layers=mixer.layers)
+        for mixer in model.mixers
+        for matrix in mixer.matrices
+    )
+    ordered = [matrix for part in _PARTS for matrix in _part(model, part)]
+    after = next((i for i, m in enumerate(ordered) if m.part in ("norms", "head")), len(ordered))
+    ordered = [*ordered[:after], *mixers, *ordered[after:], *model.extra]
+    return tuple(matrix for matrix in ordered if matrix.size)
+
+
+def _part(model: Transformer, part: str) -> Iterator[Matrix]:
+    experts = model.experts
+    names: dict[str, Any] = {
+        **{"m": model, "mla": model.mla, "experts": experts},
+        **{"d": model.d_model, "h": model.heads, "g": model.kv_heads, "e": model.embedding_dim},
+        **{"qk": model.qk_dim, "v": model.v_head_dim},
+        "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
+    }
+    everywhere = value(_PARTS[part].get("layers"), names)
+    for name, rows, columns, split, there, *more in _PARTS[part]["rows"]:
+        about: dict[str, Any] = {"kind": "matrix" if rows else "vector"} | dict(*more)
+        layers = value(about.pop("layers"), names) if "layers" in about else everywhere
+        if layers == () or not value(there, names):
+            continue
+        if about.get("routed") and experts:
+            about |= {"copies": experts.count, "chosen": experts.per_token}
+            about["routed"] = experts.count > 1
+        about["layers"] = None if layers is None else tuple(layers)
+        wide, high = value(columns, names), value(rows or 1, names)
+        yield Matrix(part, name, int(high), int(wide), split, **about)

@@ -7,8 +7,7 @@ activations, residual sums, an unfused softmax, and the optimizer.
 """
 
 from accounting.hardware import Hardware
-from accounting.model.matrices import matrices
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.workload import Workload
