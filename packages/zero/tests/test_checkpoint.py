@@ -4,7 +4,6 @@ import copy
 import sys
 from math import prod
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
-from zero.checkpoint import storage
 from zero.checkpoint.planner import boxes
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 
@@ -81,23 +79,18 @@ def whole(model):
     }
 
 
-def save_at(path, stage, name, async_op):
+def save_at(path, stage, name):
     model, optimizer = build(stage, 0, name)
     train(model, optimizer, range(3))
-    saving = save_checkpoint(path, model, optimizer, extra={"step": 3}, async_op=async_op)
+    save_checkpoint(path, model, optimizer, extra={"step": 3})
     saved = whole(model)
     train(model, optimizer, range(3, 5))
-    if saving:
-        saving.wait()
     return saved, whole(model)
 
 
 def load_at(path, stage, name):
     model, optimizer = build(stage, 1, name)
-    # At an odd number of ranks, small tensors are read by the method for large ones.
-    direct = 1 if dist.get_world_size() % 2 else storage.DIRECT_READ_BYTES
-    with patch.object(storage, "DIRECT_READ_BYTES", direct):
-        extra = load_checkpoint(path, model, optimizer)
+    extra = load_checkpoint(path, model, optimizer)
     loaded = whole(model)
     train(model, optimizer, range(extra["step"], 5))
     return loaded, whole(model)
@@ -117,8 +110,7 @@ def load_at(path, stage, name):
 )
 def test_resumed_training_equals_uninterrupted_training(tmp_path, before, after, name):
     path = str(tmp_path / "checkpoint")
-    options = before[0], name, before[1] == 4
-    saved, finished = run_ranks(save_at, before[1], path, *options, timeout=DEADLINE)[0]
+    saved, finished = run_ranks(save_at, before[1], path, before[0], name, timeout=DEADLINE)[0]
     for loaded, resumed in run_ranks(load_at, after[1], path, after[0], name, timeout=DEADLINE):
         for key, value in saved.items():
             assert torch.equal(loaded[key], value), key
@@ -196,39 +188,6 @@ def test_boxes_cover_a_run_of_elements_exactly_and_in_order(shape, data):
         covered += elements[index].flatten().tolist()
     assert covered == list(range(start, stop))
     assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
-
-
-def save_twice(path):
-    """Start two asynchronous saves to one path, and wait for the second one only."""
-    model, optimizer = build_plain(1, 0)
-    extra = {"note": torch.zeros(3)}
-    first = save_checkpoint(path, model, optimizer, extra=extra, async_op=True)
-    extra["note"] += 1
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(2.0)
-    second = save_checkpoint(path, model, optimizer, extra=extra, async_op=True)
-    extra["note"] += 1
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(3.0)
-    second.wait()
-    first.wait()
-    loaded = load_checkpoint(path, model, optimizer)
-    assert torch.equal(loaded["note"], torch.ones(3))
-    assert all(bool((p == 2).all()) for p in model.parameters())
-    save_checkpoint(path, model, optimizer, async_op=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(4.0)
-    save_checkpoint(path, model, optimizer)
-    load_checkpoint(path, model, optimizer)
-    assert all(bool((p == 4).all()) for p in model.parameters())
-    return True
-
-
-def test_saves_to_one_path_are_sequential_and_copy_the_state(tmp_path):
-    assert all(run_ranks(save_twice, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
 def save_small(path):
@@ -340,7 +299,7 @@ def test_a_compiled_model_is_saved_and_loaded(tmp_path):
 
 
 def save_beside_others(folder):
-    """Save twice to a folder with other files: through a symbolic link, and asynchronously."""
+    """Save twice to a folder with other files, through a symbolic link."""
     model, optimizer, *_ = pair()
     model(batch(0, dist.get_rank())).sum().backward()
     optimizer.step()
@@ -349,8 +308,6 @@ def save_beside_others(folder):
         write(folder_path / link, model)
         write(folder_path / link, model)
         load_checkpoint(folder_path / link, model)
-    save_checkpoint(folder_path / "runs/now", model, optimizer, async_op=True).wait()
-    load_checkpoint(folder_path / "runs/now", model, optimizer)
     refused = [
         ("runs/now", save_safetensors),
         ("weights", save_checkpoint),

@@ -69,14 +69,16 @@ def test_two_jobs_that_save_to_one_path_never_mix_their_files(tmp_path):
 
 
 def refuse_the_second(path):
-    """Check that a save in progress, also an asynchronous one, locks its path only."""
+    """Check that a save in progress locks its path only."""
     job, group = job_groups()
     model = filled(1.0 + job, group)
     link = Path(path).with_name("link")
     if dist.get_rank() == 0:
         link.symlink_to(path)
     dist.barrier()
-    saving = save_checkpoint(path, model, group=group, async_op=True) if job == 0 else None
+    lock = PathLock(Path(path))
+    if dist.get_rank() == 0:
+        lock.acquire()
     dist.barrier()
     if job == 1:
         for save in SAVES:
@@ -85,8 +87,9 @@ def refuse_the_second(path):
                     save(target, model, group=group)
             save(f"{path}-{save.__name__}", model, group=group)
     dist.barrier()
-    if saving is not None:
-        saving.wait()
+    lock.release()
+    if job == 0:
+        save_checkpoint(path, model, group=group)
         load_checkpoint(path, model, group=group)
         assert values_of(model) == [1.0]
     dist.barrier()
@@ -300,18 +303,3 @@ def test_ranks_that_find_different_checkpoints_are_refused(tmp_path):
     for rank in range(2):
         run_ranks(save_one, 2, str(tmp_path / f"rank{rank}"), 1.0 + rank, timeout=DEADLINE)
     assert all(run_ranks(load_different, 2, str(tmp_path), timeout=DEADLINE))
-
-
-def keep_of_one_second(folder):
-    """Keep checkpoints with equal times, as on file systems that count whole seconds."""
-    for number in (9, 10, 11):
-        save_checkpoint(f"{folder}/step-{number}", filled(1.0))
-        if dist.get_rank() == 0:
-            os.utime(f"{folder}/step-{number}/.metadata", (1, 1))
-        dist.barrier()
-    save_checkpoint(f"{folder}/step-12", filled(1.0), keep=2)
-
-
-def test_checkpoints_with_equal_times_are_kept_by_number(tmp_path):
-    run_ranks(keep_of_one_second, 2, str(tmp_path), timeout=DEADLINE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12"]

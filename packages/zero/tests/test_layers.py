@@ -316,8 +316,7 @@ def save_buffers(folder):
         assert not torch.equal(every[0]["1.running_mean"], every[1]["1.running_mean"])
         save_checkpoint(f"{folder}/checkpoint{stage}", model, optimizer)
         save_safetensors(f"{folder}/weights{stage}", model)
-        save_checkpoint(f"{folder}/later{stage}", model, optimizer, async_op=True).wait()
-        for kind in ("checkpoint", "weights", "later"):
+        for kind in ("checkpoint", "weights"):
             other, resumed = normalized(stage)
             load_checkpoint(
                 f"{folder}/{kind}{stage}", other, None if kind == "weights" else resumed

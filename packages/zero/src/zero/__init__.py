@@ -1,6 +1,6 @@
 """ZeRO: optimizer state, gradients and parameters sharded over data-parallel ranks."""
 
-from zero.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
+from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from zero.checkpoint.save_safetensors import save_safetensors
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.fully_shard import FSDPModule, fully_shard
@@ -16,7 +16,6 @@ __all__ = [
     "FSDPModule",
     "MemoryReport",
     "Moment",
-    "Saving",
     "ShardedOptimizer",
     "broadcast_buffers",
     "direct_all_gather",

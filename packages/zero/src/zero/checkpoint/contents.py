@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.storage import Folder
 from zero.checkpoint.weights import Weights
 from zero.optimizer.state_dict import options_of
 
 #: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
-VERSION = 3
+VERSION = 4
 HEADER = "zero"
 USUAL_PREFIXES = ("", "model.", "module.")
 
@@ -234,7 +235,7 @@ def _read_native(folder: Folder) -> Contents:
             f"expected format {VERSION}, got {header['version']} in {folder.path}: load it with "
             "the version of zero that wrote it"
         )
-    if not folder.verifier.present:
+    if not (folder.path / checksums.NAME).exists():
         raise ValueError(f"{folder.path} has lost its checksums: use an older checkpoint")
     model: dict[str, str] = {}
     states: States = {}

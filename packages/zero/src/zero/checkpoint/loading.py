@@ -53,36 +53,15 @@ class Loading:
         if optimizer is not None:
             self._match_optimizer(model, optimizer)
 
-    def verify(self) -> None:
-        """Raise ValueError if anything that `fill` would read is damaged."""
-        source = self.contents.source
-        # Only the byte ranges are needed, so the values have no memory.
-        parts = []
-        for part in self.parts:
-            nothing = torch.empty(part.stop - part.start, dtype=part.values.dtype, device="meta")
-            parts.append(replace(part, name=self.contents.model[part.name], values=nothing))
-        if not isinstance(source, Folder):
-            return source.verify(parts)
-        tensors, objects = self._state_parts("meta")
-        source.verify([*parts, *(part for _, _, part in tensors)], [name for _, _, name in objects])
-
     def fill(self) -> None:
         """Read the data into the model and the optimizer."""
-        source = self.contents.source
-        direct = []
+        stored = [replace(part, name=self.contents.model[part.name]) for part in self.parts]
+        self.contents.source.read(stored)
         for part in self.parts:
-            stored = replace(part, name=self.contents.model[part.name])
-            _, dtype = self.contents.shape_and_dtype(part.name)
-            target = part.target
-            assert target is not None
-            if dtype == target.dtype and target.is_contiguous():
-                direct.append(stored)
-                continue
-            # Other tensors are read one at a time in their stored dtype, to limit the memory.
-            values = torch.empty(part.stop - part.start, dtype=dtype)
-            source.read([replace(stored, values=values)])
-            target.copy_(values.view(target.shape))
-        source.read(direct)
+            assert part.target is not None
+            if not part.target.is_contiguous():
+                # The values are a copy of the target.
+                part.target.copy_(part.values.view(part.target.shape))
         mark_changed(self.model)
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
@@ -235,9 +214,7 @@ class Loading:
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
-    def _state_parts(
-        self, device: str | None = None
-    ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
+    def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read, as (parameter number, key, part or object)."""
         tensors = []
         objects = []
@@ -248,7 +225,7 @@ class Loading:
                 continue
             for key, name in entries:
                 if name in stored:
-                    part = _allocate_state(name, stored[name], slot, key, device)
+                    part = _allocate_state(name, stored[name], slot, key)
                     tensors.append((index, key, part))
                 else:
                     objects.append((index, key, name))
@@ -284,16 +261,14 @@ class Loading:
             group.update(saved_options)
 
 
-def _allocate_state(name: str, stored: Any, slot: Slot, key: str, device: str | None) -> Part:
+def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
     """Return the part of a state tensor that this rank reads, with newly allocated memory."""
     shape, dtype = stored
     run = slot.run
     if run is not None and shape == slot.shape and key not in NUMBERS:
-        values = torch.empty(
-            run.stop - run.start, dtype=dtype, device=device or slot.parameter.device
-        )
+        values = torch.empty(run.stop - run.start, dtype=dtype, device=slot.parameter.device)
         return Part(name, shape, run.start, run.stop, values, target=values.view(run.shape))
-    values = torch.empty(shape.numel(), dtype=dtype, device=device)
+    values = torch.empty(shape.numel(), dtype=dtype)
     return Part(name, shape, 0, shape.numel(), values)
 
 

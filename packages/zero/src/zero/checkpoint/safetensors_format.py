@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checkpoint import checksums
-from zero.checkpoint.storage import read_into
-
 #: All dtypes of the format whose elements are a whole number of bytes.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -32,7 +29,6 @@ BUFFER_BYTES = 1 << 24
 INDEX = "model.safetensors.index.json"
 #: The largest header, in bytes, that the format's reference implementation reads.
 LONGEST_HEADER = 100_000_000
-METADATA = {"format": "pt", "checksums": checksums.NAME}
 
 
 @dataclass(frozen=True)
@@ -44,29 +40,37 @@ class InFile:
     shape: torch.Size
     dtype: torch.dtype
 
-    def range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the offset and length in bytes of elements `start` to `stop`."""
-        size = self.dtype.itemsize
-        return self.offset + start * size, (stop - start) * size
+    @property
+    def stop(self) -> int:
+        """The byte after the last element."""
+        return self.offset + self.shape.numel() * self.dtype.itemsize
 
-    def read(self, start: int, stop: int, values: Tensor) -> None:
-        """Fill flat `values` with elements `start` to `stop`, cast to its dtype."""
-        offset, _ = self.range(start, stop)
-        is_direct = values.dtype == self.dtype and values.device.type == "cpu"
+    def read(self, start: int, values: Tensor) -> None:
+        """Fill flat `values` with the elements from `start` on, cast to its dtype."""
         with self.file.open("rb") as file:
-            file.seek(offset)
+            file.seek(self.offset + start * self.dtype.itemsize)
             for part in values.split(BUFFER_BYTES // self.dtype.itemsize):
-                if is_direct:
-                    read_into(file, part)
-                else:
-                    buffer = torch.empty(part.shape, dtype=self.dtype)
-                    read_into(file, buffer)
-                    part.copy_(buffer)
+                buffer = torch.empty(part.shape, dtype=self.dtype)
+                if file.readinto(memory_of(buffer)) < buffer.nbytes:
+                    raise ValueError(f"{self.file} ends early: use another copy")
+                part.copy_(buffer)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write flat `values`, cast to the stored dtype, to the elements from `start` on."""
+        with self.file.open("r+b") as file:
+            file.seek(self.offset + start * self.dtype.itemsize)
+            for part in values.split(BUFFER_BYTES // self.dtype.itemsize):
+                file.write(memory_of(part.to("cpu", self.dtype).contiguous()))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return a memoryview of the bytes of a contiguous CPU tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def encode_header(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> bytes:
     """Return a file's header: its length in eight bytes, then JSON, padded to eight bytes."""
-    table: dict[str, Any] = {"__metadata__": METADATA}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape, dtype in tensors:
         stop = start + shape.numel() * dtype.itemsize
@@ -77,28 +81,24 @@ def encode_header(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> byt
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path, verifier: checksums.Verifier | None) -> Iterator[tuple[str, InFile]]:
+def read_header(path: Path) -> Iterator[tuple[str, InFile]]:
     """Yield the name and location of each tensor in a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if verifier is not None:
-            verifier.check([("the header", path.name, 0, 8)])
         if 8 + length > min(size, LONGEST_HEADER):
             raise ValueError(f"{path} is damaged: its header is longer than the file")
         text = file.read(length)
     try:
         table = json.loads(text)
-        metadata = table.pop("__metadata__", {})
+        table.pop("__metadata__", None)
         entries = [
             (name, entry["dtype"], torch.Size(entry["shape"]), *entry["data_offsets"])
             for name, entry in table.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: its header cannot be read ({error!r})") from None
-    if metadata.get("checksums") and verifier is None:
-        raise ValueError(f"{path.parent} has lost its checksums: use another copy")
     end = 0
     for name, dtype_name, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
         if dtype_name not in DTYPES:

@@ -1,7 +1,7 @@
 """Weights written in Hugging Face's layout: safetensors files, with an index if there are several.
 
 Each rank writes only its ranges of bytes, so it never needs more memory than its shard and a
-buffer. As in a checkpoint, each file has one checksum for the header and one per run.
+buffer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ from torch import nn
 from zero.checkpoint import checksums
 from zero.checkpoint.draft import Draft, check_target, draft_folder
 from zero.checkpoint.ownership import Part, model_parts
-from zero.checkpoint.safetensors_format import (
-    BUFFER_BYTES,
-    INDEX,
-    NAMES,
-    InFile,
-    encode_header,
-)
-from zero.checkpoint.storage import memory_of, together
+from zero.checkpoint.safetensors_format import INDEX, NAMES, InFile, encode_header
+from zero.checkpoint.storage import together
 
 
 def save_safetensors(
@@ -48,6 +42,7 @@ def save_safetensors(
     drafts: list[Draft] = []
     parts, _ = model_parts(model)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+    failure = f"weights {path} were not saved"
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(
             f"expected a floating-point dtype for floating-point tensors, got {dtype}: quantize "
@@ -55,43 +50,36 @@ def save_safetensors(
         )
     if not parts:
         raise ValueError("expected a model with parameters or buffers, got one without tensors")
-    layout = _lay_out(parts, dtype, int(file_gb * 1e9))
 
-    def prepare() -> str:
+    def open_draft() -> str:
         if rank > 0:
             return ""
         check_target(final, other=".metadata")
         drafts.append(Draft(final))
-        for file, tensors in layout.items():
-            _write_header(drafts[0].folder / file, tensors)
         return drafts[0].token
 
-    def write() -> checksums.Ranges:
-        return _write_parts(
-            folder, layout, [part for part in parts if part.is_written_by(rank, world)]
-        )
-
-    failure = f"weights {path} were not saved"
-
-    def publish() -> None:
-        if rank == 0:
-            _finish(folder, layout, ranges_of_ranks, token)
-            drafts[0].publish(_is_weights_file)
-
     try:
-        token = together(prepare, group, failure)[0]
+        token = together(open_draft, group, failure)[0]
         folder = draft_folder(final, token)
-        ranges_of_ranks = together(write, group, failure)
-        together(publish, group, failure)
+        layout = _lay_out(folder, parts, dtype, int(file_gb * 1e9))
+        local_parts = [part for part in parts if part.is_written_by(rank, world)]
+        local_files = sorted(layout)[rank::world]
+        together(lambda: _write_headers(layout) if rank == 0 else None, group, failure)
+        together(lambda: _write_parts(layout, local_parts), group, failure)
+        files = together(lambda: checksums.of_files(folder, local_files), group, failure)
+        together(lambda: _publish(drafts[0], layout, files) if rank == 0 else None, group, failure)
     finally:
         for draft in drafts:
             draft.close()
 
 
+#: The name and location of each tensor of each file.
 Layout = dict[str, list[tuple[str, InFile]]]
 
 
-def _lay_out(parts: Sequence[Part], dtype: torch.dtype | None, file_bytes: int) -> Layout:
+def _lay_out(
+    folder: Path, parts: Sequence[Part], dtype: torch.dtype | None, file_bytes: int
+) -> Layout:
     """Return the file and offset of each tensor, which are equal on all ranks."""
     groups: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
     filled = 0
@@ -117,68 +105,49 @@ def _lay_out(parts: Sequence[Part], dtype: torch.dtype | None, file_bytes: int) 
         offset = len(encode_header(tensors))
         layout[file] = []
         for name, shape, stored_dtype in tensors:
-            layout[file].append((name, InFile(Path(file), offset, shape, stored_dtype)))
-            offset += shape.numel() * stored_dtype.itemsize
+            stored = InFile(folder / file, offset, shape, stored_dtype)
+            layout[file].append((name, stored))
+            offset = stored.stop
     return layout
 
 
-def _write_header(path: Path, tensors: Sequence[tuple[str, InFile]]) -> None:
-    last = tensors[-1][1]
-    with path.open("wb") as file:
-        file.write(encode_header([(name, stored.shape, stored.dtype) for name, stored in tensors]))
-        file.truncate(sum(last.range(0, last.shape.numel())))
+def _write_headers(layout: Layout) -> None:
+    for tensors in layout.values():
+        last = tensors[-1][1]
+        described = [(name, stored.shape, stored.dtype) for name, stored in tensors]
+        with last.file.open("wb") as file:
+            file.write(encode_header(described))
+            file.truncate(last.stop)
 
 
-def _write_parts(folder: Path, layout: Layout, parts: Sequence[Part]) -> checksums.Ranges:
-    """Write this rank's parts; return the checksums of their ranges."""
-    location_of = {
-        name: (file, stored) for file, tensors in layout.items() for name, stored in tensors
-    }
-    ranges: checksums.Ranges = {}
+def _write_parts(layout: Layout, parts: Sequence[Part]) -> None:
+    location_of = dict(entry for tensors in layout.values() for entry in tensors)
     for part in parts:
-        file, stored = location_of[part.name]
-        ranges.setdefault(file, []).append(_write_run(folder / file, stored, part))
-    for file in ranges:
-        _sync(folder / file)
-    return ranges
+        location_of[part.name].write(part.start, part.values)
+    for file in {location_of[part.name].file for part in parts}:
+        _sync(file)
 
 
-def _write_run(path: Path, stored: InFile, part: Part) -> tuple[int, int, int]:
-    """Write a part; return (offset, length, checksum)."""
-    offset, length = stored.range(part.start, part.stop)
-    crc = 0
-    with path.open("r+b") as file:
-        file.seek(offset)
-        for chunk in part.values.split(BUFFER_BYTES // stored.dtype.itemsize):
-            written = memory_of(chunk.to("cpu", stored.dtype).contiguous())
-            file.write(written)
-            crc = checksums.crc32(written, crc)
-    return offset, length, crc
-
-
-def _finish(
-    draft: Path, layout: Layout, ranges_of_ranks: Sequence[checksums.Ranges], token: str
-) -> None:
-    """Write the index and the checksums."""
-    headers: checksums.Ranges = {}
-    for file, tensors in layout.items():
-        length = tensors[0][1].offset
-        headers[file] = [(0, length, checksums.checksum(draft / file, 0, length))]
+def _publish(draft: Draft, layout: Layout, files_of_ranks: Sequence[dict[str, int]]) -> None:
+    """Write the index and the checksums, and rename the folder to its final path."""
+    files = {name: crc for files_of_rank in files_of_ranks for name, crc in files_of_rank.items()}
     if len(layout) > 1:
-        index = draft / INDEX
-        total = 0
-        names = {}
-        for file, tensors in layout.items():
-            for name, stored in tensors:
-                total += stored.shape.numel() * stored.dtype.itemsize
-                names[name] = file
-        index.write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n"
-        )
-        size = index.stat().st_size
-        headers[index.name] = [(0, size, checksums.checksum(index))]
-        _sync(index)
-    checksums.write(draft, [headers, *ranges_of_ranks], token)
+        _write_index(draft.folder / INDEX, layout)
+        files |= checksums.of_files(draft.folder, [INDEX])
+    checksums.write(draft.folder, files, draft.token)
+    draft.publish(_is_weights_file)
+
+
+def _write_index(path: Path, layout: Layout) -> None:
+    total = 0
+    names = {}
+    for file, tensors in layout.items():
+        for name, stored in tensors:
+            total += stored.shape.numel() * stored.dtype.itemsize
+            names[name] = file
+    contents = {"metadata": {"total_size": total}, "weight_map": names}
+    path.write_text(json.dumps(contents, indent=2) + "\n")
+    _sync(path)
 
 
 def _is_weights_file(path: Path) -> bool:
