@@ -395,7 +395,7 @@ class Program:
 
     def change_what_trains(self):
         draw = self.draw
-        action = draw.choice([None, None, None, "freeze", "data", "move", "rate", "hook", "copy"])
+        action = draw.choice([None, None, None, "freeze", "data", "move", "rate", "hook"])
         names = sorted(n for n, _ in self.twin.named_parameters() if n != "codes")
         chosen = {n for n in names if draw.random() < 0.5}
         self.log.append((action, sorted(chosen) if action == "freeze" else ""))
@@ -407,15 +407,6 @@ class Program:
             for name in names:
                 self.change_parameter(action, parameters[name], name in chosen, name)
         self.hooked = self.hooked or action == "hook"
-        if action == "copy":
-            # A copy of a parameter has no gradient.
-            for _, optimizer in self.both():
-                optimizer.zero_grad()
-            if self.has_part and self.stage == 3:
-                state = copy.deepcopy(self.ours.state_dict())
-                self.model = copy.deepcopy(self.model)
-                self.ours = self.optimizer(self.model)
-                self.ours.load_state_dict(state)
 
     def change_parameter(self, action, parameter, is_chosen, name):
         if action == "freeze":

@@ -666,40 +666,18 @@ def test_freezing_after_wrapping_trains_as_in_one_process(stage):
     assert all(run_ranks(freeze, 2, stage, timeout=DEADLINE))
 
 
-def copy_it():
-    """Check that a copy computes the same, and that training it does not change the original."""
-    model, ours, twin, theirs = pair(3)
-    backward(model, twin, 0)
-    ours.step()
-    theirs.step()
-    # `compile()` sets this attribute, and its function would run the original module.
-    model._compiled_call_impl = model._call_impl
-    copied, before = copy.deepcopy(model), model.gather_full_params()
-    other = torch.optim.AdamW(copied.parameters(), lr=0.1)
-    average = copy.deepcopy(model)
-    for step in range(1, 3):
-        loss_of(copied, step, dist.get_rank()).backward()
-        other.step()
-        other.zero_grad()
-    after = model.gather_full_params()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    trained = copied.gather_full_params()
-    assert all(not torch.equal(before[name], trained[name]) for name in before)
-    ours.zero_grad()
-    theirs.zero_grad()
-    backward(model, twin, 5)
-    ours.step()
-    theirs.step()
-    with torch.no_grad():
-        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
-            mean.lerp_(value, 0.1)
+def refuse_copies():
+    model = FSDP(nn.Sequential(nn.Linear(3, 3)))
+    for what in (model, model.module):
+        with pytest.raises(TypeError, match="copy the module before FSDP"):
+            copy.deepcopy(what)
     with pytest.raises(TypeError, match="save_checkpoint"):
         torch.save(model, "/dev/null")
-    return assert_alike(model, twin)
+    return True
 
 
-def test_a_deep_copy_of_fsdp_is_independent():
-    assert all(run_ranks(copy_it, 2, timeout=DEADLINE))
+def test_copies_of_fsdp_are_refused():
+    assert all(run_ranks(refuse_copies, 1, timeout=DEADLINE))
 
 
 class Tied(nn.Module):
@@ -722,12 +700,14 @@ def read_without_calling():
     words = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
     vectors = torch.nn.functional.one_hot(words % 8, 8).double()
     cases = [
-        (make_layer, vectors, {}),
         (make_layer, vectors, {"shard": (nn.Linear, nn.MultiheadAttention)}),
         (make_layer, vectors, {"shard": (nn.TransformerEncoderLayer,)}),
         (lambda: nn.TransformerEncoder(make_layer(), 2), vectors, {}),
-        (Tied, words, {}),
     ]
+    for shard, inputs, make in ((nn.Linear, vectors, make_layer), (nn.Embedding, words, Tied)):
+        model = FSDP(make().double(), shard=(shard,))
+        with pytest.raises(RuntimeError, match="select the module that reads it with shard="):
+            model(inputs)
     for make, inputs, options in cases:
         torch.manual_seed(0)
         twin = make().double()
@@ -747,7 +727,7 @@ def read_without_calling():
     return True
 
 
-def test_weights_read_without_calling_their_module_are_gathered():
+def test_weights_read_without_calling_their_module_need_a_unit_of_the_reader():
     assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
 
 

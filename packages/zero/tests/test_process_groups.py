@@ -1,6 +1,5 @@
 """Bytes on the wire are as predicted: 1.0 S for stages 1 and 2, below 1.5 S for stage 3."""
 
-import copy
 import ctypes
 import os
 import time
@@ -13,7 +12,6 @@ from emulated_hosts import emulated_hosts, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from worker_pool import run_ranks
 from zero import (
     FSDP,
@@ -289,17 +287,3 @@ def abandoned(call):
 @pytest.mark.parametrize("call", [direct_reduce_scatter, direct_all_gather])
 def test_abandoned_work_does_not_block_the_group(call):
     assert run_ranks(abandoned, 2, call, timeout=60) == [[2.0] * 3] * 2
-
-
-def copy_communicator_of_mesh():
-    communicator = Communicator(init_device_mesh("cpu", (2, 1)))
-    copied = copy.deepcopy(communicator)
-    copied.all_reduce_gradient(torch.ones(3)).wait()
-    assert copied.replicas.uses_same_groups(communicator.replicas)
-    assert copied.pop_bytes() == copied.replicas.pop_bytes() == {"all_reduce": 12}
-    assert communicator.pop_bytes() == communicator.replicas.pop_bytes() == {}
-    return True
-
-
-def test_copies_of_a_communicator_count_separately():
-    assert all(run_ranks(copy_communicator_of_mesh, 2))

@@ -278,25 +278,6 @@ def test_a_refused_write_is_refused_until_it_is_undone():
     assert all(run_ranks(write_through_data_on_one_rank, 2, timeout=DEADLINE))
 
 
-def fail_to_gather_all_units():
-    collectives = Failing(in_wait=False)
-    model, optimizer = build(3, collectives)
-    twin = make()
-    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    collectives.failing_call = collectives.num_calls + 2
-    with pytest.raises(RuntimeError, match="on purpose"), model.summon_full_params():
-        pass
-    train_step(model, optimizer, 0)
-    for rank in range(2):
-        (mean_square(twin, batch(0, rank)) / 2).backward()
-    theirs.step()
-    return assert_alike(model, twin)
-
-
-def test_a_failed_summon_leaves_shards():
-    assert all(run_ranks(fail_to_gather_all_units, 2, timeout=DEADLINE))
-
-
 def add_groups_that_differ():
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
     added = nn.Parameter(torch.ones(2))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -69,8 +69,6 @@ class MemoryReport:
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]
-    #: Bytes of parameters that stage 3 does not shard, by the class of their module.
-    replicated: dict[str, int] = field(default_factory=dict)
 
     @property
     def predicted_peak(self) -> int:
@@ -89,8 +87,6 @@ class MemoryReport:
             for moment in moments:
                 cells = (f"{getattr(moment, c) / 2**20:13.3f}" for c in columns)
                 lines.append(f"{kind[:4]} {moment.name:>15}" + "".join(cells))
-        for name, nbytes in self.replicated.items():
-            lines.append(f"whole on every rank: {nbytes / 2**20:.3f} MiB of {name}, not in shard=")
         return "\n".join(lines)
 
 
@@ -118,13 +114,13 @@ def memory_report(
     else:
         ranks = DryRun(1)
     with torch.device("meta"):
-        predicted, replicated = _run(build, loss, ranks, _OperatorCounter)
+        predicted = _run(build, loss, ranks, _OperatorCounter)
     if world is not None:
-        return MemoryReport(predicted, (), replicated)
+        return MemoryReport(predicted, ())
     counter_cls = _CudaCounter if torch.device(device).type == "cuda" else _OperatorCounter
     with torch.device(device):
-        measured, _ = _run(build, loss, group, counter_cls)
-    return MemoryReport(predicted, measured, replicated)
+        measured = _run(build, loss, group, counter_cls)
+    return MemoryReport(predicted, measured)
 
 
 def zero_stage_bytes(
@@ -151,10 +147,8 @@ def zero_stage_bytes(
     return parameters * sum(bytes_per_element)
 
 
-def _run(
-    build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]
-) -> tuple[tuple[Moment, ...], dict[str, int]]:
-    """Return the moments of the second step, and the bytes of replicated parameters."""
+def _run(build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]) -> tuple[Moment, ...]:
+    """Return the moments of the second step."""
     model, optimizer = build(group)
     sizes = _sizes(model, optimizer)
     moments = [Moment("initialized", **sizes, activations=0, peak=_device_bytes(sizes))]
@@ -175,8 +169,7 @@ def _run(
         _step(optimizer)
     moments.append(_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
-    fsdp = find_fsdp(model)
-    return tuple(moments), fsdp.replicated_bytes if fsdp else {}
+    return tuple(moments)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +16,10 @@ from torch import Tensor, nn
 
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
-from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.shard import replaced_parameters
-from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
-from zero.fsdp.wrapping import (
-    Materialize,
-    ShardPolicy,
-    bytes_by_class,
-    make_units,
-    original_name,
-)
+from zero.fsdp.wrapping import Materialize, ShardPolicy, make_units, original_name
 from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
@@ -41,13 +32,12 @@ class FSDP(UnitSchedule):
     """Fully sharded data parallelism: every rank stores 1/n of each parameter.
 
     Between steps, `parameters()` returns this rank's shards, one column of elements per parameter,
-    which any torch optimizer can step. Parameters that `shard` does not select are replicated, and
-    their gradients are all-reduced.
+    which any torch optimizer can step.
 
-    shard: "blocks" shards all parameters: each block of the model's outermost lists is a unit,
-        whose parameters are gathered together, and the root module is the unit of all other
-        parameters. Module classes and names, or a predicate of name and module, select other units.
-        A selected module is the unit of its parameters, except those of selected modules within it.
+    shard: the units, whose parameters are gathered together. "blocks" makes a unit of each block of
+        the model's outermost lists. Module classes and names, or a predicate of name and module,
+        select other units. A selected module is the unit of its parameters, except those of
+        selected modules within it. The root module is the unit of all other parameters.
     compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep their
         dtype.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
@@ -118,7 +108,6 @@ class FSDP(UnitSchedule):
             None if isinstance(group, DryRun) else Materialize(target, initialize),
             partial(Unit, self.communicator, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
-            may_be_empty=inner is not None,
         )
         for unit in self.units:
             unit.elementwise_optimizers = tuple(elementwise_optimizers)
@@ -127,21 +116,12 @@ class FSDP(UnitSchedule):
         self.output_dtypes = {}
         for fsdp in inner or ():
             self._adopt(fsdp)
-        sharded = {p.shard for unit in self.units for p in unit.parameters}
         for parameter in {p for _, p in named}.difference(module.parameters()):
             replaced_parameters[parameter] = True
-        replicated = [p for p in module.parameters() if p not in sharded | ignored]
-        self._replicated = ReplicatedParameters(self.communicator, replicated)
-        self._gradient_sync = GradientSync(self.units, self._replicated)
-        #: Bytes of the parameters that every rank keeps full, by the class of their module.
-        self.replicated_bytes = bytes_by_class(module, replicated)
-        for parameter in replicated:
-            self.communicator.broadcast_first(parameter.detach())
+        self._gradient_sync = GradientSync(self.units, self.communicator)
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
-        if compute_dtype is not None:
-            self._replicated.keep_dtype(module)
         refuse_ddp(self)
         install()
         self.communicator.pop_bytes()
@@ -149,24 +129,6 @@ class FSDP(UnitSchedule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch."""
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
-        """Register full parameters in the modules within the context; every rank must enter it.
-
-        writeback: at exit each rank copies its elements of the full parameters into its shards, so
-            all ranks must make the same changes.
-        """
-        if self._num_running or self._in_backward or self._is_summoned:
-            raise RuntimeError("summon_full_params works between steps, and is not nested")
-        for unit in self.units:
-            unit.release_and_reshard()
-        self._is_summoned = True
-        try:
-            with use_full_parameters(self.units, writeback=writeback):
-                yield
-        finally:
-            self._is_summoned = False
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the average over ranks.
@@ -192,6 +154,7 @@ class FSDP(UnitSchedule):
                 # This is another name of a tied parameter.
                 full[name] = full[self._unit_of[parameter][1].name]
             else:
+                # This is one of `ignored_params`.
                 full[name] = parameter.detach().clone()
         return {name: full[name] for name in self._names}
 
@@ -199,27 +162,27 @@ class FSDP(UnitSchedule):
     def no_sync(self) -> Iterator[None]:
         """Accumulate local, unsharded gradients; use it for all but the last backward of a step."""
         synced = [unit for unit in self.units if unit.gradients.sync]
-        before = self._gradient_sync.sync_replicated
-        self.set_sync_gradients(self.units, False)
+        for unit in synced:
+            unit.gradients.sync = False
         try:
             yield
         finally:
-            self.set_sync_gradients(synced, True)
-            self._gradient_sync.sync_replicated = before
-
-    def set_sync_gradients(self, units: Iterable[Unit], sync: bool) -> None:
-        """Average the gradients of `units` in the next backwards, or accumulate them locally.
-
-        Gradients of replicated parameters are averaged if those of all units are.
-        """
-        for unit in units:
-            unit.gradients.sync = sync
-        self._gradient_sync.sync_replicated = all(unit.gradients.sync for unit in self.units)
+            for unit in synced:
+                unit.gradients.sync = True
 
     def units_of(self, module: nn.Module) -> list[Unit]:
-        """Return a selected module's units, except units of other modules that it reads."""
-        read = self._external_reads.units_read_by.get(module, ())
-        return [unit for unit in self._units_of.get(module, ()) if unit not in read]
+        """Return the units that a module needs unsharded while it runs."""
+        return self._units_of.get(module, [])
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks from the modules and the parameters."""
+        for module, ids in self._hook_ids.items():
+            for hooks in vars(module).values():
+                if isinstance(hooks, OrderedDict):
+                    for key in ids & hooks.keys():
+                        del hooks[key]
+        for handle in self._gradient_hooks.values():
+            handle.remove()
 
     def _adopt(self, inner: FSDP) -> None:
         """Take over the units of the FSDP of an inner module."""
@@ -229,9 +192,7 @@ class FSDP(UnitSchedule):
                 "same mesh or group"
             )
         names = {m: original_name(name) for name, m in self.module.named_modules()}
-        remove_hooks(inner._hook_ids, {module: module for module in inner._hook_ids})
-        for handle in inner._gradient_hooks.values():
-            handle.remove()
+        inner.remove_hooks()
         for unit in inner.units:
             unit.add_prefix(f"{names[inner.module]}.")
             unit.communicator = self.communicator
@@ -242,32 +203,11 @@ class FSDP(UnitSchedule):
         self.input_dtypes |= inner.input_dtypes
         self.output_dtypes |= inner.output_dtypes
 
-    # Copies
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
-        """Return a copy over the same ranks with separate shards."""
-        if self._num_running or self._in_backward:
-            raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
-        for unit in self.units:
-            unit.release_and_reshard()
-        copied: FSDP = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied_units = [copy.deepcopy(unit, memo) for unit in self.units]
-        for unit in copied_units:
-            unit.copy_owners(memo)
-        not_copied = ("_gradient_hooks", "_hook_ids", "_unit_of", "state_dict_hooks")
-        # The state omits the result of `compile()`, which would call the original module.
-        state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
-        attributes = {k: v for k, v in state.items() if k not in not_copied}
-        copied.__dict__.update(copy.deepcopy(attributes, memo))
-        copied._gradient_hooks = {}
-        copied._hook_ids = {}
-        copied._unit_of = {}
-        copied.state_dict_hooks = StateDictHooks(copied.communicator)
-        # The copied modules still have the hooks of the original.
-        remove_hooks(self._hook_ids, {module: memo[id(module)] for module in self._hook_ids})
-        copied._hook_modules()
-        return copied
+        raise TypeError(
+            "FSDP cannot be copied: copy the module before FSDP(module), pass the copy to another "
+            "FSDP, and load the state_dict() of this one"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -287,12 +227,3 @@ def find_fsdp(model: nn.Module) -> FSDP | None:
         return model
     fsdp: FSDP | None = vars(model).get(FULLY_SHARDED)
     return fsdp
-
-
-def remove_hooks(hook_ids: dict[nn.Module, set[int]], targets: dict[nn.Module, nn.Module]) -> None:
-    """Remove the hooks with these ids from the target of each module."""
-    for module, ids in hook_ids.items():
-        for hooks in vars(targets[module]).values():
-            if isinstance(hooks, OrderedDict):
-                for key in ids & hooks.keys():
-                    del hooks[key]

@@ -119,7 +119,8 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Average gradients in the next backwards, or accumulate them locally."""
-        _fsdp_of(self).set_sync_gradients(_units_of(self, recurse), requires_gradient_sync)
+        for unit in _units_of(self, recurse):
+            unit.gradients.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the parameters after forward, or keep them until backward."""

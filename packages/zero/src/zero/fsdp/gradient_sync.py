@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.unit import Unit
+from zero.process_groups import Communicator
 
 
 class GradientSync:
     """The reductions of units, each of which starts when the unit's last gradient is ready."""
 
-    def __init__(self, units: list[Unit], replicated: ReplicatedParameters) -> None:
+    def __init__(self, units: list[Unit], communicator: Communicator) -> None:
         self.units = units
-        self.replicated = replicated
-        #: False while gradients of replicated parameters are accumulated locally.
-        self.sync_replicated = True
+        self.communicator = communicator
         #: False in `torch.autograd.grad()`, which does not change `.grad`.
         self.accumulates_gradients = False
         self._reducing_unit: Unit | None = None
@@ -43,7 +41,7 @@ class GradientSync:
     def finish(self) -> None:
         """Reduce the remaining gradients, and set `.grad` of the same parameters on all ranks."""
         self._num_ready_gradients.clear()
-        is_synced = self.sync_replicated or any(unit.gradients.sync for unit in self.units)
+        is_synced = any(unit.gradients.sync for unit in self.units)
         if is_synced and self.accumulates_gradients:
             self._finish_reductions()
         for unit in self.units:
@@ -69,7 +67,6 @@ class GradientSync:
     def _will_accumulate_gradients(self) -> bool:
         """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
         parameters = [p.full for unit in self.units for p in unit.parameters]
-        parameters += self.replicated.parameters
         try:
             # In a `backward()` this is true for every parameter of the graph.
             return any(
@@ -86,13 +83,10 @@ class GradientSync:
         for unit in self.units:
             if unit.gradients.sync and unit.gradients.has_unreduced():
                 self._reduce(unit)
-        agreed = self.replicated.communicator.any_across_ranks(
+        agreed = self.communicator.any_across_ranks(
             [used for unit in self.units for used in unit.gradients.is_used]
         )
-        wait_functions = self.replicated.start_reduce() if self.sync_replicated else []
         self._wait()
-        for wait in wait_functions:
-            wait()
         used_anywhere = iter(agreed()[0])
         for unit in self.units:
             unit.gradients.assign_unclaimed_averages([next(used_anywhere) for _ in unit.parameters])

@@ -51,8 +51,8 @@ class ShardedParameter:
                 received = "none" if registered is None else f"another {type(registered).__name__}"
                 raise RuntimeError(
                     f"expected {self.name} to be FSDP's parameter, got {received}, which the "
-                    "forward would not use: change parameters in place or within "
-                    "summon_full_params(), and replace or prune them before FSDP(module)"
+                    "forward would not use: change parameters in place, and replace or prune them "
+                    "before FSDP(module)"
                 )
 
 

@@ -43,7 +43,6 @@ class StateDictHooks:
         def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, (unit, parameter) in parameters.items():
                 is_saved = not self.keeps_shards and prefix + name in state
-                # Within `summon_full_params` the module has the full parameter itself.
                 if is_saved and parameter.is_registered(module, name):
                     state[prefix + name] = self._gather_rows(unit, parameter, state)
 
@@ -118,45 +117,3 @@ def _select_shard(
         return shard
     elements: Tensor = full_value(value).reshape(-1)[parameter.start : parameter.stop]
     return elements.view_as(shard)
-
-
-@contextmanager
-def use_full_parameters(units: list[Unit], *, writeback: bool) -> Iterator[None]:
-    """Register full parameters in modules; at exit, copy this rank's elements into the shards."""
-    located = [(unit, parameter) for unit in units for parameter in unit.parameters]
-    try:
-        for unit in units:
-            values = unit.gather_full_parameters()
-            for parameter in unit.parameters:
-                full = nn.Parameter(values[parameter.name], parameter.shard.requires_grad)
-                for module, name in parameter.owners:
-                    module._parameters[name] = full
-        yield
-        if writeback:
-            changed = [_find_full_parameter(parameter) for _, parameter in located]
-            with torch.no_grad():
-                for (unit, parameter), full in zip(located, changed, strict=True):
-                    unit.mark_changed(parameter)
-                    elements = full.reshape(-1)[parameter.start : parameter.stop]
-                    plain_shard(parameter.shard).copy_(elements.view(parameter.shard.shape))
-    finally:
-        for _, parameter in located:
-            for module, name in parameter.owners:
-                module._parameters[name] = parameter.shard
-
-
-def _find_full_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """Return the full parameter that all its modules have; raise if it cannot be sharded."""
-    first, *others = (module._parameters.get(name) for module, name in parameter.owners)
-    if first is None or first.shape != parameter.shape:
-        received = "none" if first is None else f"shape {tuple(first.shape)}"
-        raise RuntimeError(
-            f"expected {parameter.name} to keep its shape {tuple(parameter.shape)} within "
-            f"summon_full_params, got {received}: resize or prune it before FSDP(module)"
-        )
-    if any(other is not first for other in others):
-        raise RuntimeError(
-            f"expected one tensor in all modules that are tied by {parameter.name}, got several "
-            "within summon_full_params: change the tensor in place"
-        )
-    return first

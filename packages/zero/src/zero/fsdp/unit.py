@@ -18,9 +18,8 @@ UNSHARDED unit may be reducing.
 If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
 successful gather: messages of the failed one may still arrive there.
 
-A unit is used while a module that has its parameters is in forward (`_num_users`), or while
-`keep_unsharded` is set. `keep_unsharded` is set while a module that does not own the parameters may
-read them, in forward or backward, and during a double backward.
+A unit is used while a module that has its parameters is in forward (`_num_users`), and during a
+double backward (`keep_unsharded`).
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
@@ -31,12 +30,10 @@ that a refill is not an in-place change to autograd.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +112,7 @@ class Unit:
         self.reshard_after_forward = True
         self._num_users = 0
         self._is_unsharded_by_caller = False
-        #: True while a module that does not own the parameters may read them, and during a double
-        #: backward: Note [Lifetime of a unit].
+        #: True during a double backward: Note [Lifetime of a unit].
         self.keep_unsharded = False
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
@@ -171,46 +167,6 @@ class Unit:
     def _register(self) -> None:
         for index, parameter in enumerate(self.parameters):
             register_shard(parameter.shard, self, index)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Return a copy with separate memory and without gradients, as torch copies parameters."""
-        if self._unshard_work is not None or self.gradients.is_reducing:
-            raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
-        self.adopt_shard_changes()
-        copied: Unit = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(self.__dict__)
-        copied.communicator = copy.deepcopy(self.communicator, memo)
-        copied.shard = to_host(self.shard) if self.cpu_offload else self.shard.clone()
-        copied.full = self.full.new_empty(self.full.shape)
-        copied.full.untyped_storage().resize_(0)
-        copied.state = UnitState.SHARDED
-        copied._gathered_version = -1
-        copied._num_users = 0
-        copied._full_versions = {}
-        copied.parameters = []
-        start = 0
-        for old, offset in zip(self.parameters, self.partition.offsets, strict=True):
-            values = copied.shard[start : start + old.stop - old.start]
-            start += values.numel()
-            shard = Shard(as_column(values, len(old.shape)), old.shard.requires_grad)
-            full = nn.Parameter(alias(copied.full, offset, old.shape), old.full.requires_grad)
-            memo[id(old.shard)] = shard
-            memo[id(old.full)] = full
-            copied.parameters.append(replace(old, shard=shard, full=full))
-        copied.gradients = UnitGradients(copied, self.gradients.dtype)
-        copied.gradients.sync = self.gradients.sync
-        copied._register()
-        return copied
-
-    def copy_owners(self, memo: dict[int, Any]) -> None:
-        """Point `owners` at the copied modules.
-
-        Call this after all units have been copied with the same `memo`.
-        """
-        for index, old in enumerate(self.parameters):
-            owners = tuple((copy.deepcopy(module, memo), name) for module, name in old.owners)
-            self.parameters[index] = replace(old, owners=owners)
 
     def adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards.

@@ -26,13 +26,11 @@ from zero.fsdp.autograd_hooks import (
     cast,
     hides_tensors,
 )
-from zero.fsdp.external_reads import ExternalReads
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import end_step
-from zero.fsdp.replicated import ReplicatedParameters
 from zero.fsdp.shard import Shard, ShardedParameter
 from zero.fsdp.state_dict import StateDictHooks
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Unit, UnitState
 from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
 from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
@@ -51,7 +49,6 @@ class UnitSchedule(nn.Module):
     input_dtypes: dict[nn.Module, torch.dtype | None]
     output_dtypes: dict[nn.Module, torch.dtype]
     _units_of: dict[nn.Module, list[Unit]]
-    _replicated: ReplicatedParameters
     _gradient_sync: GradientSync
 
     def _init_runtime_state(self) -> None:
@@ -69,12 +66,8 @@ class UnitSchedule(nn.Module):
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], object] = lambda: None
         self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
-        #: The sum of the shards' versions in the latest forward; a step of an optimizer changes it.
-        self._shards_version = -1
-        self._external_reads = ExternalReads()
         #: The number of nested hooked modules that are in forward.
         self._num_running = 0
-        self._is_summoned = False
         self.state_dict_hooks = StateDictHooks(self.communicator)
         self._hook_ids: dict[nn.Module, set[int]] = {}
 
@@ -90,7 +83,7 @@ class UnitSchedule(nn.Module):
             for parameter in unit.parameters:
                 self._unit_of[parameter.shard] = unit, parameter
                 for module, name in parameter.owners:
-                    intercept_reads(module, self._full_if_running)
+                    intercept_reads(module, self._read_parameter)
                     parameters_of.setdefault(module, {})[name] = unit, parameter
         for module, parameters in parameters_of.items():
             ids = self.state_dict_hooks.attach(module, parameters)
@@ -111,8 +104,6 @@ class UnitSchedule(nn.Module):
             unit.adopt_shard_changes()
             for parameter in unit.parameters:
                 self._hook_gradient(parameter.full, partial(self._gradient_ready, unit))
-        for replicated in self._replicated.parameters:
-            self._hook_gradient(replicated, self._replicated_gradient_ready)
 
     def _hook_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
         if parameter.requires_grad and parameter not in self._gradient_hooks:
@@ -129,8 +120,6 @@ class UnitSchedule(nn.Module):
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
         self._num_running += 1
-        if self._is_summoned:
-            raise RuntimeError("leave summon_full_params before the next forward")
         if self._num_running > 1 or self._in_backward:
             return
         end_step()
@@ -139,11 +128,6 @@ class UnitSchedule(nn.Module):
         for unit in self.units:
             unit.release_and_reshard()
         self._adopt_shard_changes()
-        version = sum(unit.shard._version for unit in self.units)
-        if version != self._shards_version:
-            # Clear only after a step: before it, the backward of an earlier forward may read these.
-            self._shards_version = version
-            self._external_reads.uncalled.clear()
         self.state_dict_hooks.discard_gathered()
         if self._buffers_may_differ and self.forward_sync_buffers:
             self.communicator.broadcast_buffers(self.module)
@@ -219,11 +203,8 @@ class UnitSchedule(nn.Module):
         self._num_running = max(0, self._num_running - 1)
         if self._num_running or self._in_backward:
             return output
-        for unit in self._external_reads.uncalled:
-            unit.check_unchanged()
-        for reader in self._external_reads.assign_readers(self.module, self._units_of):
-            self._hook_module(reader)
-        self._buffers_may_differ = torch.is_grad_enabled() and self._gradient_sync.sync_replicated
+        is_synced = all(unit.gradients.sync for unit in self.units)
+        self._buffers_may_differ = torch.is_grad_enabled() and is_synced
         unsharded: list[Unit] = []
         if torch.is_grad_enabled():
             # The last layer of forward is the first of backward, and the root ends after it.
@@ -235,18 +216,24 @@ class UnitSchedule(nn.Module):
                 unit.reshard()
         return call_before_gradients(output, self._begin_backward)
 
-    def _full_if_running(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that a module sees when it reads one without calling its owner.
+    def _read_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a module sees; raise if it is sharded while the model runs.
 
-        See Note [Parameters that other modules read].
+        The hooks that gather a unit before its module runs do not run if another module reads the
+        parameters: `nn.MultiheadAttention` reads `out_proj.weight` without calling `out_proj`.
         """
         # Check this first, because torch.compile traces this function and cannot look up a shard.
         if type(parameter) is not Shard or not (self._num_running or self._in_backward):
             return parameter
         unit, sharded = self._unit_of[parameter]
-        unit.wait_for_unshard()
-        self._external_reads.record(unit)
-        return sharded.full
+        if self._in_backward and unit.state is not UnitState.SHARDED:
+            # A part of the unit's module is recomputed, which does not call the module itself.
+            unit.wait_for_unshard()
+            return sharded.full
+        raise RuntimeError(
+            f"{sharded.name} is read while its module does not run, so it is sharded: select the "
+            'module that reads it with shard=(...), or pass shard="blocks"'
+        )
 
     # Backward
 
@@ -262,16 +249,12 @@ class UnitSchedule(nn.Module):
         callback = self._end_backward
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        for unit in self._external_reads.uncalled:
-            unit.wait_for_unshard()
-            unit.keep_unsharded = True
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
         """Gather a module's units before its backward, and prefetch the previous ones."""
         self._begin_backward()
         for unit in self._units_of[module]:
             unit.wait_for_unshard()
-        self._external_reads.keep_for_backward(module)
         previous = self._forward_order[max(0, position - self.prefetch) : position]
         for unit in reversed(previous):
             if unit.is_read_in_backward:
@@ -286,7 +269,6 @@ class UnitSchedule(nn.Module):
 
     def _after_backward(self, module: nn.Module) -> None:
         """Free a module's units after its backward."""
-        self._external_reads.release_after_backward(module)
         for unit in self._units_of[module]:
             unit.reshard()
 
@@ -294,11 +276,6 @@ class UnitSchedule(nn.Module):
         check_dense(parameter.grad)
         self._begin_backward()
         self._gradient_sync.gradient_ready(unit)
-
-    def _replicated_gradient_ready(self, parameter: Tensor) -> None:
-        check_dense(parameter.grad)
-        self._begin_backward()
-        self._gradient_sync.accumulates_gradients = True
 
     def _end_backward(self) -> None:
         if not self._in_backward:

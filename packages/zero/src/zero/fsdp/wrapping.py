@@ -53,20 +53,12 @@ def make_units(
     materialize: Materialize | None,
     make_unit: MakeUnit,
     ignored: set[nn.Parameter],
-    *,
-    may_be_empty: bool = False,
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
     """Shard each parameter as part of the innermost module around it that `policy` selects.
 
     Return the units, and the units that each module needs unsharded while it runs.
     """
     plan = _plan_units(root, select_modules(root, policy), ignored)
-    if not plan.groups and not may_be_empty:
-        present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-        raise ValueError(
-            f"expected parameters below modules {describe_policy(policy)}, got a model of "
-            f'{present}: pass the classes of its layers as shard=(...), or shard="blocks"'
-        )
     units: list[Unit] = []
     units_of: dict[nn.Module, list[Unit]] = {}
     # Modules are initialized in the order of the model, as without sharding, so that they draw the
@@ -100,7 +92,7 @@ def _groups_by_last_module(
 
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
-    """Return the modules that are sharded as units; raise if `policy` names an unknown module."""
+    """Return the modules that are sharded as units: the root, and those that `policy` selects."""
     if isinstance(policy, type):
         # A class is callable, but it is not a predicate.
         policy = (policy,)
@@ -113,22 +105,27 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
         return {root, *_blocks(root)}
     named = [(original_name(name), module) for name, module in root.named_modules()]
     if callable(policy):
-        return {module for name, module in named if policy(name, module)}
+        return {root, *(module for name, module in named if policy(name, module))}
     others = [entry for entry in policy if not isinstance(entry, type | str)]
     if others:
         raise TypeError(
             f"expected classes and names of modules in shard=, got a {type(others[0]).__name__}: "
             "pass its name in dict(model.named_modules())"
         )
-    classes = tuple(entry for entry in policy if isinstance(entry, type))
-    wanted = {entry for entry in policy if isinstance(entry, str)}
-    unknown = wanted.difference(name for name, _ in named)
-    if unknown:
-        raise ValueError(
-            f"expected names of modules in shard=, got {min(unknown)!r}, which the model does not "
-            "have: see dict(model.named_modules())"
-        )
-    return {module for name, module in named if isinstance(module, classes) or name in wanted}
+    selected = {root}
+    for entry in policy:
+        if isinstance(entry, str):
+            found = [module for name, module in named if name == entry]
+        else:
+            found = [module for _, module in named if isinstance(module, entry)]
+        if not found:
+            present = ", ".join(sorted({type(module).__name__ for _, module in named}))
+            raise ValueError(
+                f"expected classes or names of modules in shard=, got {entry!r}, which a model of "
+                f'{present} does not have: see model.named_modules(), or pass shard="blocks"'
+            )
+        selected.update(found)
+    return selected
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:
@@ -147,26 +144,16 @@ def _blocks(root: nn.Module) -> set[nn.Module]:
     return blocks
 
 
-def describe_policy(policy: ShardPolicy) -> str:
-    """Describe the selected modules for an error message."""
-    if isinstance(policy, type):
-        policy = (policy,)
-    if callable(policy) or isinstance(policy, str):
-        return "that shard= selects"
-    entries = [entry if isinstance(entry, str) else entry.__name__ for entry in policy]
-    return f"of class {', '.join(entries)}"
-
-
 def _plan_units(root: nn.Module, selected: set[nn.Module], ignored: set[nn.Parameter]) -> _Plan:
     plan = _Plan()
     for prefix, module in root.named_modules():
         enclosing = _innermost_selected(root, prefix, selected)
-        plan.user[module] = module if enclosing is None else enclosing
+        plan.user[module] = enclosing
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
             plan.owners.setdefault(parameter, []).append((module, attribute))
-            if enclosing is not None and parameter not in plan.names and parameter not in ignored:
+            if parameter not in plan.names and parameter not in ignored:
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 plan.names[parameter] = original_name(name)
                 plan.groups.setdefault(enclosing, []).append(parameter)
@@ -241,19 +228,6 @@ class Materialize:
                 (self.initialize or _reset_parameters)(module)
 
 
-def bytes_by_class(root: nn.Module, parameters: list[nn.Parameter]) -> dict[str, int]:
-    """Return the bytes of `parameters` by the class of their module, in descending order."""
-    remaining = set(parameters)
-    nbytes: dict[str, int] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter in remaining:
-                remaining.discard(parameter)
-                name = type(module).__name__
-                nbytes[name] = nbytes.get(name, 0) + parameter.numel() * parameter.itemsize
-    return dict(sorted(nbytes.items(), key=lambda entry: entry[1], reverse=True))
-
-
 ReadHook = Callable[[nn.Parameter], nn.Parameter]
 
 READ_HOOK = "_zero_read_hook"
@@ -294,10 +268,9 @@ def _reset_parameters(module: nn.Module) -> None:
     reset()
 
 
-def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module | None:
+def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module:
     """Return the innermost selected module on `path`, or its compiled wrapper."""
-    innermost = root if root in selected else None
-    module = root
+    innermost = module = root
     for name in path.split(".") if path else []:
         parent = module
         child = module._modules[name]
