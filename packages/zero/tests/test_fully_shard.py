@@ -93,7 +93,6 @@ def run_programs():
         "frozen": {"change": freeze},
         "recomputed": {"change": recompute},
         "skipped": {"change": skip},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     }
     for name, options in programs.items():
         expected, _ = train(torchs_fully_shard, build(), **options)
@@ -236,7 +235,11 @@ def refuse():
         ),
         (
             lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: None),
-            "shard_placement_fn is not supported",
+            "shard_placement_fn=.* is not supported",
+        ),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy()),
+            "offload_policy=.* is not supported",
         ),
         (
             lambda: fully_shard(nn.Linear(2, 2), mp_policy=OverridingPolicy()),

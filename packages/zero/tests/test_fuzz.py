@@ -200,7 +200,6 @@ class Program:
         self.clip = draw.choice([None, None, "torch", "ours", "value", "inf", "by hand"])
         self.scaling = draw.choice([None, None, "amp", "sharded"])
         self.seed = draw.randrange(1 << 30)
-        self.offload = draw.random() < 0.3
         if family:
             # These models compute norms in float32, and other optimizers amplify rounding errors.
             self.name = "SGD"
@@ -262,10 +261,10 @@ class Program:
             self.model = self.ours = None
             return
         if self.stage == 3:
-            shard = "blocks" if self.family else (nn.Linear, nn.Embedding)
-            if not self.family and self.draw_same() < 0.3:
+            shard = "blocks"
+            if not self.family and self.draw_same() < 0.7:
                 shard = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm)
-            self.model = FSDP(model, group=self.group, shard=shard, cpu_offload=self.offload)
+            self.model = FSDP(model, group=self.group, shard=shard)
             self.ours = self.optimizer(self.model)
             return
         self.model = model
@@ -274,7 +273,6 @@ class Program:
             getattr(torch.optim, self.name),
             group=self.group,
             shard_gradients=self.stage == 2,
-            cpu_offload=self.offload,
             bucket_size_mb=[100 / 2**20, 400 / 2**20, 25][self.number % 3],
             **self.options,
         )

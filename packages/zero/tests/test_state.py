@@ -1,4 +1,4 @@
-"""Optimizers of shards: state dicts with torch's tools, whole matrices, offload."""
+"""Optimizers of shards: state dicts with torch's tools, whole matrices."""
 
 import copy
 import sys
@@ -197,29 +197,3 @@ def dropped_on_one_rank():
 
 def test_optimizers_that_cannot_step_shards_are_refused():
     assert all(run_ranks(dropped_on_one_rank, 2, timeout=DEADLINE))
-
-
-def offloaded(stage, name):
-    build = matrices if name == "Muon" else make
-    results = []
-    for cpu_offload in (False, True):
-        both = pair(stage, name, build=build, cpu_offload=cpu_offload, **KINDS[name])
-        train(*both, mean_square, clip=0.05)
-        model, ours = both[:2]
-        model_values = model.gather_full_params() if stage == 3 else model.state_dict()
-        results.append((model_values, ours.state_dict()["state"]))
-    (values, states), (offloaded_values, offloaded_states) = results
-    assert all(torch.equal(values[name], offloaded_values[name]) for name in values)
-    for number, state in states.items():
-        for key, value in state.items():
-            other = offloaded_states[number][key]
-            if isinstance(value, DTensor):
-                value, other = value.full_tensor(), other.full_tensor()
-            assert torch.equal(value, other)
-    return True
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_offloaded_training_is_bit_equal(stage):
-    for name in ("AdamW", "Muon"):
-        assert all(run_ranks(offloaded, 2, stage, name, timeout=DEADLINE))

@@ -18,7 +18,7 @@ def batch(step, rank):
     return torch.randn(4, 5, generator=generator, dtype=torch.float64)
 
 
-def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr=0.1, **options):
+def pair(stage=3, name="AdamW", *, build=make, group=None, lr=0.1, **options):
     """Return a sharded model and its optimizer, and those of one process."""
     model, twin = build(), build()
     fsdp_options = ("reshard_after_forward", "prefetch", "shard")
@@ -26,14 +26,13 @@ def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr
     cls = getattr(torch.optim, name)
     theirs = cls(twin.parameters(), lr=lr, **options)
     if stage == 3:
-        model = FSDP(model, group=group, cpu_offload=cpu_offload, **fsdp)
+        model = FSDP(model, group=group, **fsdp)
         return model, cls(model.parameters(), lr=lr, **options), twin, theirs
     ours = ShardedOptimizer(
         model.parameters(),
         cls,
         group=group,
         shard_gradients=stage == 2,
-        cpu_offload=cpu_offload,
         lr=lr,
         **options,
     )

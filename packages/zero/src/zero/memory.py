@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.cpu_offload import is_offloaded
 from zero.fsdp.fsdp import find_fsdp
 from zero.fsdp.unit import Unit
 from zero.gradients.averaged import AveragedGradient
@@ -40,10 +38,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by kind at one moment of a step, and the peak since the previous moment.
-
-    `host` is the memory that cpu_offload moves to the CPU. The other fields do not include it.
-    """
+    """Bytes by kind at one moment of a step, and the peak since the previous moment."""
 
     name: str
     parameters: int
@@ -52,11 +47,10 @@ class Moment:
     buffers: int
     activations: int
     peak: int
-    host: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes on the device at this moment."""
+        """All bytes at this moment."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
@@ -81,7 +75,7 @@ class MemoryReport:
         return max((moment.peak for moment in self.measured), default=0)
 
     def __str__(self) -> str:
-        columns = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "host")
+        columns = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak")
         lines = ["MiB".rjust(20) + "".join(column.rjust(13) for column in columns)]
         for kind, moments in (("predicted", self.predicted), ("measured", self.measured)):
             for moment in moments:
@@ -151,13 +145,12 @@ def _run(build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]) ->
     """Return the moments of the second step."""
     model, optimizer = build(group)
     sizes = _sizes(model, optimizer)
-    moments = [Moment("initialized", **sizes, activations=0, peak=_device_bytes(sizes))]
+    moments = [Moment("initialized", **sizes, activations=0, peak=sum(sizes.values()))]
     # The first step creates the state and determines the order of the layers.
     loss(model).backward()
     _step(optimizer)
     optimizer.zero_grad()
-    counter = counter_cls(_device_bytes(_sizes(model, optimizer)), model)
-    counter.host.update(t.untyped_storage() for t in tensors_by_kind(model, optimizer)["host"])
+    counter = counter_cls(sum(_sizes(model, optimizer).values()), model)
     with counter.phase():
         value = loss(model)
     moments.append(_moment("forward", model, optimizer, counter))
@@ -182,17 +175,13 @@ def _moment(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, counter: _Counter
 ) -> Moment:
     sizes = _sizes(model, optimizer)
-    activations = max(0, counter.live - _device_bytes(sizes)) if name == "forward" else 0
+    activations = max(0, counter.live - sum(sizes.values())) if name == "forward" else 0
     return Moment(name, **sizes, activations=activations, peak=counter.peak)
 
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
     return {kind: _bytes(tensors) for kind, tensors in tensors_by_kind(model, optimizer).items()}
-
-
-def _device_bytes(sizes: dict[str, int]) -> int:
-    return sum(sizes.values()) - sizes["host"]
 
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
@@ -207,15 +196,13 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         gradients += optimizer.reducer.tensors()
         inner = optimizer.inner
         parameters += [p for group in inner.param_groups for p in group["params"]]
-    kinds: dict[str, list[Tensor]] = {"parameters": parameters, "gradients": gradients}
-    host = [t for tensors in kinds.values() for t in tensors if is_offloaded(t.untyped_storage())]
-    for kind, tensors in kinds.items():
-        kinds[kind] = [t for t in tensors if not is_offloaded(t.untyped_storage())]
-    kinds["optimizer"] = []
-    for parameter, values in inner.state.items():
-        target = host if is_offloaded(parameter.untyped_storage()) else kinds["optimizer"]
-        target += [value for value in values.values() if isinstance(value, Tensor)]
-    return {**kinds, "buffers": list(model.buffers()), "host": host}
+    state = [value for values in inner.state.values() for value in values.values()]
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": [value for value in state if isinstance(value, Tensor)],
+        "buffers": list(model.buffers()),
+    }
 
 
 def _units(model: nn.Module) -> list[Unit]:
@@ -235,8 +222,6 @@ class _Counter:
         self.live = start
         self.peak = start
         self.model = model
-        #: The storages in CPU memory, which are not counted.
-        self.host: WeakSet[torch.UntypedStorage] = WeakSet()
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -266,10 +251,6 @@ class _AllocationMode(TorchDispatchMode):
         inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
         # Views and in-place results have the storage of an input.
         for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
-            # If all inputs of an operator are offloaded, its result is in CPU memory too.
-            if inputs and all(is_offloaded(s) or s in self.counter.host for s in inputs):
-                self.counter.host.add(storage)
-                continue
             self.counter.live += storage.nbytes()
             weakref.finalize(storage, self._free, storage.nbytes())
         unsharded = sum(unit.unsharded_bytes for unit in self.units)

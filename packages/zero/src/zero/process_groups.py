@@ -244,20 +244,7 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start the reduction of `tensor` over the ranks of the group, in place."""
-        if tensor.dtype not in NATIVE_DTYPES and op == dist.ReduceOp.SUM:
-            return self._sum_gathered(tensor)
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
-
-    def _sum_gathered(self, tensor: Tensor) -> Work:
-        """Sum a dtype that the backend cannot sum: gather it, add in rank order, round once."""
-        gathered = tensor.new_empty(self.world, tensor.numel())
-        work = self.all_gather(gathered, tensor.contiguous())
-        wide = torch.int64
-        if tensor.is_complex():
-            wide = torch.complex64
-        elif tensor.is_floating_point():
-            wide = torch.float32
-        return WorkThen(work, lambda: tensor.copy_(gathered.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Send `blocks[r]` to rank r; return the block from each rank, of these `lengths`."""
@@ -283,8 +270,6 @@ class Communicator:
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over shards and replicas, in place on group rank `owner`."""
-        if tensor.dtype not in NATIVE_DTYPES:
-            return self.all_reduce_gradient(tensor)
         work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
         return self._sum_over_replicas(work, tensor) if owner == self.rank else work
 

@@ -55,8 +55,6 @@ class FSDP(UnitSchedule):
     elementwise_optimizers: further optimizer classes that treat every element independently and may
         step shards. A trial verifies this at the first step. While any other class of optimizer
         steps, each parameter is full on one rank.
-    cpu_offload: shards, their gradients and the optimizer's state are in CPU memory, where the
-        optimizer steps; the device stores only the running layers.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`, whose units this one takes over (`fully_shard`).
     """
@@ -76,7 +74,6 @@ class FSDP(UnitSchedule):
         ignored_params: Iterable[nn.Parameter] = (),
         forward_sync_buffers: bool = True,
         elementwise_optimizers: Iterable[type[torch.optim.Optimizer]] = (),
-        cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
@@ -106,7 +103,7 @@ class FSDP(UnitSchedule):
             module,
             shard,
             None if isinstance(group, DryRun) else Materialize(target, initialize),
-            partial(Unit, self.communicator, compute_dtype, gradient_dtype, cpu_offload),
+            partial(Unit, self.communicator, compute_dtype, gradient_dtype),
             ignored,
         )
         for unit in self.units:

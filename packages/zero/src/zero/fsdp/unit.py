@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zero.cpu_offload import to_device, to_host
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard, register_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
@@ -66,12 +65,9 @@ class Unit:
         communicator: Communicator,
         compute_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
-        cpu_offload: bool,
         parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
     ) -> None:
         self.communicator = communicator
-        #: True if shards, and therefore an optimizer's state for them, are in CPU memory.
-        self.cpu_offload = cpu_offload
         first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
         #: False if no backward reads the parameters; an embedding's backward does not.
@@ -89,9 +85,8 @@ class Unit:
         shard_start = shard_stop = 0
         if self.partition.spans:
             shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)
-        shard = values[shard_start:shard_stop]
         #: This rank's shards of all parameters, end to end.
-        self.shard = to_host(shard) if cpu_offload else shard.clone()
+        self.shard = values[shard_start:shard_stop].clone()
         #: The full parameters, end to end; without memory while the unit is SHARDED.
         self.full = torch.empty_like(values, dtype=dtype)
         self._full_nbytes = self.full.untyped_storage().nbytes()
@@ -211,7 +206,7 @@ class Unit:
     @torch.no_grad()
     def _copy_to_new_memory(self) -> None:
         """Copy all shards to new memory, because the caller may use their earlier `.data`."""
-        self.shard = to_host(self.shard) if self.cpu_offload else self.shard.clone()
+        self.shard = self.shard.clone()
         self._gathered_version = -1
         for parameter, stored in self._stored_shards():
             stored.copy_(plain_shard(parameter.shard))
@@ -252,7 +247,7 @@ class Unit:
         self.state = UnitState.SHARDED
         version = self.shard._version
         self.full.untyped_storage().resize_(self._full_nbytes)
-        self._unshard_input = self._shard_on_device(self.full)
+        self._unshard_input = self.shard.to(self.full.dtype)
         self._unshard_work = self.communicator.all_gather(
             self.full, self._unshard_input, self.label
         )
@@ -272,9 +267,6 @@ class Unit:
         self._unshard_input = None
         self.state = UnitState.UNSHARDED
         self._full_versions = {p.full: p.full._version for p in self.parameters}
-
-    def _shard_on_device(self, like: Tensor) -> Tensor:
-        return to_device(self.shard, like) if self.cpu_offload else self.shard.to(like.dtype)
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is used."""
@@ -306,7 +298,7 @@ class Unit:
             return
         start = self.communicator.rank * self.shard.numel()
         gathered = self.full[start : start + self.shard.numel()]
-        expected = self._shard_on_device(self.full)
+        expected = self.shard.to(self.full.dtype)
         # Compare bytes, because NaN is not equal to itself.
         if not gathered.is_meta and not torch.equal(
             gathered.view(torch.uint8), expected.view(torch.uint8)
@@ -371,7 +363,7 @@ class Unit:
         """Return the full parameters in the shards' dtype; every rank must call it."""
         self.adopt_shard_changes()
         flat = self.full.new_empty(self.full.shape, dtype=self.shard.dtype)
-        self.communicator.all_gather(flat, self._shard_on_device(flat)).wait()
+        self.communicator.all_gather(flat, self.shard).wait()
         return {
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
             for parameter, offset in zip(self.parameters, self.partition.offsets, strict=True)

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero.cpu_offload import to_host
 from zero.fsdp.shard import ShardedParameter, plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
@@ -26,7 +25,6 @@ class ReducedUnit(Protocol):
     partition: Partition
     shard: Tensor
     full: Tensor
-    cpu_offload: bool
 
     @property
     def label(self) -> str:
@@ -129,9 +127,7 @@ class UnitGradients:
         work.wait()
         average = output.to(self.unit.shard.dtype)
         self.communicator.divide_after_sum(average, output.dtype)
-        if self.unit.cpu_offload:
-            average = to_host(average)
-        elif average is output and self.communicator.sums_in_place:
+        if average is output and self.communicator.sums_in_place:
             # A view would keep the gradients of all ranks' elements alive.
             average = average.clone()
         start = 0

@@ -60,6 +60,9 @@ class UnitSchedule(nn.Module):
         self._forward_order: list[Unit] = []
         self._previous_order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}
+        #: The units of the modules around each module, whose backward ends later. They include a
+        #: unit of the module itself if a parameter is tied to one of an outer module.
+        self._outer_units: dict[nn.Module, set[Unit]] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
@@ -78,6 +81,9 @@ class UnitSchedule(nn.Module):
         self._units_of.setdefault(self.module, [])
         for module in self._units_of:
             self._hook_module(module)
+            for inner in module.modules():
+                if inner in self._units_of and inner is not module:
+                    self._outer_units.setdefault(inner, set()).update(self._units_of[module])
         parameters_of: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
         for unit in self.units:
             for parameter in unit.parameters:
@@ -220,7 +226,7 @@ class UnitSchedule(nn.Module):
         """Return the parameter that a module sees; raise if it is sharded while the model runs.
 
         The hooks that gather a unit before its module runs do not run if another module reads the
-        parameters: `nn.MultiheadAttention` reads `out_proj.weight` without calling `out_proj`.
+        parameters.
         """
         # Check this first, because torch.compile traces this function and cannot look up a shard.
         if type(parameter) is not Shard or not (self._num_running or self._in_backward):
@@ -268,9 +274,11 @@ class UnitSchedule(nn.Module):
             unit.keep_unsharded = True
 
     def _after_backward(self, module: nn.Module) -> None:
-        """Free a module's units after its backward."""
+        """Free a module's units after its backward, except those of modules around it."""
+        outer = self._outer_units.get(module, ())
         for unit in self._units_of[module]:
-            unit.reshard()
+            if unit not in outer:
+                unit.reshard()
 
     def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
         check_dense(parameter.grad)

@@ -125,7 +125,9 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
                 f'{present} does not have: see model.named_modules(), or pass shard="blocks"'
             )
         selected.update(found)
-    return selected
+    # Attention reads `out_proj.weight` without calling `out_proj`.
+    attentions = [m for _, m in named if isinstance(m, nn.MultiheadAttention)]
+    return selected.difference(attention.out_proj for attention in attentions)
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 
-from zero.cpu_offload import to_host
 from zero.fsdp.shard import Shard
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
@@ -73,7 +72,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         and cuts their tensors. For other classes, a trial checks that no parameter depends on
         another, and parameters are kept whole.
     bucket_size_mb: the size of one collective.
-    cpu_offload: the state, and copies of this rank's elements, are in CPU memory and stepped there.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
 
@@ -86,7 +84,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         shard_gradients: bool = False,
         elementwise: bool | None = None,
         bucket_size_mb: float = 8.0,
-        cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
@@ -112,7 +109,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._optimizer_cls = optimizer_cls
         self._options = kwargs
         self._elementwise = elementwise
-        self.cpu_offload = cpu_offload
         #: The split of each group.
         self.splits: list[Split] = []
         self.bucket_bytes = int(bucket_size_mb * 2**20)
@@ -124,8 +120,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
-        #: With cpu_offload, the device tensors of which the CPU shards are copies.
-        self._device_values: list[Tensor] = []
         #: Each parameter's view of a flat tensor.
         self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
@@ -210,10 +204,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._adopt_cleared_state()
         self._restore_views()
         stepped = self._assign_gradients()
-        shards = [shard for _, _, shard, _ in self._shards]
-        for shard, values in zip(shards, self._device_values, strict=False):
-            # The caller may have changed the parameters since the last step.
-            shard.copy_(values)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
         self.inner.step(**kwargs)
@@ -222,14 +212,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             outer.update(options_of(inner))
         self._option_checks.record(self)
         self._copy_stored_gradients()
-        for shard, values in zip(shards, self._device_values, strict=False):
-            values.copy_(shard, non_blocking=True)
         self._gather_shards()
         # Autograd must refuse a graph that saved the earlier values. The gather does not change the
         # parameters' versions, because the flat tensors have separate version counters.
         increment_version(stepped)
         self.reducer.note_versions()
-        for shard in shards:
+        for _, _, shard, _ in self._shards:
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
@@ -377,9 +365,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 values = flat[piece.offset : piece.offset + piece.numel]
                 if split == "parameters":
                     values = values.view(parameter.shape)
-                if self.cpu_offload:
-                    self._device_values.append(values)
-                    values = to_host(values)
                 shard = nn.Parameter(values, requires_grad=is_trainable)
                 # Some optimizers read attributes that models set.
                 shard.__dict__.update(vars(parameter))
@@ -415,8 +400,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for parameter, piece, shard, bucket in self._shards:
             shard.grad = None
             if parameter in used and bucket.average is not None:
-                average = bucket.average_of(piece).view(shard.shape)
-                shard.grad = to_host(average) if self.cpu_offload else average
+                shard.grad = bucket.average_of(piece).view(shard.shape)
         return used
 
     def _copy_stored_gradients(self) -> None:
