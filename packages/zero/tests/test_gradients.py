@@ -118,20 +118,12 @@ def drop_some(parameters):
         parameter.grad = None
 
 
-def add_noise(parameters):
-    torch.manual_seed(1)
-    for parameter in parameters:
-        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
-        parameter.grad.mul_(torch.rand_like(parameter))
-
-
 EDITS = {
     "copies": clip_copies,
     "new": clip_new_ones,
     "forums": clip_as_forums_do,
     "sign": sign,
     "drop": drop_some,
-    "noise": add_noise,
     "data": multiply_data,
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
@@ -316,11 +308,8 @@ def norms(stage):
                 getattr(whole, reduce)(),
             )
         changed = parameter.grad.clone()
-        assert changed.equal(parameter.grad)
-        assert changed.allclose(parameter.grad)
-        # One element, which is on one rank, determines the result on all ranks.
         changed.mul_(changed != changed.max())
-        assert not changed.equal(parameter.grad)
+        assert changed.max() < whole.max()
         count = (parameter.grad > 0).sum()
         assert count.dtype == torch.int64
         assert count == (whole > 0).sum()
@@ -844,6 +833,7 @@ MISUSES = {
         lambda n, _: torch.linalg.norm(n["0.weight"].grad, 2),
         "full_tensor",
     ),
+    "random": (lambda n, _: torch.randn_like(n["0.weight"].grad), "full_tensor"),
     "median": (lambda n, _: n["0.weight"].grad.median(), "full_tensor"),
     "std": (lambda n, _: n["0.weight"].grad.std(), "full_tensor"),
     "norm of rows": (lambda n, _: n["0.weight"].grad.norm(dim=1), "full_tensor"),
@@ -852,7 +842,7 @@ MISUSES = {
     "vector": (lambda n, _: n["0.weight"].grad.mul(torch.ones(5).double()), "full_tensor"),
     "noise": (
         lambda n, _: n["0.weight"].grad.add_(torch.randn(n["0.weight"].shape).double()),
-        "as random numbers of equal seeds are: create it by zeros_like(p), randn_like(p)",
+        "as random numbers of equal seeds are: create it by zeros_like(p)",
     ),
     "noise of parameters": (
         lambda n, _: torch._foreach_add_([n["0.weight"]], [torch.randn(n["0.weight"].shape)]),

@@ -84,7 +84,7 @@ class Communicator:
     are then also reduced over the first dimension, by `replicas`.
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
-    reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other
+    reduce-scatter, the output of an all-gather, the tensor of any other
     collective. Collectives over the replicas are counted by `replicas`.
     """
 
@@ -246,28 +246,6 @@ class Communicator:
         """Start the reduction of `tensor` over the ranks of the group, in place."""
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
 
-    def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Send `blocks[r]` to rank r; return the block from each rank, of these `lengths`."""
-        dtype = blocks[0].dtype
-        if dtype not in NATIVE_DTYPES:
-            byte_blocks = [as_bytes(block) for block in blocks]
-            received = self.all_to_all(byte_blocks, [n * dtype.itemsize for n in lengths])
-            return [block.view(dtype) for block in received]
-        outgoing = torch.cat(list(blocks))
-        if self.device.type == "cuda":
-            outgoing = outgoing.to(self.device)
-        incoming = outgoing.new_empty(sum(lengths))
-        self._start(
-            "all_to_all",
-            outgoing,
-            dist.all_to_all_single,
-            incoming,
-            outgoing,
-            output_split_sizes=list(lengths),
-            input_split_sizes=[block.numel() for block in blocks],
-        ).wait()
-        return list(incoming.to(blocks[0].device).split(list(lengths)))
-
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over shards and replicas, in place on group rank `owner`."""
         work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
@@ -394,7 +372,7 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
 def wire_bytes(payload: dict[str, int], world: int) -> float:
     """Return the bytes that one rank sends, on average, for these payloads.
 
-    A reduce-scatter, an all-gather, a reduce, a broadcast and an all-to-all send (n-1)/n of the
+    A reduce-scatter, an all-gather, a reduce and a broadcast send (n-1)/n of the
     array, because each element leaves n-1 of n ranks once. An all-reduce sends twice as much.
     """
     rounds = {"all_reduce": 2}

@@ -1,8 +1,7 @@
 """Hooks that let torch's optimizers step FSDP's shards.
 
-An element-wise optimizer steps shards directly. Any other optimizer needs full tensors. Each
-parameter then has one owner rank, which receives the parameter and its gradient, steps it, and
-sends the shards back. All state of a parameter is on its owner.
+An element-wise optimizer steps shards directly. Any other optimizer needs full tensors
+(`full_tensors.py`).
 
 In state dicts, state with the shape of its parameter is a DTensor. Loading accepts DTensors, whole
 tensors, and this rank's shards.
@@ -10,26 +9,20 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.shard import (
-    ShardedParameter,
-    ShardingUnit,
-    find_unit,
-    plain_shard,
-    replaced_parameters,
-)
+from zero.fsdp.full_tensors import Entry, FullTensorExchange
+from zero.fsdp.shard import ShardedParameter, ShardingUnit, find_unit, replaced_parameters
 from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -42,11 +35,7 @@ from zero.optimizer.optimizer_kinds import (
 from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.parameter_groups import is_same_list
 from zero.optimizer.state_dict import options_of
-from zero.partition import by_parameter
 from zero.process_groups import Communicator
-
-#: A parameter of an optimizer, its unit, and its description in the unit.
-Entry = tuple[nn.Parameter, ShardingUnit, ShardedParameter]
 
 
 @cache
@@ -260,126 +249,6 @@ class ShardOptimizer:
 #: shards, and its parameters at that time.
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
 _known = WeakKeyDictionary()
-
-
-class FullTensorExchange:
-    """Tensors of one dtype that are full on their owner rank while an optimizer steps.
-
-    earlier_owners: the owners of parameters that have been stepped before.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        entries: list[Entry],
-        earlier_owners: Mapping[nn.Parameter, int],
-    ) -> None:
-        self.communicator = communicator
-        self.entries = entries
-        world = communicator.world
-        added = [entry for entry in entries if entry[0] not in earlier_owners]
-        numels = [sharded.shape.numel() for _, _, sharded in added]
-        partition = by_parameter(numels, world, 1 << 62)
-        #: The rank that steps each parameter; parameters without elements belong to rank 0.
-        self.owner = {parameter: earlier_owners.get(parameter, 0) for parameter, _, _ in entries}
-        for rank in range(world):
-            for piece in partition.shard_pieces(rank):
-                self.owner[added[piece.index][0]] = rank
-        #: The elements of each parameter in each rank's shard.
-        self._ranges = [
-            [unit.shard_range(sharded, rank) for _, unit, sharded in entries]
-            for rank in range(world)
-        ]
-        #: The shard and gradient of each parameter that is being stepped, by its index.
-        self._shards: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    @torch.no_grad()
-    def gather_full_tensors(self) -> None:
-        """Set `.data` and `.grad` to full tensors on the owner; remove `.grad` on other ranks."""
-        parameters = [parameter for parameter, _, _ in self.entries]
-        # `check_gradients_alike` ensures that a parameter has a gradient on all ranks or on none.
-        stepped = [index for index, p in enumerate(parameters) if p.grad is not None]
-        if not stepped:
-            return
-        self._shards = {
-            index: (plain_shard(parameters[index]), parameters[index].grad) for index in stepped
-        }
-        values = self._gather([data for data, _ in self._shards.values()])
-        gradients = self._gather(
-            [plain(gradient) for _, gradient in self._shards.values() if gradient is not None]
-        )
-        for _, unit, _ in self.entries:
-            unit.holds_full_tensors = True
-        for index in stepped:
-            parameters[index].grad = None
-            if index in values:
-                parameters[index].data = values[index]
-                parameters[index].grad = gradients[index]
-
-    @torch.no_grad()
-    def scatter_full_tensors(self) -> list[nn.Parameter]:
-        """Send each rank its elements of the stepped tensors; return the stepped parameters."""
-        if not self._shards:
-            return []
-        rank = self.communicator.rank
-        full = {
-            index: plain_shard(self.entries[index][0]).reshape(-1) for index in self._owned_by(rank)
-        }
-        outgoing = [
-            [full[index][slice(*ranges[index])] for index in full] for ranges in self._ranges
-        ]
-        expected = [
-            [self._ranges[rank][index] for index in self._owned_by(owner)]
-            for owner in range(self.communicator.world)
-        ]
-        incoming = self._exchange(outgoing, expected)
-        for owner, parts in enumerate(incoming):
-            for index, part in zip(self._owned_by(owner), parts, strict=True):
-                parameter = self.entries[index][0]
-                data, gradient = self._shards[index]
-                parameter.grad = None
-                parameter.data = data
-                data.copy_(part.view(data.shape))
-                parameter.grad = gradient
-        for _, unit, _ in self.entries:
-            unit.holds_full_tensors = False
-        stepped = [self.entries[index][0] for index in self._shards]
-        self._shards = {}
-        return stepped
-
-    def _owned_by(self, rank: int) -> list[int]:
-        """Return the indices of the stepped parameters that a rank owns."""
-        return [index for index in self._shards if self.owner[self.entries[index][0]] == rank]
-
-    def _gather(self, shards: list[Tensor]) -> dict[int, Tensor]:
-        """Return the full tensors that this rank owns, from all ranks' shards."""
-        shard_of = dict(zip(self._shards, shards, strict=True))
-        owned = self._owned_by(self.communicator.rank)
-        outgoing = [
-            [shard_of[index].reshape(-1) for index in self._owned_by(rank)]
-            for rank in range(self.communicator.world)
-        ]
-        expected = [[ranges[index] for index in owned] for ranges in self._ranges]
-        full = {index: shard_of[index].new_empty(self.entries[index][2].shape) for index in owned}
-        incoming = self._exchange(outgoing, expected)
-        for parts, ranges in zip(incoming, expected, strict=True):
-            for index, part, elements in zip(owned, parts, ranges, strict=True):
-                full[index].view(-1)[slice(*elements)] = part
-        return full
-
-    def _exchange(
-        self, outgoing: list[list[Tensor]], expected: list[list[tuple[int, int]]]
-    ) -> list[list[Tensor]]:
-        """Send each rank its parts; return the parts from each rank, split by `expected`."""
-        empty = self.entries[0][1].shard[:0]
-        lengths = [[stop - start for start, stop in ranges] for ranges in expected]
-        incoming = self.communicator.all_to_all(
-            [torch.cat([empty, *parts]) for parts in outgoing], [sum(row) for row in lengths]
-        )
-        return [
-            list(block.split(row)) if row else []
-            for block, row in zip(incoming, lengths, strict=True)
-        ]
 
 
 def _needs_full_tensors(

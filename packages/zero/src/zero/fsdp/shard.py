@@ -68,8 +68,11 @@ class ShardingUnit(Protocol):
     #: True during a step of an optimizer that needs full tensors in its parameters' `.data`.
     holds_full_tensors: bool
 
-    def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
-        """Return the elements of a parameter in a rank's shard."""
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Return the full parameters by name; every rank must call it."""
+
+    def gather_full_gradients(self) -> dict[str, Tensor]:
+        """Return the full averaged gradients by name; every rank must call it."""
 
     def check_not_stepping(self) -> None:
         """Raise if an optimizer's step raised while parameters contained full tensors."""

@@ -42,6 +42,7 @@ from torch.autograd.graph import increment_version
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard, register_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
+from zero.gradients.shard import plain
 from zero.partition import alias, by_element
 from zero.process_groups import Communicator
 
@@ -151,14 +152,6 @@ class Unit:
         """Prefix the parameters' names with the unit's path in the outer module that adopts it."""
         self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
 
-    def shard_range(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
-        """Return (start, stop): the elements of the parameter that a rank's shard stores."""
-        index = self.parameters.index(parameter)
-        for piece in self.partition.shard_pieces(rank):
-            if piece.index == index:
-                return piece.start, piece.stop
-        return 0, 0
-
     def _register(self) -> None:
         for index, parameter in enumerate(self.parameters):
             register_shard(parameter.shard, self, index)
@@ -175,18 +168,18 @@ class Unit:
             if shard.requires_grad != full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
                 full.grad = None
-        if any(self._is_data_replaced(*pair) for pair in self._stored_shards()):
+        if any(self._is_data_replaced(*pair) for pair in self._views_of(self.shard)):
             self._copy_to_new_memory()
 
-    def _stored_shards(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """Return each parameter with its elements in `shard`, as views of the shard's shape."""
-        stored = []
+    def _views_of(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
+        """Return each parameter with its part of `values`, which are laid out like `shard`."""
+        views = []
         start = 0
         for parameter in self.parameters:
-            values = self.shard[start : start + parameter.stop - parameter.start]
-            start += values.numel()
-            stored.append((parameter, as_column(values, len(parameter.shape))))
-        return stored
+            part = values[start : start + parameter.stop - parameter.start]
+            start += part.numel()
+            views.append((parameter, as_column(part, len(parameter.shape))))
+        return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
         """Return True if the caller has replaced `.data`; raise if it cannot be adopted."""
@@ -208,7 +201,7 @@ class Unit:
         """Copy all shards to new memory, because the caller may use their earlier `.data`."""
         self.shard = self.shard.clone()
         self._gathered_version = -1
-        for parameter, stored in self._stored_shards():
+        for parameter, stored in self._views_of(self.shard):
             stored.copy_(plain_shard(parameter.shard))
             parameter.shard.data = stored
 
@@ -362,8 +355,21 @@ class Unit:
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return the full parameters in the shards' dtype; every rank must call it."""
         self.adopt_shard_changes()
-        flat = self.full.new_empty(self.full.shape, dtype=self.shard.dtype)
-        self.communicator.all_gather(flat, self.shard).wait()
+        return self._gather(self.shard)
+
+    @torch.no_grad()
+    def gather_full_gradients(self) -> dict[str, Tensor]:
+        """Return the full averaged gradients, or zeros; every rank must call it."""
+        gradients = torch.zeros_like(self.shard)
+        for parameter, part in self._views_of(gradients):
+            if parameter.shard.grad is not None:
+                part.copy_(plain(parameter.shard.grad))
+        return self._gather(gradients)
+
+    def _gather(self, values: Tensor) -> dict[str, Tensor]:
+        """Gather values that are laid out like the shards of all parameters."""
+        flat = values.new_empty(self.full.shape)
+        self.communicator.all_gather(flat, values).wait()
         return {
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
             for parameter, offset in zip(self.parameters, self.partition.offsets, strict=True)

@@ -7,7 +7,6 @@ would be right, but a norm would silently be wrong and differ between ranks. The
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
   call it, and every rank gets the same value;
-- random numbers in the shape of a gradient are the same as those of a single process;
 - GradScaler's check for infinities is reduced too, so that either all ranks step or none;
 - any other operation raises, and names `full_tensor()` as the remedy.
 

@@ -11,16 +11,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero.gradients.reductions import (
     PartialGradient,
-    are_equal_on_all_ranks,
     gather_runs,
     norms,
     reduce,
     unscale,
 )
 from zero.gradients.rules import (
-    COMPARISONS,
     ELEMENTWISE_OPERATORS,
-    RANDOM,
     REMEDY,
     UNSCALE,
     aten,
@@ -136,10 +133,6 @@ class AveragedGradient(PartialGradient):
             return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
         if reduces_all_elements(name, args, kwargs):
             return reduce(name, args, kwargs)
-        if name in RANDOM:
-            return _draw_like(func, args[0], kwargs)
-        if name in COMPARISONS:
-            return _are_equal(func, args[:2], args[2:], kwargs)
         if name in ELEMENTWISE_OPERATORS or is_pointwise(func):
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
@@ -192,15 +185,6 @@ def _combination_error(func: Any) -> RuntimeError:
     )
 
 
-def _are_equal(func: Any, gradients: Any, options: Any, kwargs: Any) -> bool:
-    """Return True if two gradients are equal, or close, on all ranks."""
-    if not all(isinstance(gradient, AveragedGradient) for gradient in gradients):
-        raise _combination_error(func)
-    pairs = zip(*_runs_alike(func, gradients), strict=True)
-    is_equal = all(func(first[2], second[2], *options, **kwargs) for first, second in pairs)
-    return are_equal_on_all_ranks(is_equal, gradients[0].communicator)
-
-
 def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an element-wise operator to each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
@@ -228,16 +212,6 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     dtype = results[0][2].dtype
     return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
-
-
-def _draw_like(func: Any, gradient: AveragedGradient, kwargs: Any) -> AveragedGradient:
-    """Draw random numbers for all elements, as a single process would, and keep this rank's."""
-    whole = func(
-        torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), **kwargs
-    )
-    flat = whole.reshape(-1)
-    runs = [(start, stop, flat[start:stop]) for start, stop, _ in gradient.local_runs()]
-    return AveragedGradient(gradient, gradient.source, None, dtype=whole.dtype, runs=runs)
 
 
 def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:

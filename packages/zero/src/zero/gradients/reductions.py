@@ -40,13 +40,6 @@ def gather_runs(
     return whole.to(first.device).view(shape)
 
 
-def are_equal_on_all_ranks(is_equal: bool, communicator: Communicator) -> bool:
-    """Return True if a comparison of each rank's elements is true on every rank."""
-    communicator.check_not_joining()
-    [[differs_anywhere]] = communicator.any_across_ranks([not is_equal], counted=False)()
-    return not differs_anywhere
-
-
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
     communicator, *others = _communicators_of(gradients)

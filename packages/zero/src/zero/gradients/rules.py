@@ -36,18 +36,15 @@ ELEMENTWISE_FUNCTIONS = {
     "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
     "true_divide", "square", "clamp", "masked_fill", "positive",
 }  # fmt: skip
-#: Comparisons of two tensors that return a single bool.
-COMPARISONS = {"equal", "allclose"}
-#: Functions that draw random numbers in the shape of a tensor.
-RANDOM = {"rand_like", "randn_like"}
 #: Tensor attributes that return a view of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 #: Methods whose names end with an underscore, but which do not change elements.
 NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
-#: Methods that return elements as Python or NumPy objects, or assign to elements.
+#: Functions that return elements, or a comparison of them, as Python or NumPy objects, or assign to
+#: elements.
 READS_ELEMENTS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
-    "is_nonzero", "__contains__", "__iter__", "__setitem__",
+    "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose",
 }  # fmt: skip
 #: Python operators whose aten operators have different names.
 OPERATOR_NAMES = {
@@ -97,7 +94,7 @@ def is_pointwise(operator: Any) -> bool:
 @cache
 def is_elementwise(name: str) -> bool:
     """Return True if a function or method of torch is element-wise, in place or not."""
-    if name in READS_ELEMENTS or name in COMPARISONS:
+    if name in READS_ELEMENTS:
         return False
     known = ELEMENTWISE_FUNCTIONS | ELEMENTWISE_OPERATORS
     stripped = name.strip("_")

@@ -12,16 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero.gradients.reductions import (
     PartialGradient,
-    are_equal_on_all_ranks,
     gather_runs,
     norms,
     reduce,
     unscale,
 )
 from zero.gradients.rules import (
-    COMPARISONS,
     NOT_IN_PLACE,
-    RANDOM,
     READS_ELEMENTS,
     REMEDY,
     UNSCALE,
@@ -82,15 +79,6 @@ class ShardGradient(PartialGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
-            if name in COMPARISONS:
-                _check_is_local(name, True, args[:2])
-                is_equal = func(plain(args[0]), plain(args[1]), *args[2:], **kwargs)
-                return are_equal_on_all_ranks(is_equal, args[0].communicator)
-            if name in RANDOM:
-                like, elements = args[0], args[0].elements
-                whole = func(like.new_empty(elements.shape), *args[1:], **kwargs)
-                part = whole.reshape(-1)[elements.start : elements.stop].view(like.shape)
-                return shard_gradient(part, like.communicator, elements)
             return _apply_to_shards(func, name, args, kwargs)
 
 
@@ -200,7 +188,7 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
         raise RuntimeError(
             f"{name} combines this rank's elements with a plain tensor of their shape, whose "
             "values may be equal on all ranks, as random numbers of equal seeds are: create it by "
-            "zeros_like(p), randn_like(p), p.detach().clone() or another operation on p or p.grad"
+            "zeros_like(p), p.detach().clone() or another operation on p or p.grad"
         )
 
 
