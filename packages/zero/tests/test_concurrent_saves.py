@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks, try_ranks
-from zero import FSDP, diagnostics, load_checkpoint, save_checkpoint, save_safetensors
+from zero import FSDP, diagnostics, load_checkpoint, save_checkpoint
 from zero.checkpoint import draft, storage
 from zero.checkpoint.draft import PathLock
 
 DEADLINE = 300.0
-SAVES = (save_checkpoint, save_safetensors)
 
 
 def filled(value, group=None):
@@ -44,19 +43,18 @@ def save_at_once(path, rounds):
     job, group = job_groups()
     model, other = filled(1.0 + job, group), filled(0.0, group)
     draw, saved = random.Random(job), 0
-    for number in range(rounds):
-        save = SAVES[number % 2]
+    for _ in range(rounds):
         dist.barrier()
         time.sleep(draw.random() * 0.01)
         try:
-            save(f"{path}-{save.__name__}", model, group=group)
+            save_checkpoint(path, model, group=group)
             saved += 1
         except RuntimeError as error:
             if "is being saved to by" not in str(error):
                 raise
         dist.barrier()
         if job == 0:
-            load_checkpoint(f"{path}-{save.__name__}", other, group=group)
+            load_checkpoint(path, other, group=group)
             assert values_of(other) in ([1.0], [2.0])
     return saved
 
@@ -65,7 +63,7 @@ def test_two_jobs_that_save_to_one_path_never_mix_their_files(tmp_path):
     saved = run_ranks(save_at_once, 4, str(tmp_path / "last"), 24, timeout=DEADLINE)
     # In each round at least one of the two jobs saves.
     assert saved[0] + saved[2] >= 24
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"last-{s.__name__}" for s in SAVES]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last"]
 
 
 def refuse_the_second(path):
@@ -81,11 +79,10 @@ def refuse_the_second(path):
         lock.acquire()
     dist.barrier()
     if job == 1:
-        for save in SAVES:
-            for target in (path, link):
-                with pytest.raises(RuntimeError, match="is being saved to by process"):
-                    save(target, model, group=group)
-            save(f"{path}-{save.__name__}", model, group=group)
+        for target in (path, link):
+            with pytest.raises(RuntimeError, match="is being saved to by process"):
+                save_checkpoint(target, model, group=group)
+        save_checkpoint(f"{path}-other", model, group=group)
     dist.barrier()
     lock.release()
     if job == 0:
@@ -110,9 +107,8 @@ def save_without_locks(path):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     draft.fcntl.flock = flock
-    for save in SAVES:
-        with pytest.raises(RuntimeError, match=r"cannot be locked \(No locks available\), so"):
-            save(path, filled(1.0))
+    with pytest.raises(RuntimeError, match=r"cannot be locked \(No locks available\), so"):
+        save_checkpoint(path, filled(1.0))
     return True
 
 

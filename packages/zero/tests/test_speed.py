@@ -15,7 +15,7 @@ from emulated_hosts import emulated_hosts, run_everywhere, why_not
 from figures import assert_at_least, assert_at_most
 from torch import nn
 from worker_pool import run_ranks
-from zero import FSDP, load_checkpoint, save_checkpoint, save_safetensors
+from zero import FSDP, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.timing
 REASON = why_not()
@@ -108,7 +108,7 @@ def reading_and_loading(path, write):
     return statistics.median(ratios)
 
 
-@pytest.mark.parametrize("write", [save_checkpoint, save_safetensors])
+@pytest.mark.parametrize("write", [save_checkpoint])
 def test_loading_takes_little_longer_than_the_disk(tmp_path, write):
     torch.manual_seed(0)
     arguments = str(tmp_path / "last"), write

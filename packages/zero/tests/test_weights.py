@@ -23,10 +23,10 @@ from zero import (
     diagnostics,
     load_checkpoint,
     save_checkpoint,
-    save_safetensors,
 )
-from zero.checkpoint.safetensors_format import DTYPES
-from zero_training import flip_bits
+from zero.checkpoint.weights import DTYPES
+
+save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
 DEADLINE = 300.0
 
@@ -275,7 +275,8 @@ def two_models(folder):
     with pytest.raises(RuntimeError, match="has no optimizer"):
         load_checkpoint(f"{folder}/usual", *wrap(make(), 1, lr=0.1))
     save_checkpoint(f"{folder}/model", make(1))
-    save_safetensors(f"{folder}/weights", make(1))
+    Path(folder, "weights").mkdir()
+    save_file(make(1).state_dict(), f"{folder}/weights/model.safetensors")
     for name in ("usual", "model", "weights"):
         model, optimizer = wrap(make(2), 1, lr=0.1)
         step(model, optimizer)
@@ -355,13 +356,6 @@ def test_torchs_files_of_weights_are_refused(tmp_path):
     assert all(run_ranks(torch_files, 1, str(tmp_path), timeout=DEADLINE))
 
 
-def round_trip(path, stage, **options):
-    """Save at a stage: one file, or several with an index."""
-    model, _ = wrap(make(), stage)
-    save_safetensors(path, model, **options)
-    return whole(model)
-
-
 def read_back(path, stage):
     """Load at a stage; a sharded model starts on the meta device."""
     if stage == 3:
@@ -374,60 +368,28 @@ def read_back(path, stage):
     return whole(model)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((3, 3), (0, 1)),
-        pytest.param((0, 2), (3, 3), marks=pytest.mark.exhaustive),
-        ((1, 2), (3, 2)),
-    ],
-)
-def test_safetensors_are_written_and_read_at_any_stage_and_world(tmp_path, before, after):
-    path = tmp_path / "weights"
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    size = 1e-7 if before[0] else 5.0
-    written = run_ranks(round_trip_with, before[1], str(path), before[0], size, timeout=DEADLINE)[0]
-    assert (path / "config.json").exists()
-    assert (path / "model.safetensors.index.json").exists() == bool(before[0])
-    for read in run_ranks(read_back, after[1], str(path), after[0], timeout=DEADLINE):
+def write_two_files(folder):
+    """Write the weights of `make()` into two safetensors files with an index."""
+    state = make().state_dict()
+    names = list(state)
+    files = {"model-1.safetensors": names[:3], "model-2.safetensors": names[3:]}
+    for file, part in files.items():
+        save_file({name: state[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 3)])
+def test_safetensors_are_read_at_any_stage_and_world(tmp_path, stage, world):
+    written = write_two_files(tmp_path)
+    for read in run_ranks(read_back, world, str(tmp_path), stage, timeout=DEADLINE):
         assert same(read, written)
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors' own reader")
-    theirs = {}
-    for file in path.glob("*.safetensors"):
-        theirs |= safetensors.load_file(file)
-    assert theirs.keys() == written.keys()
-    assert same(theirs, written)
-    assert not list(tmp_path.glob(".*"))
-
-
-def round_trip_with(path, stage, size):
-    return round_trip(path, stage, file_gb=size)
-
-
-def write_some(path):
-    save_safetensors(path, make(), file_gb=1e-7)
-
-
-def flips(path, every):
-    counts = flip_bits(path, every, lambda: load_checkpoint(path, make(1)))
-    load_checkpoint(path, make(1))
-    return counts
-
-
-@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_flipped_bit_in_our_safetensors_is_refused(tmp_path, every):
-    path = str(tmp_path / "weights")
-    run_ranks(write_some, 2, path, timeout=DEADLINE)
-    tried, passed = run_ranks(flips, 1, path, every, timeout=1500)[0]
-    assert tried > 2000 // every
-    assert passed == 0
 
 
 def damage(path):
-    """Truncate, exchange and remove files of other programs, which have no checksums."""
+    """Truncate, exchange and remove files, which have no checksums."""
     file = Path(path) / "model.safetensors"
-    (Path(path) / "checksums.json").unlink()
     messages = []
     good = file.read_bytes()
     for bad in (good[:-1], good[:20], b"", b"\xff" * 64):
@@ -457,17 +419,14 @@ def damage(path):
 
 
 def test_damaged_safetensors_are_named(tmp_path):
-    path = str(tmp_path / "weights")
-    run_ranks(round_trip_with, 1, path, 0, 5.0, timeout=DEADLINE)
-    cut, header, empty, noise = run_ranks(damage, 1, path, timeout=DEADLINE)[0]
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    cut, header, empty, noise = run_ranks(damage, 1, str(tmp_path), timeout=DEADLINE)[0]
     assert "is truncated: use another copy" in cut
     for message in (header, empty, noise):
         assert "model.safetensors is damaged" in message
 
 
 def half(path):
-    model = FSDP(make())
-    save_safetensors(path, model, dtype=torch.bfloat16)
     other = FSDP(make(1))
     load_checkpoint(path, other)
     return all(
@@ -476,8 +435,10 @@ def half(path):
     )
 
 
-def test_half_precision_is_saved_and_loaded_in_the_models_dtype(tmp_path):
-    assert all(run_ranks(half, 2, str(tmp_path / "half"), timeout=DEADLINE))
+def test_half_precision_is_loaded_in_the_models_dtype(tmp_path):
+    file = tmp_path / "half.safetensors"
+    save_file(make().bfloat16().state_dict(), file)
+    assert all(run_ranks(half, 2, str(file), timeout=DEADLINE))
 
 
 def refuse_other_formats(folder):
@@ -532,12 +493,10 @@ def every_dtype(folder):
     dist.barrier()
     ours = Buffers()
     load_checkpoint(f"{folder}/theirs.safetensors", ours)
-    save_safetensors(f"{folder}/ours", ours)
-    written = safetensors.torch.load_file(f"{folder}/ours/model.safetensors")
     for name, value in theirs.state_dict().items():
-        for other in (ours.state_dict()[name], written[name]):
-            assert other.dtype == value.dtype, name
-            assert torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name
+        other = ours.state_dict()[name]
+        assert other.dtype == value.dtype, name
+        assert torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name
     with pytest.raises(RuntimeError, match="whole bytes per element, got F4 for weight"):
         load_checkpoint(f"{folder}/packed.safetensors", nn.Linear(4, 1))
     rotated = {name: value * 1j for name, value in nn.Linear(3, 3).state_dict().items()}
@@ -546,14 +505,10 @@ def every_dtype(folder):
     dist.barrier()
     with pytest.raises(RuntimeError, match=r"torch.complex64\) in the checkpoint"):
         load_checkpoint(f"{folder}/complex.safetensors", nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"expected a floating-point dtype .* got torch.int8"):
-        save_safetensors(f"{folder}/ours", ours, dtype=torch.int8)
-    with pytest.raises(ValueError, match="expected a model with parameters or buffers"):
-        save_safetensors(f"{folder}/ours", nn.ReLU())
     return True
 
 
-def test_every_dtype_of_safetensors_is_loaded_and_saved_or_refused(tmp_path):
+def test_every_dtype_of_safetensors_is_loaded_or_refused(tmp_path):
     pytest.importorskip("safetensors")
     assert all(run_ranks(every_dtype, 2, str(tmp_path), timeout=DEADLINE))
 
@@ -600,9 +555,9 @@ def hugging_face(path):
     dist.barrier()
     ours = FSDP(transformers.LlamaForCausalLM(config))
     load_checkpoint(f"{path}/theirs", ours)
-    save_safetensors(f"{path}/ours", ours, file_gb=2e-5)
+    whole = ours.gather_full_params()
     if dist.get_rank() == 0:
-        config.save_pretrained(f"{path}/ours")
+        ours.module.save_pretrained(f"{path}/ours", state_dict=whole)
         reloaded = transformers.LlamaForCausalLM.from_pretrained(f"{path}/ours")
         assert same(reloaded.state_dict(), model.state_dict())
     return True

@@ -1,7 +1,6 @@
 """ZeRO: optimizer state, gradients and parameters sharded over data-parallel ranks."""
 
 from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from zero.checkpoint.save_safetensors import save_safetensors
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.fully_shard import FSDPModule, fully_shard
 from zero.gloo_collectives import direct_all_gather, direct_reduce_scatter
@@ -24,7 +23,6 @@ __all__ = [
     "load_checkpoint",
     "memory_report",
     "save_checkpoint",
-    "save_safetensors",
     "wire_bytes",
     "zero_stage_bytes",
 ]

@@ -49,19 +49,15 @@ def token_of(folder: Path) -> str | None:
     return token
 
 
-def verify(path: Path, rank: int, world: int) -> None:
+def verify(folder: Path, rank: int, world: int) -> None:
     """Raise ValueError if a file differs from its checksum; each rank compares 1/n of the files.
 
-    `path` is a folder, or one file of it. Checkpoints of other programs have no checksums, so
-    nothing is compared.
+    Checkpoints of other programs have no checksums, so nothing is compared.
     """
-    folder = path.parent if path.is_file() else path
     if not (folder / NAME).exists():
         return
     files = _read(folder / NAME)["files"]
     for name in sorted(files)[rank::world]:
-        if path.is_file() and name != path.name:
-            continue
         if not isinstance(files[name], int):
             raise ValueError(
                 f"{folder} was written by an earlier version of zero: load it with that version"

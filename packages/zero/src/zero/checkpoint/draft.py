@@ -81,6 +81,8 @@ class Draft:
     """The folder in which one save is written. Rank 0 opens it and broadcasts `token`."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{path} is a file: choose a folder")
         self.path = path
         self.token = secrets.token_hex(8)
         self.folder = draft_folder(path, self.token)
@@ -129,16 +131,6 @@ def current(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
     real = Path(os.path.realpath(path))
     return previous(real) if not real.exists() and previous(real).exists() else path
-
-
-def check_target(path: Path, *, other: str, unless: str = "") -> None:
-    """Raise if `path` is a file or contains a checkpoint of another kind."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file: choose a folder")
-    if (path / other).exists() and not (unless and (path / unless).exists()):
-        raise FileExistsError(
-            f"{path} holds a checkpoint of another kind ({other}): choose another folder"
-        )
 
 
 def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, check_target, current, draft_folder
+from zero.checkpoint.draft import Draft, current, draft_folder
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
@@ -51,7 +51,6 @@ def write_folder(
     def open_draft() -> str:
         if rank > 0:
             return ""
-        check_target(path, other=checksums.NAME, unless=".metadata")
         drafts.append(Draft(path))
         return drafts[0].token
 
