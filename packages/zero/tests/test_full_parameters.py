@@ -25,7 +25,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, load_checkpoint, save_checkpoint
+from zero import FSDP, load_checkpoint
 from zero.fsdp.unit import UnitState
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
@@ -129,26 +129,16 @@ def test_a_state_dict_that_is_loaded_with_assign_is_trained():
     assert all(run_ranks(load_by_assignment, 2, timeout=DEADLINE))
 
 
-def hybrid(stage, path):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, ours, twin, theirs = pair(stage, group=mesh)
-    train(model, ours, twin, theirs, mean_square, clip=0.05)
-    save_checkpoint(path, model, ours)
-    resumed, optimizer, _, _ = pair(stage, group=mesh)
-    load_checkpoint(path, resumed, optimizer)
-    train(resumed, optimizer, twin, theirs, mean_square, clip=0.05)
-    if stage == 3:
-        state = get_model_state_dict(resumed.module, options=StateDictOptions(full_state_dict=True))
-        for name, value in twin.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
-        with pytest.raises(ValueError, match=r"expected a mesh of one dimension .* got 3"):
-            FSDP(make(), group=init_device_mesh("cpu", (2, 2, 1)))
-    return True
+def shard_over_a_mesh():
+    world = dist.get_world_size()
+    both = pair(3, group=init_device_mesh("cpu", (world,)))
+    with pytest.raises(ValueError, match=r"expected a mesh of one dimension.* got 2"):
+        FSDP(make(), group=init_device_mesh("cpu", (1, world)))
+    return train(*both, mean_square)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-def test_hybrid_sharding_over_a_mesh_equals_one_process(stage, tmp_path):
-    assert all(run_ranks(hybrid, 4, stage, str(tmp_path / "last"), timeout=DEADLINE))
+def test_a_mesh_of_one_dimension_is_a_group():
+    assert all(run_ranks(shard_over_a_mesh, 2, timeout=DEADLINE))
 
 
 def options():

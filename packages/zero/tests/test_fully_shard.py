@@ -225,6 +225,7 @@ def refuse():
     tied[1].weight = tied[0].weight
     fully_shard(tied[0])
     part = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    other_group = dist.new_group()
     cases = [
         (lambda: fully_shard(tied), r"1\.weight is tied to a parameter that an earlier call"),
         (lambda: fully_shard(part), "FSDPLinear was passed to fully_shard before: pass it once"),
@@ -246,7 +247,7 @@ def refuse():
             "param_dtype_override_fn is not supported, as a unit has one dtype",
         ),
         (
-            lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=zero_mesh()),
+            lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=other_group),
             "expected one group for a module and the modules within it",
         ),
         (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is another FSDP's shard"),
@@ -255,10 +256,6 @@ def refuse():
         with pytest.raises(ValueError, match=message):
             call()
     return True
-
-
-def zero_mesh():
-    return init_device_mesh("cpu", (1, dist.get_world_size()))
 
 
 def test_arguments_and_models_without_an_equivalent_are_refused():

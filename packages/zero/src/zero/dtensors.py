@@ -50,12 +50,11 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
     """Return `whole`, which every rank has, as a DTensor sharded by rows."""
     mesh = communicator.mesh
     if not whole.dim():
-        return DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim)
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()])
     chunks = whole.chunk(communicator.world)
     local = chunks[communicator.rank] if communicator.rank < len(chunks) else whole[:0]
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return DTensor.from_local(
-        local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local.clone(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 

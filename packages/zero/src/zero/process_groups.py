@@ -80,12 +80,9 @@ def check_separate_elements(description: str, tensor: Tensor) -> None:
 class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
-    If `group` is a mesh (replicate, shard), the collectives use the second dimension. Gradient sums
-    are then also reduced over the first dimension, by `replicas`.
-
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
     reduce-scatter, the output of an all-gather, the tensor of any other
-    collective. Collectives over the replicas are counted by `replicas`.
+    collective.
     """
 
     def __init__(
@@ -96,20 +93,16 @@ class Communicator:
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
     ) -> None:
-        #: The ranks with a copy of this rank's shard, if `group` is a mesh of two dimensions.
-        self.replicas: Communicator | None = None
         #: True within `Join`, where some ranks may have no inputs left.
         self.is_joining = False
         self._mesh = group if isinstance(group, DeviceMesh) else None
         if isinstance(group, DeviceMesh):
-            if group.ndim not in (1, 2):
+            if group.ndim != 1:
                 raise ValueError(
-                    f"expected a mesh of one dimension (shard) or two (replicate, shard), got "
-                    f"{group.ndim}: pass a submesh such as mesh['dp_replicate', 'dp_shard']"
+                    f"expected a mesh of one dimension, over which tensors are sharded, got "
+                    f"{group.ndim}: pass a submesh such as mesh['dp_shard']"
                 )
-            if group.ndim == 2:
-                self.replicas = Communicator(group.get_group(0), all_reduce=all_reduce)
-            group = group.get_group(group.ndim - 1)
+            group = group.get_group()
         self.group = group
         self.bytes: Counter[str] = Counter()
         self.device = torch.device("cpu")
@@ -174,11 +167,6 @@ class Communicator:
             self._mesh = DeviceMesh.from_group(self._process_group, self.device.type)
         return self._mesh
 
-    @property
-    def num_gradients(self) -> int:
-        """The number of ranks whose gradients are summed: shards times replicas."""
-        return self.world * (self.replicas.world if self.replicas else 1)
-
     def divide_before_sum(self, gradients: Tensor) -> None:
         """Divide float16 gradients, in place, so that their sum over ranks does not overflow.
 
@@ -192,23 +180,19 @@ class Communicator:
 
         `sent_dtype` is the dtype in which the gradients were sent.
         """
-        divisor: float = self.num_gradients
+        divisor: float = self.world
         if sent_dtype == torch.float16:
             divisor /= self._float16_divisor
         total /= divisor
 
     @property
     def _float16_divisor(self) -> int:
-        """The smallest power of two that is not below the number of summed gradients."""
-        return 1 << (self.num_gradients - 1).bit_length()
+        """The smallest power of two that is not below the number of ranks."""
+        return 1 << (self.world - 1).bit_length()
 
     def uses_same_groups(self, other: Communicator) -> bool:
-        """Return True if both communicators use the same process-group objects."""
-        if self._process_group is not other._process_group:
-            return False
-        if self.replicas and other.replicas:
-            return self.replicas.uses_same_groups(other.replicas)
-        return self.replicas is other.replicas
+        """Return True if both communicators use the same process-group object."""
+        return self._process_group is other._process_group
 
     @property
     def _process_group(self) -> Any:
@@ -227,8 +211,7 @@ class Communicator:
             self.bytes["reduce_scatter"] += input.nbytes
             return DryReduceScatter(input, self.world)
         call = _tag_by_label(self._reduce_scatter, label)
-        work = self._start("reduce_scatter", input, call, output, input, label=label)
-        return self._sum_over_replicas(work, output)
+        return self._start("reduce_scatter", input, call, output, input, label=label)
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = concatenation of every rank's input`, in rank order."""
@@ -238,25 +221,13 @@ class Communicator:
             input = as_bytes(input)
         return self._start("all_gather", output, call, output, input, label=label)
 
-    def all_reduce_gradient(self, tensor: Tensor) -> Work:
-        """Start the sum of `tensor` over shards and replicas, in place."""
-        return self._sum_over_replicas(self.all_reduce(tensor), tensor)
-
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start the reduction of `tensor` over the ranks of the group, in place."""
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` over shards and replicas, in place on group rank `owner`."""
-        work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
-        return self._sum_over_replicas(work, tensor) if owner == self.rank else work
-
-    def _sum_over_replicas(self, work: Work, tensor: Tensor) -> Work:
-        """Return work that sums the result of `work` over the replicas, if there are any."""
-        replicas = self.replicas
-        if replicas is None:
-            return work
-        return WorkThen(work, lambda: replicas.all_reduce(tensor).wait())
+        """Start the sum of `tensor` over the ranks, in place on group rank `owner`."""
+        return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
         """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
@@ -266,12 +237,6 @@ class Communicator:
         if contiguous is tensor:
             return work
         return WorkThen(work, lambda: tensor.copy_(contiguous))
-
-    def broadcast_first(self, tensor: Tensor) -> None:
-        """Copy the first rank's `tensor` to all other ranks, replicas included."""
-        self.broadcast(tensor, 0).wait()
-        if self.replicas:
-            self.replicas.broadcast(tensor, 0).wait()
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module) -> None:
@@ -283,7 +248,7 @@ class Communicator:
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for buffers in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self.broadcast_first(flat)
+            self.broadcast(flat, 0).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
             # As in torch's DDP, a graph that has saved a buffer stays valid: a batch norm, for
             # example, changes its running statistics between forward and backward too.
@@ -313,15 +278,12 @@ class Communicator:
         def wait() -> list[list[bool]]:
             work.wait()
             lists = counts.gt(0).split([len(flag_list) for flag_list in flag_lists])
-            anywhere: list[list[bool]] = [part.tolist() for part in lists]
-            if self.replicas:
-                return self.replicas.any_across_ranks(*anywhere, counted=counted)()
-            return anywhere
+            return [part.tolist() for part in lists]
 
         return wait
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value` in rank order; in a mesh, row after row of shards."""
+        """Return every rank's `value` in rank order."""
         if isinstance(self.group, DryRun):
             return [value] * self.world
         values: list[Any] = [None] * self.world
@@ -329,9 +291,6 @@ class Communicator:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise explain(error, self.group, "all_gather_object") from error
-        if self.replicas:
-            rows = self.replicas.gather_objects(values)
-            values = [entry for row in rows for entry in row]
         return values
 
     def pop_bytes(self) -> dict[str, int]:

@@ -182,7 +182,7 @@ def _collect_slot(
     # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
     # The rank with the parameter's first element writes them.
     has_first = run.stop > 0 or _writes_empty_parameter(slot, rank)
-    is_first = not slot.is_copy and run.start == 0 and has_first
+    is_first = run.start == 0 and has_first
     for key, value in state.items():
         if not isinstance(key, str) or "." in key:
             raise ValueError(
@@ -196,9 +196,7 @@ def _collect_slot(
             continue
         flat = value.detach().reshape(-1)
         if value.shape == run.shape:
-            parts.append(
-                Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated, slot.is_copy)
-            )
+            parts.append(Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated))
         elif is_first:
             parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.is_replicated))
 

@@ -20,7 +20,6 @@ from zero.fsdp.optimizer_hooks import find_shard_optimizer
 from zero.fsdp.shard import plain_shard
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.process_groups import Communicator
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class Part:
     values: Tensor
     #: True if every rank has the same values.
     is_replicated: bool = False
-    #: True if another row of a mesh has the same shard and writes it.
-    is_copy: bool = False
     #: The tensor whose elements are `values`; `values` is a copy if it is not contiguous.
     target: Tensor | None = None
     #: True for buffers. They may differ between ranks, so rank 0 writes all of them.
@@ -47,7 +44,7 @@ class Part:
             return rank == 0
         if self.is_replicated:
             return zlib.crc32(self.name.encode()) % world == rank
-        return not self.is_copy
+        return True
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class Slot:
     #: The tensor that the optimizer steps.
     parameter: nn.Parameter
     is_replicated: bool
-    is_copy: bool = False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -111,7 +107,6 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
                 slot.run.stop,
                 values.reshape(-1),
                 is_replicated=slot.is_replicated,
-                is_copy=slot.is_copy,
                 target=values,
             )
         )
@@ -153,12 +148,11 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
     slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}
-        is_copy = is_replica(optimizer.communicator)
         split: dict[nn.Parameter, Slot] = {}
         for parameter, piece, shard, _ in optimizer.shards():
             run = Run(piece.start, piece.stop, shard.shape)
             name = _look_up(parameter, names)
-            split[shard] = Slot(name, parameter.shape, run, shard, False, is_copy)
+            split[shard] = Slot(name, parameter.shape, run, shard, False)
         return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer:
@@ -180,12 +174,11 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
     sharded = set()
     fsdp = find_fsdp(_compiled_from(model))
     if fsdp is not None:
-        is_copy = is_replica(fsdp.communicator)
         for unit in fsdp.units:
             for p in unit.parameters:
                 sharded.add(p.shard)
                 run = Run(p.start, p.stop, p.shard.shape)
-                yield Slot(p.name, p.shape, run, p.shard, False, is_copy)
+                yield Slot(p.name, p.shape, run, p.shard, False)
     for name, parameter in _named_parameters(model):
         if parameter not in sharded:
             run = Run(0, parameter.numel(), parameter.shape)
@@ -198,11 +191,6 @@ def mark_changed(model: nn.Module) -> None:
     for unit in fsdp.units if fsdp else []:
         for parameter in unit.parameters:
             unit.mark_changed(parameter)
-
-
-def is_replica(communicator: Communicator) -> bool:
-    """Return True if an earlier row of the mesh has the same shards."""
-    return communicator.replicas is not None and communicator.replicas.rank > 0
 
 
 def _sharded_names(model: nn.Module) -> set[str]:

@@ -44,8 +44,7 @@ class FSDP(UnitSchedule):
         computed.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
         time, and the function that fills a module's tensors; by default its `reset_parameters()`.
-    group: a process group, or a DeviceMesh of one dimension to shard over, or of two to replicate
-        over the first and shard over the second (hybrid sharding).
+    group: a process group, or a DeviceMesh of one dimension.
     reshard_after_forward: False keeps layers unsharded until their backward, so they are gathered
         only once.
     prefetch: the number of layers that are gathered ahead of the running layer.

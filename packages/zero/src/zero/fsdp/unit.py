@@ -80,7 +80,7 @@ class Unit:
             parameters_with_owners, self.partition.offsets, strict=True
         ):
             values[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
-        communicator.broadcast_first(values)
+        communicator.broadcast(values, 0).wait()
         shard_start = shard_stop = 0
         if self.partition.spans:
             shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)

@@ -57,7 +57,10 @@ def make_units(
 
     Return the units, and the units that each module needs unsharded while it runs.
     """
-    plan = _plan_units(root, select_modules(root, policy), ignored)
+    # Attention reads `out_proj.weight` without calling `out_proj`, so it is not a unit.
+    attentions = [m for m in root.modules() if isinstance(m, nn.MultiheadAttention)]
+    selected = select_modules(root, policy).difference(a.out_proj for a in attentions)
+    plan = _plan_units(root, selected, ignored)
     units: list[Unit] = []
     units_of: dict[nn.Module, list[Unit]] = {}
     # Modules are initialized in the order of the model, as without sharding, so that they draw the
@@ -123,9 +126,7 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
                 f'{present} does not have: see model.named_modules(), or pass shard="blocks"'
             )
         selected.update(found)
-    # Attention reads `out_proj.weight` without calling `out_proj`.
-    attentions = [m for _, m in named if isinstance(m, nn.MultiheadAttention)]
-    return selected.difference(attention.out_proj for attention in attentions)
+    return selected
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:

@@ -100,7 +100,7 @@ class _FullTensor(torch.autograd.Function):
         # The loss of a training step is the average of the ranks' losses.
         average = gradient.to(ctx.communicator.device).contiguous().clone()
         ctx.communicator.divide_before_sum(average)
-        ctx.communicator.all_reduce_gradient(average).wait()
+        ctx.communicator.all_reduce(average).wait()
         ctx.communicator.divide_after_sum(average, average.dtype)
         part = average.reshape(-1)[ctx.elements.start : ctx.elements.stop]
         return part.to(gradient.device).view(ctx.shape), None, None

@@ -352,7 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             view.copy_(parameter.detach())
             parameter.data = view
             self._views[parameter] = view
-        self.communicator.broadcast_first(flat)
+        self.communicator.broadcast(flat, 0).wait()
         self.communicator.pop_bytes()
         buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
         self._buckets += buckets
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = num_steps & (num_steps - 1) == 0
         written = [p for p in self._views if compares_all or p in self.reducer.written]
-        if written and not written[0].is_meta and self.communicator.num_gradients > 1:
+        if written and not written[0].is_meta and self.communicator.world > 1:
             check_equal_on_all_ranks(written, self.communicator)
         # A step that raised is not counted, so that the next one compares the same parameters.
         self._num_steps = num_steps

@@ -24,11 +24,10 @@ class UnevenInputs(JoinHook):
                 "expected divide_by_initial_world_size=True, got False: gradients are divided by "
                 "the number of all ranks; scale the loss instead"
             )
-        if optimizer.reducer.shares_group or optimizer.communicator.replicas:
+        if optimizer.reducer.shares_group:
             raise ValueError(
-                "Join is supported for one ShardedOptimizer per group, and not for a mesh of two "
-                "dimensions: put all parameters into one optimizer, or give every rank as many "
-                "inputs"
+                "Join is supported for one ShardedOptimizer per group: put all parameters into one "
+                "optimizer, or give every rank as many inputs"
             )
         self.optimizer = optimizer
         self.has_joined = False
