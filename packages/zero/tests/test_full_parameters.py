@@ -394,13 +394,6 @@ class Output:
     me: object = None
 
 
-class Slotted:
-    __slots__ = ("hidden", "more")
-
-    def __init__(self, hidden, more):
-        self.hidden, self.more = hidden, more
-
-
 class Named(NamedTuple):
     hidden: torch.Tensor
     more: object
@@ -419,9 +412,9 @@ class Wrapping(nn.Linear):
             output = Output(y)
             output.me = output
         elif self.kind == "nested":
-            output = Output(None, {"deep": [Slotted(None, {"x": Named(None, Output(y))})]})
+            output = Output(None, {"deep": [Output(None, {"x": Named(None, Output(y))})]})
         else:
-            output = {"slots": Slotted, "named": Named}[self.kind](y, None)
+            output = Named(y, None)
         return output
 
 
@@ -440,7 +433,7 @@ class UsesObjects(nn.Module):
 
 
 def return_objects():
-    for kind in ("dataclass", "nested", "slots", "named"):
+    for kind in ("dataclass", "nested", "named"):
         trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
         assert train(*trained, lambda m, x: m(x).hidden.square().mean())
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)

@@ -237,6 +237,10 @@ class _OperatorCounter(_Counter):
         with _AllocationMode(self):
             yield
 
+    def add(self, nbytes: int) -> None:
+        """Count an allocation, or a release if `nbytes` is negative."""
+        self.live += nbytes
+
 
 class _AllocationMode(TorchDispatchMode):
     def __init__(self, counter: _OperatorCounter) -> None:
@@ -251,16 +255,13 @@ class _AllocationMode(TorchDispatchMode):
         inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
         # Views and in-place results have the storage of an input.
         for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
-            self.counter.live += storage.nbytes()
-            weakref.finalize(storage, self._free, storage.nbytes())
+            self.counter.add(storage.nbytes())
+            weakref.finalize(storage, self.counter.add, -storage.nbytes())
         unsharded = sum(unit.unsharded_bytes for unit in self.units)
-        self.counter.live += unsharded - self.unsharded
+        self.counter.add(unsharded - self.unsharded)
         self.unsharded = unsharded
         self.counter.peak = max(self.counter.peak, self.counter.live)
         return result
-
-    def _free(self, nbytes: int) -> None:
-        self.counter.live -= nbytes
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -81,7 +81,6 @@ class _Samples:
     """Measurements of one implementation, one per round."""
 
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
     #: Payload bytes of each collective in the latest step; None for torch's implementations.
     payload: dict[str, int] | None = None
@@ -119,18 +118,15 @@ def _measure_step(step: Callable[[], None], device: str, sample: _Samples) -> No
     dist.barrier()
     sent_before = sent()
     start = time.perf_counter()
-    cpu_start = time.process_time()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     sample.sent_bytes.append(sent() - sent_before)
     # The slowest rank determines the time of the step.
-    times = [seconds, time.process_time() - cpu_start]
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    sample.seconds.append(slowest[0].item())
-    sample.cpu_seconds.append(slowest[1].item())
+    sample.seconds.append(slowest.item())
 
 
 def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
@@ -152,9 +148,6 @@ def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
     row["ratio_p50"] = statistics.median(ratios)
     row["ratio_p10"] = _quantile(ratios, 0.1)
     row["ratio_p90"] = _quantile(ratios, 0.9)
-    # The CPU time of all threads of a rank does not depend on other programs' load.
-    cpu_pairs = zip(sample.cpu_seconds, samples[rival].cpu_seconds, strict=True)
-    row["cpu_ratio_p50"] = statistics.median(a / b for a, b in cpu_pairs)
     return row
 
 

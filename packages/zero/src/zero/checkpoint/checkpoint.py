@@ -34,7 +34,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import find, fingerprint, together, write_folder
 from zero.checkpoint.weights import find_weights
-from zero.optimizer.optimizer_kinds import check_state
+from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 #: Types that are not searched for output tensors.
 TYPES_WITHOUT_TENSORS = (
     str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device,
@@ -44,7 +42,7 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
 
     `inputs` are the values that a module computed `values` from.
     """
-    for tensor in tensors_in(values):
+    for tensor in find_tensors(values)[0]:
         if not tensor.requires_grad:
             continue
         tensor.register_hook(lambda _: hook())
@@ -56,19 +54,14 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
     return values
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return every tensor in containers, and in the attributes of objects of any class."""
-    return _walk(values)[0]
-
-
 def hides_tensors(values: Any) -> bool:
     """Return True if `values` has no visible tensor, but has an object that cannot be inspected."""
-    tensors, has_opaque = _walk(values)
+    tensors, has_opaque = find_tensors(values)
     return has_opaque and not tensors
 
 
-def _walk(values: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors in `values`, and whether an object could not be searched.
+def find_tensors(values: Any) -> tuple[list[Tensor], bool]:
+    """Return every tensor in containers, and in the attributes of objects of any class.
 
     The second value is True if an object was found that has neither items nor attributes.
     """
@@ -78,31 +71,17 @@ def _walk(values: Any) -> tuple[list[Tensor], bool]:
     visited: dict[int, Any] = {}
     pending = [values]
     while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            tensors[id(value)] = value
-        elif id(value) not in visited and not isinstance(value, TYPES_WITHOUT_TENSORS):
-            visited[id(value)] = value
-            children = _children(value)
-            if not children and not isinstance(value, CONTAINERS):
-                has_opaque = True
-            pending += children
+        for leaf in tree_leaves(pending.pop()):
+            if isinstance(leaf, Tensor):
+                tensors[id(leaf)] = leaf
+            elif id(leaf) not in visited and not isinstance(leaf, TYPES_WITHOUT_TENSORS):
+                visited[id(leaf)] = leaf
+                children = list(getattr(leaf, "__dict__", {}).values())
+                if isinstance(leaf, Mapping):
+                    children += leaf.values()
+                has_opaque = has_opaque or not children
+                pending += children
     return list(tensors.values()), has_opaque
-
-
-def _children(value: Any) -> list[Any]:
-    """Return the items of a container and the attributes of an object."""
-    children: list[Any] = []
-    if isinstance(value, Mapping):
-        children += value.values()
-    elif isinstance(value, CONTAINERS):
-        children += value
-    children += getattr(value, "__dict__", {}).values()
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names = [slots] if isinstance(slots, str) else slots
-        children += [getattr(value, name) for name in names if hasattr(value, name)]
-    return children
 
 
 def cast(dtype: torch.dtype, values: Any) -> Any:

@@ -17,20 +17,17 @@ and those that reentrant checkpoints add to a gradient that the same backward ha
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward launches every
 bucket exactly once, even if no gradient of it is ready, in the order in which buckets became
-ready on rank 0 in the first backward after `add`. If several reducers share a group, each rank may
-reach them in a different order or not at all. They then launch when backward ends, in the order of
-their construction.
+ready on rank 0 in the first backward after `add`. If several reducers share a group, they launch
+when backward ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +37,10 @@ from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
 from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.reduction_queue import ReductionQueue
+from zero.optimizer.shared_groups import SharedGroup
 from zero.parameter_checks import check_dense
 from zero.partition import Partition, Piece
 from zero.process_groups import Communicator
-
-#: The reducers of all groups: those that share a group coordinate their launches.
-_reducers: WeakSet[GradientReducer] = WeakSet()
 
 
 class GradientReducer:
@@ -82,22 +77,13 @@ class GradientReducer:
         self._launch_order: list[Bucket] | None = None
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
-        self._in_backward = False
+        #: True while a backward of this rank reaches the parameters.
+        self.in_backward = False
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._postponed: list[nn.Parameter] = []
-        if self._living_reducers():
-            # Unreferenced reducers in reference cycles must not count as alive.
-            gc.collect()
-        #: The numbers of the reducers of this group that exist on any rank; equal on all ranks.
-        self._group_numbers: list[int] = []
-        living = communicator.gather_objects(list(self._living_reducers()))
-        others = sorted({number for numbers in living for number in numbers})
-        self._number = max(others, default=-1) + 1
-        _reducers.add(self)
-        for reducer in self._living_reducers().values():
-            reducer._group_numbers = [*others, self._number]
+        self._others = SharedGroup(self, communicator)
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Add the buckets of a flat tensor; the next backward determines a new launch order."""
@@ -124,7 +110,7 @@ class GradientReducer:
 
         `check` receives the element-wise OR of `flags` over all ranks.
         """
-        if self._in_backward and self._end_callback() is None:
+        if self.in_backward and self._end_callback() is None:
             raise RuntimeError(
                 "an exception interrupted the last backward, so the gradients are incomplete: "
                 "clear them with zero_grad(), and run the backward again"
@@ -174,7 +160,7 @@ class GradientReducer:
                 "this gradient belongs to an earlier step, and its memory was reused by a later "
                 "one: clone() gradients that must survive the step"
             )
-        if self._in_backward:
+        if self.in_backward:
             raise RuntimeError(
                 "this gradient is being reduced, because backward is running: read .grad after "
                 "backward, or in a hook of a parameter that runs before the gradient is collected; "
@@ -199,7 +185,7 @@ class GradientReducer:
     @property
     def shares_group(self) -> bool:
         """True if another reducer of the same group exists on any rank."""
-        return len(self._group_numbers) > 1
+        return len(self._others.numbers) > 1
 
     def averaged_indices(self) -> list[int]:
         """Return the numbers of the parameters whose `.grad` is an average or includes one."""
@@ -232,14 +218,6 @@ class GradientReducer:
                 stored.append(parameter.grad.unreduced)
         return [tensor for tensor in stored if tensor is not None]
 
-    def _living_reducers(self) -> dict[int, GradientReducer]:
-        """Return this rank's reducers of the same group by number."""
-        return {
-            reducer._number: reducer
-            for reducer in _reducers
-            if reducer.communicator.uses_same_groups(self.communicator)
-        }
-
     def _register_hooks(self) -> None:
         reducer_ref = weakref.ref(self)
 
@@ -255,9 +233,9 @@ class GradientReducer:
                 self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        if self._in_backward and self._end_callback() is None:
+        if self.in_backward and self._end_callback() is None:
             self._discard_backward()
-        if not self._in_backward:
+        if not self.in_backward:
             self.before_backward()
             self._begin_backward()
             callback = partial(GradientReducer._end_backward, self)
@@ -305,33 +283,18 @@ class GradientReducer:
         self._adopt_edits()
         self._discard_cleared()
         self._queue.drain()
-        self._in_backward = True
+        self.in_backward = True
 
     def _end_backward(self) -> None:
         """Finish the backward of every reducer of the group that any rank has reached."""
-        if not self._in_backward:
+        if not self.in_backward:
             # Another reducer of the group has finished this one's backward.
             return
         if not self.shares_group:
             self._finish_backward()
             return
-        living = self._living_reducers()
-        numbers = self._group_numbers
-        is_reached = [n in living and living[n]._in_backward for n in numbers]
-        is_alive = [n in living for n in numbers]
-        is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_across_ranks(is_reached, is_alive, is_deleted)()
-        reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
-        for reducer in living.values():
-            reducer._group_numbers = alive
-        for number in reached:
-            if number in deleted:
-                raise RuntimeError(
-                    "backward reaches parameters of an optimizer that was deleted on some ranks: "
-                    "keep it on every rank, or zero_grad() and delete it on every rank"
-                )
-            reducer = living[number]
-            if not reducer._in_backward:
+        for reducer in self._others.reached():
+            if not reducer.in_backward:
                 reducer._begin_backward()
             reducer._finish_backward()
             reducer._queue.drain()
@@ -339,7 +302,7 @@ class GradientReducer:
     def _finish_backward(self) -> None:
         """Launch the remaining buckets; parameters that were not reached contribute zeros."""
         self._collect_postponed()
-        self._in_backward = False
+        self.in_backward = False
         if self._launch_order is None:
             self._launch_order = self._agree_on_order()
         missing = {p for bucket in self.buckets for p in bucket.missing}
@@ -357,7 +320,7 @@ class GradientReducer:
     def _discard_backward(self) -> None:
         """Discard the state of a backward that an exception interrupted."""
         self._queue.drain()
-        self._in_backward = False
+        self.in_backward = False
         self._prepare_next_backward()
 
     def _prepare_next_backward(self) -> None:

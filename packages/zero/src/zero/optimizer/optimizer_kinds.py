@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
+
+from zero.optimizer.optimizer_trial import Optimizer, Trial
 
 Split = Literal["elements", "parameters"]
-Optimizer = torch.optim.Optimizer
 
 #: Subclasses are not included, because they may override anything.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -37,11 +35,6 @@ REFUSED: dict[type[Optimizer], str] = {
     torch.optim.SparseAdam: "it needs sparse gradients, and gradients are averaged densely; use "
     "Adam, with nn.Embedding(..., sparse=False)",
 }
-STEPS = 50
-#: Scales of the gradients of a trial, so that clipping and thresholds take effect.
-SCALES = (1.0, 1e-3, 30.0, 1e-6, 1e3)
-#: Sizes of square matrices that some optimizers treat differently from small ones.
-SIDES = (64, 256)
 
 
 def how_to_split(
@@ -80,13 +73,7 @@ def how_to_split(
     description = f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list}"
     key = cls, description
     if key not in _verified:
-        trial = _Trial(
-            cls,
-            make or cls,
-            _with_learning_rate(options),
-            _with_learning_rate(group or {}),
-            as_columns,
-        )
+        trial = Trial(cls, make or cls, options, group or {}, as_columns)
         cuda_devices = [device.index or 0] if device is not None and device.type == "cuda" else []
         with torch.random.fork_rng(cuda_devices), torch.device(device or "cpu"):
             if elementwise:
@@ -158,153 +145,6 @@ def _check_further_arguments(
             )
 
 
-def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with 0.01 in place of a zero learning rate.
-
-    A schedule with warm-up may start at zero, and the trial would then see no change.
-    """
-    options = dict(options)
-    if "lr" in options and not options["lr"]:
-        options["lr"] = 0.01
-    return options
-
-
-class _Trial:
-    """A comparison of an optimizer's steps on several random tensors with steps on each alone."""
-
-    def __init__(
-        self,
-        cls: type[Optimizer],
-        make: Callable[..., Optimizer],
-        options: Mapping[str, Any],
-        group: Mapping[str, Any],
-        as_columns: bool,
-    ) -> None:
-        self.name = cls.__name__
-        self.make = make
-        self.options = options
-        self.group = group
-        self.as_columns = as_columns
-        self.random = np.random.default_rng(0)
-
-    def check_parameters(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Raise if the step on one parameter depends on other parameters."""
-        dims = sorted({len(shape) for shape in shapes}) or [2]
-        values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
-        wholes, numbers = self._run(values, gradients)
-        for index, whole in enumerate(wholes):
-            [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
-            if numbers != others or not _is_close(whole, alone):
-                reason = " or on its shape at construction" if self.as_columns else ""
-                remedy = " or with ShardedOptimizer" if self.as_columns else ""
-                raise ValueError(
-                    f"{self.name} cannot be sharded: its step on one parameter depends on the "
-                    f"others{reason}, which are on other ranks; use it unsharded{remedy}"
-                )
-
-    def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Raise if cutting tensors changes a step."""
-        largest = max((prod(shape) for shape in shapes), default=0)
-        dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
-        tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
-        tried += [(side, side) for side in SIDES if largest >= side**2]
-        tried += [_example(dim, 4) for dim in dims]
-        for shape in tried:
-            values, gradients = self._draw([shape, (4, 3)])
-            wholes, numbers = self._run(values, gradients)
-            cut_values = _cut_all(values)
-            cut_gradients = [_cut_all(step) for step in gradients]
-            for index, part in enumerate(_cut_all(wholes)):
-                # A rank has only one of the pieces.
-                [alone], others = self._run(cut_values, cut_gradients, index, is_cut=True)
-                if numbers != others or not _is_close(part, alone):
-                    raise ValueError(
-                        f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
-                        "parts of it differ; leave out elementwise=True"
-                    )
-
-    def _draw(self, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Return values and, for each step, gradients."""
-
-        def draw(scale: float) -> list[Tensor]:
-            return [torch.tensor(scale * self.random.standard_normal(shape)) for shape in shapes]
-
-        values = draw(1.0)
-        gradients = []
-        for step in range(STEPS):
-            drawn = draw(SCALES[step % len(SCALES)])
-            if step % 4 == 3:
-                # Some elements have no gradient, such as unused rows of an embedding.
-                masks = [torch.tensor(self.random.random(shape) < 0.5) for shape in shapes]
-                drawn = [gradient * mask for gradient, mask in zip(drawn, masks, strict=True)]
-            gradients.append(drawn)
-        return values, gradients
-
-    def _run(
-        self,
-        values: Sequence[Tensor],
-        gradients: Sequence[Sequence[Tensor]],
-        only: int | None = None,
-        *,
-        as_columns: bool = False,
-        is_cut: bool = False,
-    ) -> tuple[list[Tensor], dict[str, float]]:
-        """Return the values after all steps, and the numbers that the optimizer stores.
-
-        only: the index of the one parameter to step.
-        is_cut: True if the parameters are pieces of tensors, whose state must be in pieces too.
-        """
-        generators = _random_states()
-        try:
-            optimizer, stepped = self._steps(values, gradients, only, as_columns)
-            if not all(bool(torch.isfinite(value).all()) for value in stepped):
-                raise ArithmeticError("values became infinite or NaN")
-        except Exception as error:
-            raise ValueError(
-                f"{self.name} cannot be sharded: it fails on dense tensors with a plain "
-                f"step() ({error}); if it treats each parameter by itself, pass "
-                "ShardedOptimizer(..., elementwise=False)"
-            ) from error
-        check_state(optimizer)
-        if is_cut:
-            _check_state_is_cut(optimizer)
-        if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
-            raise ValueError(
-                f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
-                "in another order than one process; if this is intended, seed each rank "
-                "differently, and pass ShardedOptimizer(..., elementwise=False)"
-            )
-        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
-
-    def _steps(
-        self,
-        values: Sequence[Tensor],
-        gradients: Sequence[Sequence[Tensor]],
-        only: int | None,
-        as_columns: bool,
-    ) -> tuple[Optimizer, list[Tensor]]:
-        chosen = list(range(len(values))) if only is None else [only]
-        wholes = [values[index].clone() for index in chosen]
-        if as_columns:
-            # At stage 3 an optimizer is constructed on elements and steps whole tensors.
-            parameters = [nn.Parameter(_column(value)) for value in values]
-            stepped = [parameters[index] for index in chosen]
-        else:
-            parameters = stepped = [nn.Parameter(value) for value in wholes]
-        optimizer = self.make([{**self.group, "params": parameters}], **self.options)
-        for step in gradients:
-            for parameter, value, index in zip(stepped, wholes, chosen, strict=True):
-                parameter.data = value
-                parameter.grad = step[index].clone()
-            optimizer.step()
-            for position, parameter in enumerate(stepped):
-                wholes[position] = parameter.data
-                if as_columns:
-                    parameter.grad = None
-                    parameter.data = _column(values[chosen[position]])
-        return optimizer, wholes
-
-
 def check_constructed(optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer has not called the constructor of its base class."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
@@ -312,72 +152,3 @@ def check_constructed(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} cannot be sharded: it wraps another optimizer and does "
             "not call torch.optim.Optimizer.__init__; use the wrapped optimizer"
         )
-
-
-def check_state(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer stores state that belongs to no parameter."""
-    shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
-    if shared:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} belongs to no "
-            "parameter, so a checkpoint of shards would not have it; use the optimizer unsharded"
-        )
-
-
-def _check_state_is_cut(optimizer: Optimizer) -> None:
-    """Raise ValueError if the state of a tensor's pieces could not be joined into one tensor."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            has_dims = any(leaf.dim() for leaf in stored)
-            if has_dims and not (stored[0] is value and value.shape == parameter.shape):
-                raise ValueError(
-                    f"{type(optimizer).__name__} cannot be cut into elements: its state {key!r} is "
-                    "neither a tensor of its parameter's shape nor a number without dimensions, so "
-                    "a checkpoint could not join the pieces; leave out elementwise=True"
-                )
-
-
-def _random_states() -> list[Tensor]:
-    """Return the states of torch's default generators."""
-    states = [torch.get_rng_state()]
-    return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
-
-
-def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among an optimizer's options and attributes.
-
-    An optimizer that sums over its parameters, such as Prodigy, often stores the sum there many
-    steps before the sum changes a step.
-    """
-    numbers: dict[str, float] = {}
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            numbers[name] = value.item()
-        elif isinstance(value, int | float):
-            numbers[name] = value
-    return numbers
-
-
-def _cut_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return two pieces of each tensor, cut in the middle of a row."""
-    pieces = []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        pieces += [flat[:7], flat[7:]]
-    return pieces
-
-
-def _example(dim: int, size: int) -> tuple[int, ...]:
-    """Return a small shape with `dim` dimensions."""
-    return (size + 2, size, *[2] * (dim - 2))[:dim]
-
-
-def _column(tensor: Tensor) -> Tensor:
-    """Return a few elements in the shape of FSDP's shards."""
-    values = tensor.flatten()[:3].clone()
-    return values.view(len(values), *[1] * (tensor.dim() - 1))
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)

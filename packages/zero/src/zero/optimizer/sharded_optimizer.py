@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 
 from zero.fsdp.shard import Shard
-from zero.optimizer.gradient_buckets import Bucket, make_buckets
+from zero.optimizer.flat_parameters import FlatParameters
+from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -49,8 +50,8 @@ from zero.optimizer.state_dict import (
     options_of,
 )
 from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
-from zero.parameter_checks import check_equal_on_all_ranks, check_shardable, is_trainable_dtype
-from zero.partition import Piece, by_element, by_parameter
+from zero.parameter_checks import check_equal_on_all_ranks, check_shardable
+from zero.partition import Piece
 from zero.process_groups import Collective, Communicator, Group
 
 
@@ -111,17 +112,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._elementwise = elementwise
         #: The split of each group.
         self.splits: list[Split] = []
-        self.bucket_bytes = int(bucket_size_mb * 2**20)
         Joinable.__init__(self)
         #: The hook of the latest `Join` context; None if there was none.
         self._uneven_inputs: UnevenInputs | None = None
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
-        self._buckets: list[Bucket] = []
-        self._shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
+        self._flat = FlatParameters(self.communicator, int(bucket_size_mb * 2**20))
         self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
-        #: Each parameter's view of a flat tensor.
-        self._views: dict[nn.Parameter, Tensor] = {}
         self._num_steps = 0
         #: True from the update of the shards until the step returns.
         self._is_step_incomplete = False
@@ -174,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         shards = []
         for parameters in kinds.values():
-            shards += self._shard(parameters, split)
+            shards += self._flat.add(parameters, split, self.reducer)
         self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
@@ -202,7 +199,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._uneven_inputs:
             self._uneven_inputs.announce("step", options_of_groups(self))
         self._adopt_cleared_state()
-        self._restore_views()
+        for parameter in self._flat.restore_views():
+            # Replacing `.data` need not change the version, so mark the parameter as written.
+            self.reducer.versions[parameter] = -1
         stepped = self._assign_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
@@ -212,12 +211,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             outer.update(options_of(inner))
         self._option_checks.record(self)
         self._copy_stored_gradients()
-        self._gather_shards()
+        self._flat.gather()
         # Autograd must refuse a graph that saved the earlier values. The gather does not change the
         # parameters' versions, because the flat tensors have separate version counters.
         increment_version(stepped)
         self.reducer.note_versions()
-        for _, _, shard, _ in self._shards:
+        for _, _, shard, _ in self._flat.shards:
             shard.grad = None
         if self._steps_to_compare:
             self._steps_to_compare -= 1
@@ -240,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
-        return list(self._shards)
+        return list(self._flat.shards)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
@@ -293,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
         with self.communicator.allow_collectives_in_join():
-            return nn.utils.clip_grad_norm_(list(self._views), max_norm)
+            return nn.utils.clip_grad_norm_(list(self._flat.views), max_norm)
 
     def join_hook(self, **options: Any) -> UnevenInputs:
         """Return the hook of `torch.distributed.algorithms.Join`, for ranks with fewer inputs."""
@@ -317,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raise if the caller has changed `state` in a way that has no effect.
         """
         if self.state is self._exposed_state:
-            check_state_keys(self.inner.state, self._views)
+            check_state_keys(self.inner.state, self._flat.views)
             return
         if self.state:
             raise RuntimeError(
@@ -340,55 +339,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             make=self._optimizer_cls,
         )
 
-    def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
-        """Lay parameters of one dtype end to end, and return this rank's shards of them."""
-        numels = [parameter.numel() for parameter in parameters]
-        cut = by_element if split == "elements" else by_parameter
-        bucket_numel = self.bucket_bytes // parameters[0].element_size()
-        partition = cut(numels, self.communicator.world, bucket_numel)
-        flat = parameters[0].new_zeros(partition.numel)
-        for parameter, offset in zip(parameters, partition.offsets, strict=True):
-            view = flat[offset : offset + parameter.numel()].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
-            self._views[parameter] = view
-        self.communicator.broadcast(flat, 0).wait()
-        self.communicator.pop_bytes()
-        buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
-        self._buckets += buckets
-        is_trainable = is_trainable_dtype(flat.dtype)
-        if is_trainable:
-            self.reducer.add(buckets, partition)
-        shards = []
-        for bucket in buckets:
-            for parameter, piece in bucket.shard_pieces:
-                values = flat[piece.offset : piece.offset + piece.numel]
-                if split == "parameters":
-                    values = values.view(parameter.shape)
-                shard = nn.Parameter(values, requires_grad=is_trainable)
-                # Some optimizers read attributes that models set.
-                shard.__dict__.update(vars(parameter))
-                self._shards.append((parameter, piece, shard, bucket))
-                shards.append(shard)
-        return shards
-
-    def _restore_views(self) -> None:
-        """Copy parameters whose `.data` the caller has replaced back into the flat tensors."""
-        for parameter, view in self._views.items():
-            data = parameter.data
-            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
-                continue
-            if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                raise RuntimeError(
-                    f"expected a parameter of {tuple(view.shape)} {view.dtype} on {view.device}, "
-                    f"got {tuple(data.shape)} {data.dtype} on {data.device}: construct "
-                    "ShardedOptimizer after the model has its final shapes, dtype and device"
-                )
-            view.copy_(data)
-            parameter.data = view
-            # Replacing `.data` need not change the version, so mark the parameter as written.
-            self.reducer.versions[parameter] = -1
-
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.
 
@@ -397,7 +347,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         flags = self._option_checks.flags(self)
         used = self.reducer.finish(flags, self._option_checks.check)
         self._check_equal_on_all_ranks()
-        for parameter, piece, shard, bucket in self._shards:
+        for parameter, piece, shard, bucket in self._flat.shards:
             shard.grad = None
             if parameter in used and bucket.average is not None:
                 shard.grad = bucket.average_of(piece).view(shard.shape)
@@ -407,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Copy gradients that the optimizer has stored as state, because their memory is reused."""
         if self._inner_cls in ELEMENTWISE or self._inner_cls in WHOLE_PARAMETERS:
             return
-        for _, _, shard, _ in self._shards:
+        for _, _, shard, _ in self._flat.shards:
             if shard.grad is None or shard not in self.inner.state:
                 continue
             memory = shard.grad.untyped_storage().data_ptr()
@@ -416,24 +366,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
                     state[key] = value.clone()
 
-    def _gather_shards(self) -> None:
-        works = []
-        for bucket in self._buckets:
-            owner = bucket.span.owner
-            if owner is None:
-                works.append(self.communicator.all_gather(bucket.data, bucket.shard))
-            else:
-                works.append(self.communicator.broadcast(bucket.data, owner))
-        for work in works:
-            work.wait()
-
     def _check_equal_on_all_ranks(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
         num_steps = self._num_steps + 1
         # A write through `.data` changes the values and not the version. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = num_steps & (num_steps - 1) == 0
-        written = [p for p in self._views if compares_all or p in self.reducer.written]
+        written = [p for p in self._flat.views if compares_all or p in self.reducer.written]
         if written and not written[0].is_meta and self.communicator.world > 1:
             check_equal_on_all_ranks(written, self.communicator)
         # A step that raised is not counted, so that the next one compares the same parameters.

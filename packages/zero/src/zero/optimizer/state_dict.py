@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.optimizer.optimizer_kinds import check_state
+from zero.optimizer.optimizer_trial import check_state
 from zero.partition import Piece
 from zero.process_groups import Communicator
 

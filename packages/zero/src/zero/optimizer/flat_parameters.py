@@ -1,0 +1,95 @@
+"""The parameters of a ShardedOptimizer as views of flat tensors, of which each rank steps a shard."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zero.optimizer.gradient_buckets import Bucket, make_buckets
+from zero.optimizer.gradient_reducer import GradientReducer
+from zero.optimizer.optimizer_kinds import Split
+from zero.parameter_checks import is_trainable_dtype
+from zero.partition import Piece, by_element, by_parameter
+from zero.process_groups import Communicator
+
+
+class FlatParameters:
+    """Flat tensors of parameters, one per group and dtype, and this rank's shards of them."""
+
+    def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
+        self.communicator = communicator
+        self.bucket_bytes = bucket_bytes
+        #: Each parameter's view of a flat tensor.
+        self.views: dict[nn.Parameter, Tensor] = {}
+        #: This rank's shards: parameter, elements, the inner optimizer's view, bucket.
+        self.shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
+        self._buckets: list[Bucket] = []
+
+    def add(
+        self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
+    ) -> list[nn.Parameter]:
+        """Lay parameters of one dtype end to end, and return this rank's shards of them.
+
+        `reducer` averages their gradients.
+        """
+        numels = [parameter.numel() for parameter in parameters]
+        cut = by_element if split == "elements" else by_parameter
+        bucket_numel = self.bucket_bytes // parameters[0].element_size()
+        partition = cut(numels, self.communicator.world, bucket_numel)
+        flat = parameters[0].new_zeros(partition.numel)
+        for parameter, offset in zip(parameters, partition.offsets, strict=True):
+            view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            self.views[parameter] = view
+        self.communicator.broadcast(flat, 0).wait()
+        self.communicator.pop_bytes()
+        buckets = make_buckets(partition, flat, parameters, self.communicator.rank)
+        self._buckets += buckets
+        is_trainable = is_trainable_dtype(flat.dtype)
+        if is_trainable:
+            reducer.add(buckets, partition)
+        shards = []
+        for bucket in buckets:
+            for parameter, piece in bucket.shard_pieces:
+                values = flat[piece.offset : piece.offset + piece.numel]
+                if split == "parameters":
+                    values = values.view(parameter.shape)
+                shard = nn.Parameter(values, requires_grad=is_trainable)
+                # Some optimizers read attributes that models set.
+                shard.__dict__.update(vars(parameter))
+                self.shards.append((parameter, piece, shard, bucket))
+                shards.append(shard)
+        return shards
+
+    def restore_views(self) -> list[nn.Parameter]:
+        """Copy parameters whose `.data` the caller has replaced back into the flat tensors.
+
+        Return these parameters.
+        """
+        replaced = []
+        for parameter, view in self.views.items():
+            data = parameter.data
+            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
+                continue
+            if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                raise RuntimeError(
+                    f"expected a parameter of {tuple(view.shape)} {view.dtype} on {view.device}, "
+                    f"got {tuple(data.shape)} {data.dtype} on {data.device}: construct "
+                    "ShardedOptimizer after the model has its final shapes, dtype and device"
+                )
+            view.copy_(data)
+            parameter.data = view
+            replaced.append(parameter)
+        return replaced
+
+    def gather(self) -> None:
+        """Gather the stepped shards of all ranks into the parameters."""
+        works = []
+        for bucket in self._buckets:
+            owner = bucket.span.owner
+            if owner is None:
+                works.append(self.communicator.all_gather(bucket.data, bucket.shard))
+            else:
+                works.append(self.communicator.broadcast(bucket.data, owner))
+        for work in works:
+            work.wait()
