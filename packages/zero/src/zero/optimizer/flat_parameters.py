@@ -1,4 +1,4 @@
-"""The parameters of a ShardedOptimizer as views of flat tensors, of which each rank steps a shard."""
+"""Parameters of a ShardedOptimizer, as views of flat tensors of which each rank steps a shard."""
 
 from __future__ import annotations
 
