@@ -94,6 +94,20 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
+def exchange_objects_after_a_death():
+    communicator = Communicator()
+    diagnostics.GRACE_SECONDS = 0.1
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    communicator.gather_objects("value")
+
+
+def test_an_exchange_of_objects_names_the_rank_that_died():
+    outcomes = try_ranks(exchange_objects_after_a_death, 2, timeout=DEADLINE)
+    assert "all_gather_object failed on rank 0: rank 1 died or hangs" in str(outcomes[0].error)
+
+
 def clip_on_one_rank(stage):
     model, optimizer = build(stage)
     model(torch.ones(2, 5)).sum().backward()

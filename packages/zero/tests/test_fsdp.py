@@ -243,6 +243,17 @@ def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units)
     assert all(run_ranks(compiled_blocks, 2, has_inner_units, timeout=DEADLINE))
 
 
+class Outer(nn.Module):
+    """A module that initializes its submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.inner.weight)
+
+
 def on_the_meta_device():
     with torch.device("meta"):
         model = Stack(False)
@@ -254,6 +265,12 @@ def on_the_meta_device():
         free = Tiny()
     with pytest.raises(ValueError, match="Tiny is on the meta device and has no reset_parameters"):
         FSDP(free)
+    with torch.device("meta"):
+        outer = Outer()
+    with pytest.raises(
+        ValueError, match=r"Outer\.reset_parameters\(\) also initializes submodules"
+    ):
+        FSDP(outer)
     with torch.device("meta"):
         free = Tiny()
     ones = FSDP(

@@ -51,7 +51,7 @@ class Model(nn.Module):
 
     def __init__(self, draw, name, turning):
         super().__init__()
-        # Muon requires matrices, Adafactor tensors with elements.
+        # Muon requires matrices, and Adafactor requires tensors with elements.
         matrices_only, empty = name == "Muon", name != "Adafactor"
         self.width = draw.choice([4, 5, 6])
         self.kinds = [

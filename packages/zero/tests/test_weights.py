@@ -68,7 +68,7 @@ FORMS = {
 }
 
 
-def read_torchs_own(folder):
+def read_torch_checkpoints(folder):
     """Load each form in which torch's users save into each stage, and continue training."""
     for form, put in FORMS.items():
         model = make()
@@ -90,7 +90,7 @@ def read_torchs_own(folder):
 
 
 def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage(tmp_path):
-    assert all(run_ranks(read_torchs_own, 2, str(tmp_path), timeout=DEADLINE))
+    assert all(run_ranks(read_torch_checkpoints, 2, str(tmp_path), timeout=DEADLINE))
 
 
 class Wrapped(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.dtensors import Run
-from zero.fsdp.fsdp import find_fsdp
+from zero.fsdp.fsdp import FSDP, find_fsdp
 from zero.fsdp.optimizer_hooks import find_shard_optimizer
 from zero.fsdp.shard import plain_shard
 from zero.fsdp.wrapping import original_name
@@ -111,8 +111,9 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
             )
         )
     parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
-    parameter_names |= _sharded_names(model)
-    with _keep_shards(_compiled_from(model)):
+    parameter_names |= {slot.name for slot in _parameter_slots(model)}
+    fsdp = _fsdp_of(model)
+    with fsdp.state_dict_hooks.keep_shards() if fsdp else nullcontext():
         state = unwrapped(model).state_dict()
     others = {}
     for wrapped_name, value in state.items():
@@ -138,9 +139,8 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     return parts, others
 
 
-def _keep_shards(model: nn.Module) -> AbstractContextManager[None]:
-    fsdp = find_fsdp(model)
-    return fsdp.state_dict_hooks.keep_shards() if fsdp else nullcontext()
+def _fsdp_of(model: nn.Module) -> FSDP | None:
+    return find_fsdp(_compiled_from(model))
 
 
 def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
@@ -172,7 +172,7 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
     sharded = set()
-    fsdp = find_fsdp(_compiled_from(model))
+    fsdp = _fsdp_of(model)
     if fsdp is not None:
         for unit in fsdp.units:
             for p in unit.parameters:
@@ -187,16 +187,10 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
 
 def mark_changed(model: nn.Module) -> None:
     """Make autograd refuse graphs that saved earlier values of FSDP's parameters."""
-    fsdp = find_fsdp(_compiled_from(model))
+    fsdp = _fsdp_of(model)
     for unit in fsdp.units if fsdp else []:
         for parameter in unit.parameters:
             unit.mark_changed(parameter)
-
-
-def _sharded_names(model: nn.Module) -> set[str]:
-    fsdp = find_fsdp(_compiled_from(model))
-    units = fsdp.units if fsdp else []
-    return {parameter.name for unit in units for parameter in unit.parameters}
 
 
 def _look_up(parameter: nn.Parameter, table: dict[nn.Parameter, Any]) -> Any:

@@ -86,7 +86,7 @@ class ShardingUnit(Protocol):
 _unit_of_shard = WeakTensorKeyDictionary()
 
 
-#: The original parameters, which only an optimizer or an unsharded module may still have.
+#: The parameters that shards have replaced. Only an optimizer or an unsharded module may have them.
 replaced_parameters = WeakTensorKeyDictionary()
 
 

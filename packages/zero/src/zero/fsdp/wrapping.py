@@ -68,7 +68,7 @@ def make_units(
     complete_groups = _groups_by_last_module(root, plan)
     for module in root.modules():
         if materialize is not None:
-            materialize([module], plan.owners)
+            materialize(module, plan.owners)
         for parameters in complete_groups.get(module, ()):
             for named in _split_by_kind(parameters, plan):
                 unit = make_unit(named)
@@ -181,28 +181,26 @@ class Materialize:
     device: torch.device
     initialize: Callable[[nn.Module], None] | None
 
-    def __call__(self, modules: list[nn.Module], owners: Owners) -> None:
-        """Allocate and initialize the parameters and buffers of `modules`.
-
-        Tensors of their submodules are left unchanged.
-        """
-        for module in modules:
-            tensors = {**module._parameters, **module._buffers}
-            meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
-            for name, old in meta.items():
-                new = torch.empty_like(old, device=self.device)
-                if new.is_floating_point():
-                    # NaN exposes tensors that neither `initialize` nor a checkpoint fills.
-                    new.fill_(nan)
-                if isinstance(old, nn.Parameter):
-                    parameter = nn.Parameter(new, old.requires_grad)
-                    parameter.__dict__.update(vars(old))
-                    for owner, attribute in owners[old]:
-                        owner._parameters[attribute] = parameter
-                else:
-                    module._buffers[name] = new
-            if meta:
-                (self.initialize or _reset_parameters)(module)
+    def __call__(self, module: nn.Module, owners: Owners) -> None:
+        """Allocate and initialize the parameters and buffers of a module, without submodules."""
+        tensors = {**module._parameters, **module._buffers}
+        meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
+        for name, old in meta.items():
+            new = torch.empty_like(old, device=self.device)
+            if new.is_floating_point():
+                # NaN exposes tensors that neither `initialize` nor a checkpoint fills.
+                new.fill_(nan)
+            if isinstance(old, nn.Parameter):
+                parameter = nn.Parameter(new, old.requires_grad)
+                parameter.__dict__.update(vars(old))
+                for owner, attribute in owners[old]:
+                    owner._parameters[attribute] = parameter
+            else:
+                module._buffers[name] = new
+        if self.initialize is None:
+            _reset_parameters(module, bool(meta))
+        elif meta:
+            self.initialize(module)
 
 
 ReadHook = Callable[[nn.Parameter], nn.Parameter]
@@ -235,14 +233,25 @@ def original_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _reset_parameters(module: nn.Module) -> None:
+def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
+    """Call the `reset_parameters` of a module; raise if it would not initialize the module."""
     reset = getattr(module, "reset_parameters", None)
-    if reset is None:
+    inner = [p for child in module.children() for p in child.parameters() if p.is_meta]
+    if reset is None and has_tensors:
         raise ValueError(
             f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass "
             "FSDP(..., initialize=...), a function that fills a module's tensors"
         )
-    reset()
+    if reset is not None and (has_tensors or inner):
+        versions = [parameter._version for parameter in inner]
+        reset()
+        # The submodules are allocated later, by their own `reset_parameters`.
+        if versions != [parameter._version for parameter in inner]:
+            raise ValueError(
+                f"{type(module).__name__}.reset_parameters() also initializes submodules, which are "
+                "still on the meta device: pass FSDP(..., initialize=...), or allocate the model "
+                "before FSDP(module)"
+            )
 
 
 def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module:

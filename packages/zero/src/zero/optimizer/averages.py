@@ -63,7 +63,7 @@ class Averages:
             return
         self._assign(parameter, source, is_used=gradient is not None)
 
-    def cleared(self) -> list[nn.Parameter]:
+    def cleared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose average the caller has replaced or removed."""
         return [p for p, key in self._keys.items() if not _has_average(p, key)]
 

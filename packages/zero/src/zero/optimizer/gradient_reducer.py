@@ -189,7 +189,7 @@ class GradientReducer:
 
     def averaged_indices(self) -> list[int]:
         """Return the numbers of the parameters whose `.grad` is an average or includes one."""
-        cleared = set(self._averages.cleared())
+        cleared = set(self._averages.cleared_parameters())
         return [
             index
             for index, parameter in enumerate(self._pieces)
@@ -338,7 +338,7 @@ class GradientReducer:
                 self._averages.adopt(parameter, self._shard_pieces.get(parameter, []), self)
 
     def _discard_cleared(self) -> None:
-        cleared = self._averages.cleared()
+        cleared = self._averages.cleared_parameters()
         if cleared:
             self._queue.drain()
             self._averages.discard(cleared, self.buckets, self._shard_pieces)
