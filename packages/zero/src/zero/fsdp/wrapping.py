@@ -248,8 +248,8 @@ def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
         # The submodules are allocated later, by their own `reset_parameters`.
         if versions != [parameter._version for parameter in inner]:
             raise ValueError(
-                f"{type(module).__name__}.reset_parameters() also initializes submodules, which are "
-                "still on the meta device: pass FSDP(..., initialize=...), or allocate the model "
+                f"{type(module).__name__}.reset_parameters() also initializes submodules, which "
+                "are still on the meta device: pass FSDP(..., initialize=...), or allocate the model "
                 "before FSDP(module)"
             )
 
