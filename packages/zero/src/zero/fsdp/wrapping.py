@@ -249,8 +249,8 @@ def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
         if versions != [parameter._version for parameter in inner]:
             raise ValueError(
                 f"{type(module).__name__}.reset_parameters() also initializes submodules, which "
-                "are still on the meta device: pass FSDP(..., initialize=...), or allocate the model "
-                "before FSDP(module)"
+                "are still on the meta device: pass FSDP(..., initialize=...), or allocate the "
+                "model before FSDP(module)"
             )
 
 
