@@ -177,8 +177,7 @@ def average_large_halves(stage):
     """Average float16 gradients whose sum over ranks exceeds the largest float16."""
     model = nn.ModuleList([Scaled(), Scaled()])
     if stage == 3:
-        # The second module is replicated.
-        model = FSDP(model, shard=("0",))
+        model = FSDP(model, shard=("0", "1"))
     else:
         options = {"lr": 0.1, "shard_gradients": stage == 2}
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, **options)

@@ -205,7 +205,7 @@ def refuse_bad_groups():
     with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"below modules of class Conv2d, got a model of Linear"):
+    with pytest.raises(ValueError, match=r"got .*Conv2d.*, which a model of Linear"):
         FSDP(model, shard=(nn.Conv2d,))
     with pytest.raises(RuntimeError, match=r"call .to\(...\) on the module before"):
         FSDP(model).double()
@@ -349,7 +349,7 @@ def refuse_replaced_parameters():
 
     for replace in (assign, call_with_others, delete):
         model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
-        with pytest.raises(RuntimeError, match=r"expected 0.weight to be FSDP's .* in place or"):
+        with pytest.raises(RuntimeError, match=r"expected 0.weight to be FSDP's .* in place, and"):
             replace(model)
     return True
 

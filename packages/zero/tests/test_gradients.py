@@ -694,6 +694,11 @@ def read_without_calling():
                 optimizer.zero_grad()
             assert_alike(model, twin)
             assert all(unit.unsharded_bytes == 0 for unit in model.units)
+        if nn.Linear in options.get("shard", ()):
+            # In evaluation, torch's layer reads all its weights itself.
+            with pytest.raises(RuntimeError, match="is read while its module does not run"):
+                model.eval()(inputs)
+            continue
         torch.testing.assert_close(model.eval()(inputs), twin.eval()(inputs))
     return True
 

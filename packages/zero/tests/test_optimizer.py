@@ -793,6 +793,15 @@ class OfModule(Signs):
         super().__init__(module.parameters(), lr)
 
 
+class Replacing(Signs):
+    """An optimizer that replaces `.data` instead of changing it in place."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
 class Copying(Signs):
     """An optimizer that stores another value under the name of its argument, as SAM does."""
 
@@ -812,7 +821,7 @@ class Forgetful(Signs):
         return self.change_of(state["average"])
 
 
-UNKNOWN = (Signs, Late, Large, Rows, Adam2)
+UNKNOWN = (Signs, Late, Large, Rows, Adam2, Replacing)
 #: The steps of a trial in tests of optimizers that differ from a known one in their first steps.
 SHORT_TRIAL = 10
 
@@ -857,7 +866,8 @@ def step_unknown(stage):
         ours = stepped(stage, cls, steps, 1e3 if cls is Large else 1.0)
         if stage < 3:
             assert ours.splits == ["parameters"], cls
-    assert stepped(stage, Signs, 3, elementwise=True)
+    for cls in (Signs, Replacing):
+        assert stepped(stage, cls, 3, elementwise=True)
     return True
 
 

@@ -82,6 +82,15 @@ class FlatParameters:
             replaced.append(parameter)
         return replaced
 
+    def restore_shards(self) -> None:
+        """Copy shards whose `.data` the optimizer has replaced back into the flat tensors."""
+        for _, piece, shard, bucket in self.shards:
+            start = piece.offset - bucket.span.start
+            values = bucket.data[start : start + piece.numel].view(shard.shape)
+            if shard.data_ptr() != values.data_ptr():
+                values.copy_(shard.detach())
+                shard.data = values
+
     def gather(self) -> None:
         """Gather the stepped shards of all ranks into the parameters."""
         works = []

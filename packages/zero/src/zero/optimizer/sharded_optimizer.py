@@ -211,6 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             outer.update(options_of(inner))
         self._option_checks.record(self)
         self._copy_stored_gradients()
+        self._flat.restore_shards()
         self._flat.gather()
         # Autograd must refuse a graph that saved the earlier values. The gather does not change the
         # parameters' versions, because the flat tensors have separate version counters.
