@@ -113,20 +113,25 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
             f"expected classes and names of modules in shard=, got a {type(others[0]).__name__}: "
             "pass its name in dict(model.named_modules())"
         )
-    selected = {root}
+    selected: set[nn.Module] = set()
     for entry in policy:
         if isinstance(entry, str):
             found = [module for name, module in named if name == entry]
         else:
             found = [module for _, module in named if isinstance(module, entry)]
-        if not found:
-            present = ", ".join(sorted({type(module).__name__ for _, module in named}))
+        if isinstance(entry, str) and not found:
             raise ValueError(
-                f"expected classes or names of modules in shard=, got {entry!r}, which a model of "
-                f'{present} does not have: see model.named_modules(), or pass shard="blocks"'
+                f"expected names of modules in shard=, got {entry!r}, which the model does not "
+                "have: see dict(model.named_modules())"
             )
         selected.update(found)
-    return selected
+    if not selected:
+        present = ", ".join(sorted({type(module).__name__ for _, module in named}))
+        raise ValueError(
+            f"expected classes of modules in shard=, got {policy}, which a model of {present} does "
+            'not have: pass the classes of its layers, or shard="blocks"'
+        )
+    return {root, *selected}
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:
