@@ -213,34 +213,6 @@ def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():
         assert max(shard_sizes) * world / sum(numels) <= 1.01
 
 
-def largest_share_of_torchs_own(world):
-    """Return the size of ZeroRedundancyOptimizer's largest shard, without a process group."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    # The memory of one element stands for each parameter.
-    parameters = [torch.nn.Parameter(torch.zeros(1).expand(shape)) for shape in gpt2_shapes()]
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
-    shard_sizes = [
-        sum(p.numel() for group in part for p in group["params"])
-        for part in optimizer._partition_parameters()
-    ]
-    dist.destroy_process_group()
-    assert len(shard_sizes) == world
-    return max(shard_sizes) * world / sum(shard_sizes)
-
-
-def test_torchs_partition_of_gpt2_is_as_uneven_as_by_parameter():
-    numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
-    (torchs,) = run_ranks(largest_share_of_torchs_own, 1, 8, backend="", timeout=DEADLINE)
-    assert torchs == pytest.approx(2.48, abs=0.01)
-    ours = [
-        sum(p.numel for p in by_parameter(numels, 8, 1 << 23).shard_pieces(r)) for r in range(8)
-    ]
-    assert max(ours) * 8 / sum(numels) == pytest.approx(torchs)
-
-
 def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
     with torch.device("meta"):
         model = torch.nn.Linear(64, 64, bias=False)
