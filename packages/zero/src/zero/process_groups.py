@@ -28,7 +28,7 @@ from zero.gloo_collectives import (
     direct_reduce_scatter,
     tag_of,
 )
-from zero.work_handles import FINISHED, DryReduceScatter, ExplainedWork, WorkThen
+from zero.work_handles import FINISHED, DryReduceScatter, ExplainedWork
 
 Collective = Callable[..., Any]
 
@@ -230,13 +230,9 @@ class Communicator:
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
-        """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
-        contiguous = tensor.contiguous()
-        payload = contiguous if contiguous.dtype in NATIVE_DTYPES else as_bytes(contiguous)
-        work = self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
-        if contiguous is tensor:
-            return work
-        return WorkThen(work, lambda: tensor.copy_(contiguous))
+        """Start the copy of group rank `owner`'s contiguous `tensor` to every rank of the group."""
+        payload = tensor if tensor.dtype in NATIVE_DTYPES else as_bytes(tensor)
+        return self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module) -> None:

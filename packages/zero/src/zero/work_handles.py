@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,19 +23,6 @@ class ExplainedWork:
             self.work.wait()
         except RuntimeError as error:
             raise explain(error, self.group, self.description) from error
-
-
-class WorkThen:
-    """Work that calls a function after it has been waited for."""
-
-    def __init__(self, work: Work, then: Callable[[], Any]) -> None:
-        self.work = work
-        self.then = then
-
-    def wait(self) -> None:
-        """Wait for the work, then call the function."""
-        self.work.wait()
-        self.then()
 
 
 class DryReduceScatter:

@@ -74,7 +74,8 @@ class FullTensorExchange:
             data, gradient = self._shards[parameter]
             owner = self.owner[parameter]
             is_owner = owner == self.communicator.rank
-            full = plain_shard(parameter) if is_owner else data.new_empty(sharded.shape)
+            stepped = plain_shard(parameter) if is_owner else data.new_empty(sharded.shape)
+            full = stepped.contiguous()
             self.communicator.broadcast(full, owner).wait()
             parameter.grad = None
             parameter.data = data
@@ -82,6 +83,6 @@ class FullTensorExchange:
             parameter.grad = gradient
         for _, unit, _ in self.entries:
             unit.holds_full_tensors = False
-        stepped = list(self._shards)
+        parameters = list(self._shards)
         self._shards = {}
-        return stepped
+        return parameters
