@@ -91,7 +91,7 @@ def write_folder(
             draft.close()
 
 
-#: What one rank wrote: torch's descriptions of boxes and objects, and checksums of files.
+#: torch's descriptions of the boxes and objects that a rank wrote, and the checksums of its files.
 _Written = tuple[list[Any], dict[str, int]]
 
 

@@ -116,15 +116,15 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     selected: set[nn.Module] = set()
     for entry in policy:
         if isinstance(entry, str):
-            found = [module for name, module in named if name == entry]
+            matches = [module for name, module in named if name == entry]
         else:
-            found = [module for _, module in named if isinstance(module, entry)]
-        if isinstance(entry, str) and not found:
+            matches = [module for _, module in named if isinstance(module, entry)]
+        if isinstance(entry, str) and not matches:
             raise ValueError(
                 f"expected names of modules in shard=, got {entry!r}, which the model does not "
                 "have: see dict(model.named_modules())"
             )
-        selected.update(found)
+        selected.update(matches)
     if not selected:
         present = ", ".join(sorted({type(module).__name__ for _, module in named}))
         raise ValueError(

@@ -204,9 +204,11 @@ class GradientReducer:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Take part in a backward of the other ranks with zero gradients."""
-        self._begin_backward()
+        """Take part in a backward, with zero gradients for parameters that it has not reached."""
+        if not self.in_backward:
+            self._begin_backward()
         self._finish_backward()
+        self._queue.drain()
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of gradients that this rank stores, except plain `.grad` tensors."""
@@ -294,10 +296,7 @@ class GradientReducer:
             self._finish_backward()
             return
         for reducer in self._others.reached():
-            if not reducer.in_backward:
-                reducer._begin_backward()
-            reducer._finish_backward()
-            reducer._queue.drain()
+            reducer.join_backward()
 
     def _finish_backward(self) -> None:
         """Launch the remaining buckets; parameters that were not reached contribute zeros."""

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import gc
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet, ref
 
 from zero.process_groups import Communicator
 
-if TYPE_CHECKING:
-    from zero.optimizer.gradient_reducer import GradientReducer
+
+class Reducer(Protocol):
+    """A reducer of gradients."""
+
+    #: True while a backward of this rank reaches the parameters.
+    in_backward: bool
+
+    def join_backward(self) -> None:
+        """Take part in a backward, with zero gradients for parameters that it has not reached."""
+
 
 #: The entries of all reducers of this rank.
 _entries: WeakSet[SharedGroup] = WeakSet()
@@ -23,7 +31,7 @@ _entries: WeakSet[SharedGroup] = WeakSet()
 class SharedGroup:
     """The entry of one reducer; the entries of a group have different numbers."""
 
-    def __init__(self, reducer: GradientReducer, communicator: Communicator) -> None:
+    def __init__(self, reducer: Reducer, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
         if self._living():
@@ -37,7 +45,7 @@ class SharedGroup:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[GradientReducer]:
+    def reached(self) -> list[Reducer]:
         """Return the reducers of the group that a backward of any rank has reached, in order."""
         living = self._living()
         numbers = self.numbers
@@ -54,7 +62,7 @@ class SharedGroup:
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, GradientReducer]:
+    def _living(self) -> dict[int, Reducer]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
