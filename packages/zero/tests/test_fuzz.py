@@ -420,22 +420,12 @@ class Program:
         """Save, and continue at another stage on another number of ranks."""
         path = f"{self.folder}/{self.number}-{step}"
         if self.has_part:
-            asynchronous = random.Random(self.seed + step).random() < 0.5
-            saving = save_checkpoint(
-                path,
-                self.model,
-                self.ours,
-                extra={"step": step},
-                async_op=asynchronous,
-                group=self.group,
-            )
+            save_checkpoint(path, self.model, self.ours, extra={"step": step}, group=self.group)
             for parameter in self.model.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     parameter.data.add_(1.0)
                 else:
                     parameter.data.zero_()
-            if saving is not None:
-                saving.wait()
         dist.barrier()
         scale = self.scalers[1].state_dict() if self.scaling else None
         self.ranks, self.stage = self.draw.randint(1, WORLD), self.draw_stage()
