@@ -262,8 +262,12 @@ class Program:
             return
         if self.stage == 3:
             shard = "blocks"
-            if not self.family and self.draw_same() < 0.7:
-                shard = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm)
+            if not self.family:
+                # Layers that the model reads without calling them belong to the root.
+                called = {f"blocks.{i}" for i, kind in enumerate(model.kinds) if kind != "read"}
+                if self.draw_same() < 0.7:
+                    called.add("spare")
+                shard = lambda name, _: name in called  # noqa: E731
             self.model = FSDP(model, group=self.group, shard=shard)
             self.ours = self.optimizer(self.model)
             return
