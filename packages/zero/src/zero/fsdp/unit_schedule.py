@@ -146,14 +146,15 @@ class UnitSchedule(nn.Module):
         units = self._units_of[module]
         self._position[module] = len(self._forward_order)
         for unit in units:
-            unit.wait_for_unshard()
-            unit.set_unsharded_parameters()
-            if not self._in_backward:
-                self._forward_order.append(unit)
+            unit.unshard()
         if not self._in_backward:
+            self._forward_order += units
             start = len(self._forward_order)
             for unit in self._previous_order[start : start + self.prefetch]:
                 unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+            unit.set_unsharded_parameters()
         dtype = self.input_dtypes.get(module, self.compute_dtype)
         if units and dtype is not None:
             args, kwargs = cast(dtype, (args, kwargs))
