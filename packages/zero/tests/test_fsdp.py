@@ -328,6 +328,6 @@ def gathers_in_flight():
 
 def test_the_next_layer_is_gathered_while_one_runs():
     for seen, _ in run_ranks(gathers_in_flight, 2, timeout=DEADLINE):
-        # No layer follows the last of five in forward. In backward, the embedding is the last.
+        # No layer follows the last of five layers in forward, or the first one in backward.
         assert seen["forward"] == [True] * 4 + [False]
-        assert seen["backward"].count(True) == 2 * 5
+        assert seen["backward"].count(True) == 2 * 4

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +25,85 @@ from zero import (
 from zero_training import assert_alike
 
 DEADLINE = 300.0
+
+
+class Cosine(nn.Embedding):
+    def forward(self, tokens):
+        return F.embedding(tokens, F.normalize(self.weight, dim=-1))
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return weight * weight.square().mean().rsqrt()
+
+
+def assign_forward(embedding):
+    embedding.forward = lambda tokens: F.embedding(tokens, embedding.weight.tanh())
+    return embedding
+
+
+def hook_forward(embedding, *, late=False):
+    def multiply(module, args, output):
+        return output @ (module.weight.T @ module.weight)
+
+    embedding.register_forward_hook(multiply)
+    return embedding
+
+
+def parametrized(embedding):
+    parametrize.register_parametrization(embedding, "weight", Scaled())
+    return embedding
+
+
+EMBEDDINGS = {
+    "plain": lambda: nn.Embedding(6, 4),
+    "padded": lambda: nn.Embedding(6, 4, padding_idx=1, scale_grad_by_freq=True),
+    "subclass": lambda: Cosine(6, 4),
+    "assigned": lambda: assign_forward(nn.Embedding(6, 4)),
+    "hooked": lambda: hook_forward(nn.Embedding(6, 4)),
+    "parametrized": lambda: parametrized(nn.Embedding(6, 4)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Embedding(6, 4)),
+}
+
+
+def embed(kind):
+    torch.manual_seed(0)
+    layers = EMBEDDINGS[kind](), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)
+    return nn.Sequential(*layers).double()
+
+
+def train_embeddings():
+    """Train embeddings whose backward reads, or might read, the weight; compare one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for kind in EMBEDDINGS:
+        for late in (False, True) if kind in ("assigned", "hooked") else (False,):
+            model, twin = embed("plain" if late else kind), embed(kind)
+            sharded = FSDP(model)
+            if late:
+                {"assigned": assign_forward, "hooked": hook_forward}[kind](model[0])
+            if late and kind == "hooked":
+                # This hook runs after FSDP's hook, which has freed the weight.
+                with pytest.raises(RuntimeError, match="is read while its module does not run"):
+                    sharded(torch.tensor([0]))
+                continue
+            ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+            theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+            for step in range(3):
+                for number in range(world):
+                    tokens = torch.tensor([number, 2, 3 + step])
+                    if number == rank:
+                        sharded(tokens).square().mean().backward()
+                    (twin(tokens).square().mean() / world).backward()
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_alike(sharded, twin)
+    return True
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
+    assert all(run_ranks(train_embeddings, world, timeout=DEADLINE))
 
 
 class Clamped(nn.Linear):

@@ -71,6 +71,8 @@ class Unit:
         self.communicator = communicator
         first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
+        #: False if no backward reads the parameters; an embedding's backward does not.
+        self.is_read_in_backward = True
         world = communicator.world
         self.partition = by_element(
             [p.numel() for _, p, _ in parameters_with_owners], world, 1 << 62

@@ -5,7 +5,8 @@
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
 S is the size of the parameters in bytes, and n the number of ranks. The last layer of forward is
-the first of backward, so it is not freed in between.
+the first of backward, so it is not freed in between. The backward of an embedding does not read its
+weight, so the weight is not gathered for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from zero.fsdp.optimizer_hooks import end_step
 from zero.fsdp.shard import Shard, ShardedParameter
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit, UnitState
-from zero.fsdp.wrapping import intercept_reads
+from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
 from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
 
@@ -181,7 +182,7 @@ class UnitSchedule(nn.Module):
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output)
-        if units:
+        if units and reads_weight_in_backward(module, self._hook_ids[module]):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
                     f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
@@ -263,7 +264,8 @@ class UnitSchedule(nn.Module):
             unit.wait_for_unshard()
         previous = self._forward_order[max(0, position - self.prefetch) : position]
         for unit in reversed(previous):
-            unit.unshard()
+            if unit.is_read_in_backward:
+                unit.unshard()
 
     def _before_double_backward(self, module: nn.Module) -> None:
         """Gather a module's units for a double backward (`create_graph`), which reads weights."""

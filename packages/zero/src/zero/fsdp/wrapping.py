@@ -7,7 +7,7 @@ created even if it fits into memory only in shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import nan
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from zero.fsdp.shard import Owner
 from zero.fsdp.unit import Unit
@@ -73,6 +74,7 @@ def make_units(
             for named in _split_by_kind(parameters, plan):
                 unit = make_unit(named)
                 users = {plan.user[module] for _, _, owners in named for module, _ in owners}
+                unit.is_read_in_backward = any(reads_weight_in_backward(user) for user in users)
                 units.append(unit)
                 for user in users:
                     units_of.setdefault(user, []).append(unit)
@@ -177,6 +179,30 @@ def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any
         named = plan.names[planned], parameter, tuple(plan.owners[planned])
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(named)
     return list(kinds.values())
+
+
+#: The method as torch defines it, because a program may replace it later.
+EMBEDDING_FORWARD = nn.Embedding.forward
+
+
+def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
+    """Return False only if it is certain that the module's backward does not read its weight.
+
+    This is certain for `nn.Embedding.forward`. A subclass, a parametrization, a hook whose id is
+    not in `fsdp_hooks`, or a forward that was assigned to the module may compute anything from
+    the weight.
+    """
+    forward: Any = EMBEDDING_FORWARD
+    is_plain = (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is forward
+        and forward.__module__ == "torch.nn.modules.sparse"
+        and "forward" not in vars(module)
+        and [*module._parameters] == ["weight"]
+        and not module._modules
+    )
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}.difference(fsdp_hooks)
+    return not is_plain or bool(hooks or _global_forward_pre_hooks or _global_forward_hooks)
 
 
 @dataclass(frozen=True)
