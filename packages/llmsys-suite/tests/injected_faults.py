@@ -27,10 +27,10 @@ from llmsys_suite import splits
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice
 from llmsys_suite.learning.state import CHECKPOINT
-from llmsys_suite.measure import phases, reference_matmul, samples
+from llmsys_suite.measure import clocks, phases, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
+from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Skipped
 from llmsys_suite.stages import (
@@ -43,15 +43,13 @@ from llmsys_suite.stages import (
     parallel,
     plan,
     precision,
-    profile,
     scale,
     train,
 )
-from llmsys_suite.step import kernels, sweep
-from llmsys_suite.step.case import Case
+from llmsys_suite.step import kernels
 from llmsys_suite.step.training import Step
 from llmsys_suite.text.data import Corpus
-from llmsys_suite.variants import VARIANTS, final_weights, shallow, single
+from llmsys_suite.variants import VARIANTS, final_weights, single
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
 
@@ -124,12 +122,6 @@ def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
         return result
 
     return after(next(base for base in cls.__mro__ if method in vars(base)), method, changed)
-
-
-def local_steps(**changed: Any) -> Patch:
-    """Run DiLoCo with another policy."""
-    policy = replace(VARIANTS[LOCAL].policy, **changed)  # type: ignore[attr-defined]
-    return mock.patch.object(VARIANTS[LOCAL], "policy", policy)
 
 
 def instead(name: str, method: str, wrapper: Callable[..., Any]) -> Patch:
@@ -397,12 +389,6 @@ def mixed_sums(sums: Any, *_: Any) -> Any:
     return sums
 
 
-def doubled_means(result: Any) -> None:
-    for row in result.protocol:
-        if "backward_mean_ms" in row:
-            row["backward_mean_ms"] *= 2
-
-
 def blind_to_gradients(original: Any, self: Any, tensor: Any, operator: str) -> None:
     if self.phase != "backward":
         original(self, tensor, operator)
@@ -542,16 +528,6 @@ def faster(name: str, column: str) -> Callable[[Any], None]:
     return change
 
 
-def without_event(event: str) -> MakePatches:
-    """Do not report an event of a stage to the launcher."""
-
-    def report(original: Any, run: Run, reported: str) -> None:
-        if reported != event:
-            original(run, reported)
-
-    return lambda run: around(Run, "report_event", report)
-
-
 def step_of(name: str, patch: Callable[[Any], Patch], then: Callable[[Any], Any]) -> Patch:
     """Patch a variant in its timed steps of the stage `train`, and call `then` after each."""
 
@@ -576,17 +552,6 @@ def late_update(run: Run) -> Patch:
         lambda v: mock.patch.object(v, "update"),
         lambda v: [v.optimizer.step(), v.optimizer.zero_grad()],
     )
-
-
-def no_local_steps(run: Run) -> Patch:
-    counts: dict[int, int] = {}
-
-    def communicate(original: Any, v: Any) -> None:
-        counts[id(v)] = counts.get(id(v), 0) + 1
-        if counts[id(v)] == 1 or v.policy.steps <= 2:
-            original(v)
-
-    return around(VARIANTS[LOCAL], "communicate", communicate)
 
 
 def optimizer_in_activations(p: Any, *_: Any) -> Any:
@@ -662,15 +627,6 @@ def frozen_block(step: Step) -> None:
     step.model.layers()[0].requires_grad_(False)
 
 
-def drawn_for_other_kinds(result: Any) -> None:
-    names = [name.partition(": ") for name in result.patterns]
-    others = [*names[1:], names[0]]
-    moved = [f"{kind}: {other}" for (kind, _, _), (_, _, other) in zip(names, others, strict=True)]
-    patterns = [*result.patterns.values()]
-    result.patterns.clear()
-    result.patterns.update(zip(moved, [*patterns[1:], patterns[0]], strict=True))
-
-
 def ablates_another_head(run: Run) -> Patch:
     def change(result: Any) -> None:
         model: Any = run.trained
@@ -708,12 +664,6 @@ FAULTS: list[Fault] = [
         then("fsdp", "communicate", lambda v: gradients(v.model, lambda g: g.div_(run.world))), ("fsdp",)),
     Fault("train", "a gradient is handed over twice", lambda run:
         then(SERVER, "forward_backward", lambda v: gradients(v.decoder, lambda g: g.mul_(2))), (SERVER,)),
-    Fault("train", "DiLoCo's outer optimizer has no momentum", lambda run:
-        local_steps(outer=functools.partial(torch.optim.SGD, lr=0.7)), (LOCAL,)),
-    Fault("train", "DiLoCo's ranks train on without the others' changes", lambda run:
-        mock.patch.object(VARIANTS[LOCAL], "weights", lambda v: Variant.weights(v)), (LOCAL,)),
-    Fault("train", "what DiLoCo exchanges is not compressed", lambda run:
-        local_steps(compression=None), (LOCAL,)),
     # Weights.
     Fault("train", "the last element of each shard is not updated", lambda run:
         instead("zero 1", "update", drops_last_elements), ("zero 1",)),
@@ -763,16 +713,12 @@ FAULTS: list[Fault] = [
     Fault("train", "torch DDP is slowed", lambda run:
         instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     # Bytes.
-    Fault("train", "wire bytes are trebled in a package's count", lambda run:
-        after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
     Fault("train", "what is said to stay in shared memory goes over TCP", lambda run:
         around(collectives, "all_reduce", goes_over_tcp), ("ddp shared memory",)),
     Fault("train", "buckets in shared memory are summed twice and used once", lambda run:
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
     Fault("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
-    Fault("train", "a slow link is taken to carry a fixed number of bytes per second", lambda run:
-        mock.patch.object(samples, "LINK_RATE", 8 * samples.LINK_RATE)),
     # Plan.
     Fault("plan", "parameters without the head", lambda run:
         predicts("parameters", lambda n: n - 256 * run.model.d_model)),
@@ -787,13 +733,7 @@ FAULTS: list[Fault] = [
     Fault("plan", "gradients of two bytes", lambda run:
         predicts("gradient_bytes", lambda n: n // 2)),
     Fault("plan", "the rate of a product is doubled", lambda run:
-        after(reference_matmul, "product_rate", lambda rate, *_: 2 * rate)),
-    Fault("plan", "the clock of the reference matmul is four times too slow", lambda run:
-        after(reference_matmul, "clock", lambda seconds, *_: seconds / 4)),
-    Fault("plan", "a step is predicted at half its time", lambda run:
-        after(shallow, "step_matmuls", lambda matmuls, *_: matmuls / 2)),
-    Fault("plan", "a step is predicted at twice its time", lambda run:
-        after(shallow, "step_matmuls", lambda matmuls, *_: matmuls * 2)),
+        after(clocks, "product_rate", lambda rate, *_: 2 * rate)),
     # Learning.
     Fault("learn", "the held-out loss is that of the text trained on", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
@@ -855,9 +795,6 @@ FAULTS: list[Fault] = [
         after(kernels, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
     Fault("profile", "the products of attention count once for two", lambda run:
         after(kernels, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
-    Fault("profile", "means are of ten steps, divided by five", lambda run: edit(profile, doubled_means)),
-    Fault("profile", "utilization counts attention's other half", lambda run: around(Case, "useful_flops", lambda _, case: case.executed_flops())),
-    Fault("profile", "tokens of all ranks are one's", lambda run: after(sweep, "row", lambda row, *_: row | {"tokens_per_s": 2 * row["tokens_per_s"]})),
     Fault("precision", "a sum in float16 is kept in float32", lambda run:
         after(precision, "accumulation", mixed_sums)),
     Fault("precision", "autocast is off", lambda run:
@@ -923,12 +860,8 @@ FAULTS: list[Fault] = [
         then(FLAT, "update", lambda v: vars(v).setdefault("stored", []).append(torch.cat([p.detach().flatten() for p in v.decoder.parameters()])))),
     Fault("train", "torch FSDP2 is slowed", lambda run:
         instead("torch FSDP2", "update", lambda original, v: [time.sleep(0.1), original(v)]), ("torch FSDP2",)),
-    Fault("train", "the time on the link is that of bits for bytes", lambda run:
-        rows(train, lambda row: {"link_ms": row["link_ms"] / 8} if "link_ms" in row else {})),
     Fault("train", "the weights start at twice their scale", lambda run:
         around(torch.nn.init, "trunc_normal_", lambda original, w, std=1.0, **more: original(w, std=2 * std, **more))),
-    Fault("plan", "the time of a step is in seconds, labeled milliseconds", lambda run:
-        after(plan, "run", lambda result, *_: replace(result, step_ms=result.step_ms / 1e3))),
     Fault("plan", "activations are of one layer", lambda run:
         predicts("training_bytes_by_part", lambda parts: parts | {"activations": parts["activations"] // 2})),
     Fault("learn", "tokens are those of one rank", lambda run:
@@ -940,8 +873,6 @@ FAULTS: list[Fault] = [
         mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
     Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
     Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, faster("bfloat16", "speedup_p50"))),
-    Fault("inspect", "the drawn patterns are of other heads", lambda run:
-        edit(inspect, lambda result: result.patterns.update(zip(list(result.patterns), list(result.patterns.values())[::-1], strict=True)))),
     Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),
     Fault("links", "wire bytes of one algorithm are trebled", lambda run:
         rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
@@ -959,12 +890,8 @@ FAULTS: list[Fault] = [
     Fault("compress", "the worst method is left out", lambda run: edit(compress, lambda result: result.rows.pop())),
     Fault("learn", "a held-out loss is left out", lambda run: edit(learn, lambda result: result.heldout.pop(1))),
     # Instruments, stages and competitors that another outsider changed.
-    Fault("train", "the launcher gets no stamp of the end of the stage", without_event("train ends")),
-    Fault("train", "the seconds of the stage are halved in the summary", lambda run:
-        around(RunFolder, "add_stage", lambda original, self, stage, result, seconds=0.0, *more: original(self, stage, result, seconds / 2, *more))),
     Fault("train", "torch DDP is slowed in the timed steps only", lambda run: step_of(PEER, slowed, lambda v: None)),
     Fault("train", "the optimizer's step is taken after the timed step", late_update),
-    Fault("train", "DiLoCo takes no local steps after the first", no_local_steps, (LOCAL,)),
     Fault("train", "trained weights are compared with themselves", lambda run:
         around(final_weights, "furthest", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
@@ -996,7 +923,6 @@ FAULTS: list[Fault] = [
     Fault("profile", "the timed steps have half of the rows", lambda run: other_step(half_of_the_rows)),
     Fault("profile", "the timed steps do not train the first block", lambda run: other_step(frozen_block)),
     Fault("scale", "the law is left out", lambda run: after(scale, "fit", lambda result, *_: replace(result, law={}, valleys=[], extrapolated={}))),
-    Fault("inspect", "heads are drawn for other kinds", lambda run: edit(inspect, drawn_for_other_kinds)),
     Fault("inspect", "another head than that of the table is ablated", ablates_another_head),
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),

@@ -39,8 +39,7 @@ from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import inspect, links, memory, parallel, plan, profile, scale, train
-from llmsys_suite.step import process, sweep
+from llmsys_suite.stages import links, memory, parallel, plan, scale, train
 from llmsys_suite.variants import variants_here
 from reported_figures import doubled, figures
 
@@ -187,12 +186,9 @@ def shortened() -> Iterator[None]:
         for module, values in (
             (plan, {"PRODUCTS_SECONDS": 0.05}),
             (links, {"SIZES": (1 << 20,)}),
-            (profile, {"SIZES_TIMED": ()}),
-            (sweep, {"in_a_process": lambda case, *_, **__: process.measure(case)}),
             (parallel, {"ITERATIONS": 4}),
             (memory, {"DRAWN_BESIDE": {}}),
             (evaluation, {"WRITTEN": 2, "HELDOUT_ROWS": 8}),
-            (inspect, {"INDUCTION_STEPS": 2}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))

@@ -21,7 +21,6 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
-    LOCAL,
     PEER,
     SINGLE,
     loss_curves,
@@ -33,7 +32,7 @@ from llmsys_suite.results import Audit, Plan, Train
 from llmsys_suite.variants.stored_tensors import stored_bytes
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
-NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)
+NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
 PLAN = Plan(
     **dict.fromkeys((field.name for field in fields(Plan)), 0)
     | {
@@ -47,10 +46,6 @@ PLAN = Plan(
         "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 300},
         "measured_peak_bytes": 1540,
         "peak": 1e6,
-        "reference_flops_per_second": 8e5,
-        "layer_matmuls": 50.0,
-        "step_matmuls": 95.0,
-        "step_ms": 1e3 * 95 * 1000 / 8e5,
     }
 )
 BATCHES = [
@@ -68,7 +63,7 @@ def honest_samples():
                     "stage": "train", "variant": variant, "step": step, "warmup": step < 1,
                     "rank": rank,
                 }  # fmt: skip
-                last = "communication" if variant in ("parameter server", LOCAL) else "optimizer"
+                last = "communication" if variant == "parameter server" else "optimizer"
                 parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, last: 0.02}
                 seconds = sum(parts.values()) + 0.001
                 samples += [
@@ -86,8 +81,7 @@ def honest_samples():
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
                         "queued_s": 0.0,
-                        "received": {SINGLE: 0, LOCAL: 1}.get(variant, 400),
-                        "one_layer_s": 0.05,
+                        "received": 0 if variant == SINGLE else 400,
                         "row_digests": BATCHES[step][
                             rank * rows_per_rank : (rank + 1) * rows_per_rank
                         ],
@@ -99,7 +93,6 @@ def honest_samples():
 
 def probed(ranks, wire=400):
     return {
-        "gradients": [[6e-7, "q: norm 1 beside 1"]] * ranks,
         "weights": [[6e-7, "q: norm 1 beside 1"]] * ranks,
         "loss": [5.5] * ranks,
         "received": [wire] * ranks,
@@ -112,8 +105,9 @@ def probed(ranks, wire=400):
 
 def final(name):
     """Return what the ranks store after the training, and the distance of their weights."""
-    server = name in ("parameter server", LOCAL)
-    stored = {"parameters": 400, "moments": 0 if server else 800, "all": 1300}
+    stored = {"parameters": 400, "moments": 800, "all": 1300}
+    if name == "parameter server":
+        stored["moments"] = 0
     ranks = 1 if name == SINGLE else 2
     weights = {"ranks": ranks, "differ": [], "from_one_process": [1e-5, "q"]}
     return weights | {"stored": [stored] * ranks}
@@ -123,7 +117,7 @@ def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
     ends = {n: final(n) for n in NAMES}
-    train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0, LOCAL: 1.0}, ends)
+    train = Train(summarize(samples), loss_curves(samples), ends)
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
@@ -133,8 +127,6 @@ def honest():
             "exact_loss": 5.5,
             "replayed_losses": [5.0, 4.0, 3.0],
             "trajectory": [5.0, 4.0, 3.0, 2.0],
-            "rounds": [[1e-5, "q"]] * 2,
-            "local_losses": [[4.9], [5.1]],
             "variants": {
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
@@ -144,12 +136,8 @@ def honest():
         "peers": {PEER: {"audit": 1.02, "ddp flat": 0.98}},
         "saved_bytes": 300,
         "initial_scales": [[1.5, "q"]],
-        "reference_matmul_flops": 1000,
         "model_counts": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
-        "product_over_reference": 1.35,
         "product_flops_per_second": 1.1e6,
-        "one_host": True,
-        "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,
     }
     return copy.deepcopy((PLAN, train, samples, evidence))
@@ -219,7 +207,7 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
     heads = 1000 * 20 * (world - 1)  # of twenty tensors, as often as a ring passes them on
     evidence["model_counts"]["tensors"] = 20
     for name, probe in evidence["probe"]["variants"].items():
-        if name not in (SINGLE, LOCAL):
+        if name != SINGLE:
             probe |= {"planned_wire": [[wire, wire]] * world, "received": [wire + heads] * world}
     config = replace(CONFIG, world=world)
 
@@ -253,10 +241,9 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("training_peak_bytes", 900, "peak memory of a step"),
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "moment bytes"),
         ("training_bytes_by_part", {"weights": 400, "optimizer": 801}, "parts of the peak"),
-        ("step_ms", 119.0, "predicted time of a step"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes per rank"),
-        ("peak", 2.2e6, "matrix-product rate over the reference matmul's rate"),
+        ("peak", 2.2e6, "rate of a product"),
     ],
 )
 def test_a_wrong_prediction_fails(key, value, name):
@@ -273,11 +260,11 @@ def tampered(change):
 def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
     plan, train, samples, evidence = honest()
     where = "blocks.0.attention.q.weight: norm 0.25 beside 0.125"
-    evidence["probe"]["variants"]["ddp flat"]["gradients"][1] = [1.0, where]
+    evidence["probe"]["variants"]["ddp flat"]["weights"][1] = [1.0, where]
     (check,) = (
         c for c in training_checks.checks(CONFIG, plan, train, samples, evidence) if not c.passed
     )
-    assert "ddp flat: averaged gradients" in str(check)
+    assert "ddp flat: weight change of one SGD step" in str(check)
     assert f"rank 1 {where}" in str(check)
 
 
@@ -406,7 +393,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train.rows[2]["step_ms"] *= 0.9
 
-    names = {"reported step time", "reported utilization", "computing over a slow link"}
+    names = {"reported step time", "reported utilization"}
     assert names >= set(tampered(change)) >= {"reported step time"}
 
 
@@ -429,19 +416,6 @@ def test_a_clock_that_another_program_delays_in_one_step_does_not_fail_the_sprea
         steps(samples, "ddp flat", rank=0)[-1]["ended"] += 0.5
 
     assert "reported spread of ratios" not in tampered(change)
-
-
-def test_a_step_that_ends_before_another_rank_begins_it_fails_but_at_the_server():
-    def too_early(variant):
-        def change(train, samples, evidence):
-            for s in steps(samples, variant, rank=0):
-                s["began"], s["ended"] = s["began"] - 0.3, s["ended"] - 0.3
-
-        return change
-
-    name = "no rank ends a step before all have begun it"
-    assert tampered(too_early("ddp flat")) == [name]
-    assert tampered(too_early("parameter server")) == []
 
 
 @pytest.mark.parametrize(("together", "failed"), [(True, True), (False, False)])
@@ -492,43 +466,6 @@ def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
     assert "reported step time" in tampered(late(0.0))
 
 
-def test_a_stage_whose_clock_is_not_the_launchers_fails():
-    def change(train, samples, evidence):
-        evidence["stage_clocks"][1][2] = 2.5
-
-    assert tampered(change) == ["time of a stage"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_without_a_stamp_of_the_launcher_fails(rank):
-    def change(train, samples, evidence):
-        evidence["stage_clocks"][rank][3] = None
-
-    assert tampered(change) == ["start and stop of every stage"]
-
-
-def test_a_run_without_a_launcher_has_no_stamps():
-    def change(train, samples, evidence):
-        evidence["stage_clocks"] = []
-
-    assert tampered(change) == []
-
-
-def test_steps_that_take_longer_than_their_stage_fail():
-    def change(train, samples, evidence):
-        for clock in evidence["stage_clocks"]:
-            clock[2:] = [1.2, 1.2]
-
-    assert tampered(change) == ["time of all steps"]
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
-    plan, *rest = honest()
-    wrong = replace(plan, step_matmuls=factor * plan.step_matmuls, step_ms=factor * plan.step_ms)
-    assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
-
-
 def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
         train.rows[1]["mfu"] *= 2
@@ -542,14 +479,6 @@ def test_a_thread_busier_than_the_step_is_long_fails():
             sample["core_s"] = 0.2
 
     assert "a thread's time is within the step's" in tampered(change)
-
-
-@pytest.mark.parametrize("nbytes", [1200.0, 396.0])
-def test_bytes_that_were_not_handed_over_fail(nbytes):
-    def change(train, samples, evidence):
-        train.gradient_bytes["ddp flat"] = nbytes
-
-    assert tampered(change) == ["gradient bytes handed over"]
 
 
 @pytest.mark.parametrize("nbytes", [0, 200, 1200])
@@ -566,56 +495,6 @@ def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
         evidence["probe"]["variants"]["ddp flat"]["shared"][0] = nbytes
 
     assert tampered(change) == ["ddp flat: bytes summed in shared memory, rank 0"]
-
-
-@pytest.mark.parametrize("distance", [0.04, float("nan")])
-def test_rounds_of_local_steps_that_end_elsewhere_fail(distance):
-    def change(train, samples, evidence):
-        evidence["probe"]["rounds"][1] = [distance, "q"]
-
-    assert tampered(change) == [f"{LOCAL}: weight change of the first DiLoCo rounds"]
-
-
-def test_local_steps_that_are_not_taken_fail():
-    def change(train, samples, evidence):
-        evidence["probe"]["local_losses"][1] = [5.0]
-
-    name = f"{LOCAL}: losses of each rank before the first exchange"
-    assert tampered(change) == [name]
-
-
-def test_local_steps_may_drift_apart_but_not_far():
-    def drift(loss):
-        def change(train, samples, evidence):
-            for s in steps(samples, LOCAL)[2:]:
-                s["loss"] = loss
-            train.losses[LOCAL][1:] = [loss] * 3
-            train.rows[-1]["final_loss"] = loss
-
-        return change
-
-    assert tampered(drift(2.1)) == []
-    assert tampered(drift(3.0)) == [f"{LOCAL}: final loss"]
-
-
-def test_bytes_over_a_slow_link_that_nobody_counted_fail():
-    def pushed(train, samples, evidence):
-        train.gradient_bytes[LOCAL] = 1e3
-
-    def received(train, samples, evidence):
-        train.rows[2]["wire_bytes"] = 700.0
-
-    def computed(train, samples, evidence):
-        train.rows[2]["link_computing_share"] = 0.99
-
-    assert tampered(pushed) == [f"{LOCAL}: bytes pushed per step"]
-    assert "ddp flat: bytes received per step of training" in tampered(received)
-
-    def in_bits(train, samples, evidence):
-        train.rows[2]["link_ms"] /= 8
-
-    assert tampered(computed) == ["computing over a slow link"]
-    assert tampered(in_bits) == ["time on a slow link"]
 
 
 @pytest.mark.parametrize("loss", [5.01, float("nan")])
@@ -696,7 +575,7 @@ def test_schedules_are_told_apart_by_their_events():
     ],
 )
 def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
-    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, {}, 9.0, 0.0)
+    stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, {}, 9.0)
     audits = peers.Rounds({"SDPA": [0.5] * 5, "ours": [1.0] * 5}, {})
     (check,) = timing.ratios(stage, "SDPA", audits)
     assert check.passed is passed
@@ -713,7 +592,7 @@ def matmul_of(rows):
 
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
     core_seconds = peers.timed_in_turns(ON_CPU, {"ours": matmul_of([])}).core_seconds
-    stage = Interleaved(core_seconds, core_seconds, 1.0, 0.0)
+    stage = Interleaved(core_seconds, core_seconds, 1.0)
 
     def compare(timed):
         return [*timing.shortest(stage, timed)]
@@ -725,7 +604,7 @@ def test_the_audit_repeats_rounds_that_another_program_disturbed():
 
 def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
     monkeypatch.setattr(timing, "PATIENCE_S", 0.1)
-    stage = Interleaved({"ours": [1e-6]}, {"ours": [1e-6]}, 1.0, 0.0)
+    stage = Interleaved({"ours": [1e-6]}, {"ours": [1e-6]}, 1.0)
 
     def compare(timed):
         return [*timing.shortest(stage, timed)]
@@ -733,27 +612,6 @@ def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
     calls = {"ours": matmul_of([400] * 1000)}
     (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=1)
     assert not check.passed
-
-
-@pytest.mark.parametrize(
-    ("rounds", "failed"),
-    [
-        (Interleaved({"a": [1.0, 1.0]}, {"a": [0.9, 0.9]}, 2.0, 0.0), []),
-        # Another program had the core for most of the time.
-        (Interleaved({"a": [9.0, 1.0]}, {"a": [0.9, 0.9]}, 10.0, 8.0), []),
-        # The thread neither ran nor waited for a core, as during a sleep.
-        (
-            Interleaved({"a": [9.0, 1.0]}, {"a": [0.9, 0.9]}, 10.0, 0.0),
-            ["time of all rounds by the thread's clock"],
-        ),
-        (
-            Interleaved({"a": [0.3, 1.7]}, {"a": [0.9, 0.9]}, 2.0, 0.0),
-            ["a thread's time is within the round's"],
-        ),
-    ],
-)
-def test_rounds_take_the_time_of_their_thread_and_its_waits(rounds, failed):
-    assert [check.name for check in timing.totals(rounds, {}) if not check.passed] == failed
 
 
 def test_every_tensor_that_a_variant_refers_to_is_counted_once():
@@ -842,11 +700,9 @@ def test_a_variant_that_is_left_out_fails():
 
 def test_rates_that_are_all_wrong_by_the_same_factor_fail():
     plan, train, *rest = honest()
-    rates = {"peak": 4 * plan.peak, "step_ms": plan.step_ms / 4}
-    rates |= {"reference_flops_per_second": 4 * plan.reference_flops_per_second}
     for row in train.rows:
         row["mfu"] /= 4
-    assert red(replace(plan, **rates), train, *rest) == ["rate of a product"]
+    assert red(replace(plan, peak=4 * plan.peak), train, *rest) == ["rate of a product"]
 
 
 def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
@@ -857,12 +713,6 @@ def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
 
     assert fsdp_received(0)
     assert not fsdp_received(1)
-
-
-def test_local_steps_without_warm_up_on_one_rank_may_receive_nothing():
-    plan, train, samples, evidence = honest()
-    record = Record(replace(CONFIG, warmup=0, world=1), plan, train, samples, evidence)
-    assert wire_checks._received_in_training(record, LOCAL, 0.0).passed
 
 
 def test_rows_that_are_missing_or_twice_or_not_expected_fail():

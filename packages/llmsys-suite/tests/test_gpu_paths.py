@@ -8,7 +8,6 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
 from llmsys_suite.resolution import resolve
-from llmsys_suite.stages import profile
 from llmsys_suite.step import kernels
 from torch.autograd import DeviceType
 
@@ -147,14 +146,3 @@ def test_the_time_of_a_kernel_is_counted_once():
     assert summary["product_share"] == 0.75
     assert summary["softmax_share"] == 0.25
     assert [row["operator"] for row in summary["top"]] == ["mm", "_softmax"]
-
-
-def test_child_processes_get_the_memory_that_this_process_caches(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(profile, "Step", lambda case: types.SimpleNamespace(timed=lambda: None))
-    monkeypatch.setattr(profile.kernels, "by_phase", lambda step: [])
-    monkeypatch.setattr(profile, "case_of", lambda run: None)
-    monkeypatch.setattr(profile, "protocol", lambda run: calls.append("protocol") or [])
-    profile.run(types.SimpleNamespace(rank=0, device=torch.device("cuda")))
-    assert calls == ["empty", "protocol"]

@@ -81,7 +81,7 @@ def a_run(path, **config):
            "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
     contenders = ("float32", "bfloat16", "SDPA", "plain")
     rounds = {k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}
-    interleaved = Interleaved(rounds, rounds, 9.0, 0.0)
+    interleaved = Interleaved(rounds, rounds, 9.0)
     sample = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
     sizes = ("tiny", "2.7B")
     peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,
@@ -103,7 +103,7 @@ def a_run(path, **config):
     results = {
         "plan": of.Plan(**rest | {"parameters": 918656, "step_flops_full": 10**9,
                  "training_peak_bytes": 2**26,
-                 "measured_peak_bytes": 2**26, "ddp_wire_bytes_per_rank": 2**21, "step_ms": 100.0,
+                 "measured_peak_bytes": 2**26, "ddp_wire_bytes_per_rank": 2**21,
                  "training_bytes_by_part": {"weights": 2**22, "optimizer": 2**23}, "peak": 1e11,
                  "derivation": "one\ntwo"}),
         "links": of.Links([
@@ -114,7 +114,7 @@ def a_run(path, **config):
             [1], [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
                    "max_error": 1e-7} for k in ("plain", "SDPA")], "because", interleaved),
         "train": of.Train([row | {"variant": name} for name in ways],
-                          {"single process": [5.0, 3.0]}, {},
+                          {"single process": [5.0, 3.0]},
                           {"ddp flat": {"stored": [{"parameters": 9, "moments": 9, "all": 9}]}}),
         "learn": of.Learn(variant="zero 1", begun_at=0, rows=8, learning_rate=2e-3,
                           probed_step=None,
@@ -123,7 +123,7 @@ def a_run(path, **config):
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),
-        "profile": of.Profile([], [
+        "profile": of.Profile([
             {"phase": p, "timer_ms": 9.0, "total_ms": 8.0, "top_operator": "aten::mm",
              "top_calls": 3, "top_share": 0.5, "product_share": 0.6, "softmax_share": 0.1}
             for p in ("forward", "backward")]),
@@ -136,11 +136,11 @@ def a_run(path, **config):
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
         "inspect": of.Inspect(
-            page="", ablation={}, heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
+            page="", ablation={"layer": 1, "head": 2, "loss": 2.5},
+            heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
-                    patterns={f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
-                    induction={"whole": 1.0, "ablated": 0.1},
-                    lens=[], attribution=[]),
+                    lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}],
+                    attribution=[]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
                               for i in range(7)], interleaved),
@@ -195,7 +195,7 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        assert layout["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
+        assert layout["pictures"] == len(STAGES) - 2  # all but audit, inspect, report; learn's twice
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 
@@ -383,13 +383,10 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
     assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
 
 
-def test_the_report_has_one_generated_text_and_one_induction_score(reported):
+def test_the_report_has_one_generated_text(reported):
     folder, _ = reported
     page = (folder.path / "report.html").read_text()
     assert page.count("<figcaption>written after training") == 1
-    top = page[page.index('<section id="inspect">') :]
-    finding = top[: top.index('<div class="')]
-    assert finding.count("%") == 2  # one score, and the score without the head it depends on
 
 
 def test_communication_that_computing_hides_is_drawn_inside_backward():

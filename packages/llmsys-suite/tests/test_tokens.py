@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from llmsys_suite import cli
-from llmsys_suite.audit import text as audit_text
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.resolution import check, resolve
@@ -48,23 +47,14 @@ def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
     assert len(codec.encode("zyzzyva")) == len("zyzzyva")
 
 
-def test_lines_keep_their_ends_and_long_ones_are_cut(monkeypatch):
-    monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
-    expected = [b"ab\n", b"cdef", b"\n", b"\n", b"ghij", b"klmn", b"op\r\n", b"q"]
-    assert [*tokens.lines(b"ab\ncdef\n\nghijklmnop\r\nq")] == expected
-    assert [*tokens.lines(b"abcd\nefgh")] == [b"abcd", b"\n", b"efgh"]
-    assert [*tokens.lines(b"")] == []
-
-
-@pytest.mark.parametrize("line", ["aé" * 20, "日本語" * 9, "a😀" * 9, "é", "a" * 4])
-def test_pieces_of_a_long_line_cut_no_character(monkeypatch, line):
-    monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
-    monkeypatch.setattr(audit_text, "PIECE_BYTES", 4)
-    pieces = [*tokens.lines(line.encode())]
-    assert "".join(piece.decode() for piece in pieces) == line
-    assert pieces == [*audit_text._pieces(line.encode())]
-    assert max(map(len, pieces)) <= 4
-    assert [*tokens.lines(b"\x80" * 9)] == [b"\x80" * 4, b"\x80" * 4, b"\x80"]
+@pytest.mark.parametrize("chunk", [4, 5, 100])
+def test_lines_keep_their_ends_and_long_ones_are_refused(monkeypatch, chunk):
+    monkeypatch.setattr(tokens, "CHUNK_BYTES", chunk)
+    batches = [*tokens.batches_of_lines(b"ab\ncde\n\nfg\r\nh")]
+    lines = [line for batch in batches for line in batch if line]
+    assert lines == [b"ab\n", b"cde\n", b"\n", b"fg\r\n", b"h"]
+    with pytest.raises(ValueError, match="a line of the text is longer than"):
+        [*tokens.batches_of_lines(b"a" * 201)]
 
 
 def test_a_tokenizer_whose_numbers_exceed_the_vocabulary_is_refused(encoded, tmp_path):

@@ -41,14 +41,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """A prediction with the time of a step on this machine; rates are in FLOPs per second."""
+    """A prediction, the rate of a matrix product in FLOPs per second, and a measured peak."""
 
     variants_fit_together: bool
     peak: float
-    reference_flops_per_second: float
-    layer_matmuls: float
-    step_matmuls: float
-    step_ms: float
     measured_peak_bytes: int
 
 
@@ -71,11 +67,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Train:
-    """One row per variant, with losses, gradient bytes and a comparison of the final weights."""
+    """One row per variant, with losses and a comparison of the final weights."""
 
     rows: Rows
     losses: dict[str, list[float]]
-    gradient_bytes: dict[str, float]
     final_weights: dict[str, Any]
 
 
@@ -107,9 +102,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps by size and warm-up, and operators by phase."""
+    """Operators by phase."""
 
-    protocol: Rows
     operators: Rows
 
 
@@ -145,15 +139,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Logit lens, kinds of heads, attribution, ablation and a trained induction circuit."""
+    """Logit lens, kinds of heads, attribution, and an ablation."""
 
     page: str
-    patterns: dict[str, list[list[float]]]
     lens: Rows
     heads: Rows
     attribution: Rows
     ablation: Row
-    induction: dict[str, float]
 
 
 @dataclass(frozen=True)

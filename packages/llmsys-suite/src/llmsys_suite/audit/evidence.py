@@ -6,8 +6,6 @@ The audit measures speed, FLOPs, initial weights and clocks by other means than 
 from __future__ import annotations
 
 import math
-import platform
-import statistics
 import time
 from typing import Any
 
@@ -18,19 +16,18 @@ from llmsys_suite.audit import peers
 from llmsys_suite.audit.flops import count_flops
 from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
-from llmsys_suite.measure import network, reference_matmul
+from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
 #: Number of steps that the audit repeats in float64, and in float32.
 REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
-#: Number of rounds that time matmuls, and seconds of matmuls per round. Other programs can slow the
-#: processor for longer than one matmul takes, so the minimum is taken over many rounds.
-PRODUCT_ROUNDS, PRODUCT_SECONDS = 20, 0.02
-#: Side of the matrices in the matmul, and in the matmul that the wall clock times. On a CPU the
-#: second matmul is short enough to end before another program takes the core.
-SIDE, WALL_CLOCK_SIDE = {"cpu": 1024, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
+#: Seconds of matrix products, long enough that other programs slow some of them only.
+PRODUCT_SECONDS = 0.4
+#: Side of the matrices. On a CPU a product is short enough to end before another program takes the
+#: core.
+SIDE = {"cpu": 512, "cuda": 8192}
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -41,10 +38,7 @@ def measure(run: Run) -> dict[str, Any]:
         "probe": probed,
         "split": split_evidence(run),
         "peers": peers.time_peers(run, [*probed["variants"]]),
-        **_product_rates(run),
-        "reference_matmul_flops": reference_matmul.flops(run.device),
-        "one_host": len(set(run.gather(platform.node()))) == 1,
-        "stage_clocks": stage_clocks(run),
+        "product_flops_per_second": product_rate(run),
         "sockets_count": network.available() and run.config.backend == "gloo",
     }
 
@@ -138,57 +132,18 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     return scales
 
 
-def stage_clocks(run: Run) -> list[tuple[str, int, float, float | None]]:
-    """Return (stage, rank, seconds that the rank reports, seconds by the launcher's clock).
+def product_rate(run: Run) -> float:
+    """Return the best rate of a matrix product on any rank by the wall clock, in FLOPs per second.
 
-    The launcher's seconds are None if one of its two stamps is missing. The list is empty without a
-    launcher, as under torchrun.
+    The second matrix is transposed, as in a linear layer.
     """
-    reported = dict(run.seconds)
-    if run.folder is not None:
-        stored = run.folder.summary["stages"].items()
-        reported |= {stage: result["stage_seconds"] for stage, result in stored}
-    stamps = run.stamps()
-    clocks = []
-    for rank, seconds_by_stage in enumerate(run.gather(reported)):
-        for stage, seconds in seconds_by_stage.items():
-            start, stop = (stamps.get((rank, f"{stage} {event}")) for event in ("begins", "ends"))
-            launcher_s = None if start is None or stop is None else stop - start
-            clocks.append((stage, rank, seconds, launcher_s))
-    return clocks if run.has_launcher else []
-
-
-def _product_rates(run: Run) -> dict[str, float]:
-    """Return a matmul's rate by the wall clock, and its rate relative to the reference matmul's.
-
-    The first rate is in FLOPs per second and the best of all ranks. The second is the median of all
-    ranks, timed by the clock of the stage `plan`.
-    """
-    device = run.device
-    run.barrier()
-    factors = _factors(run, SIDE[device.type])
-    wall_clock_factors = _factors(run, WALL_CLOCK_SIDE[device.type])
-    matmul_s = wall_clock_s = reference_s = math.inf
-    for _ in range(PRODUCT_ROUNDS):
-        stop_time = time.perf_counter() + PRODUCT_SECONDS
-        while time.perf_counter() < stop_time:
-            start_time = reference_matmul.clock(device)
-            torch.mm(*factors)
-            matmul_s = min(matmul_s, reference_matmul.clock(device) - start_time)
-            start_time = peers.monotonic(run)
-            torch.mm(*wall_clock_factors)
-            wall_clock_s = min(wall_clock_s, peers.monotonic(run) - start_time)
-        reference_s = min(reference_s, reference_matmul.core_seconds(device))
-    rate = 2 * SIDE[device.type] ** 3 / matmul_s
-    over_reference = rate / (reference_matmul.flops(device) / reference_s)
-    wall_clock_rate = 2 * WALL_CLOCK_SIDE[device.type] ** 3 / wall_clock_s
-    return {
-        "product_flops_per_second": max(run.gather(wall_clock_rate)),
-        "product_over_reference": float(statistics.median(run.gather(over_reference))),
-    }
-
-
-def _factors(run: Run, side: int) -> tuple[Tensor, Tensor]:
-    """Return two matrices; the second is transposed, as in a linear layer."""
+    side = SIDE[run.device.type]
     a, b = (torch.randn(side, side, device=run.device).to(run.compute_dtype) for _ in range(2))
-    return a, b.T
+    run.barrier()
+    shortest_s = math.inf
+    stop_time = time.perf_counter() + PRODUCT_SECONDS
+    while time.perf_counter() < stop_time:
+        start_time = peers.monotonic(run)
+        torch.mm(a, b.T)
+        shortest_s = min(shortest_s, peers.monotonic(run) - start_time)
+    return max(run.gather(2 * side**3 / shortest_s))

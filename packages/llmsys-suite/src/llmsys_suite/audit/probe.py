@@ -9,7 +9,6 @@ shared memory.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,17 +19,13 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.inputs import global_batch, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
-from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.initial_weights import initial_weights
-from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
 #: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
 RATE = 16.0
-#: Rounds of the DiLoCo probe, and local steps per round.
-ROUNDS, LOCAL_STEPS = 2, 2
 
 Weights = dict[str, Tensor]
 
@@ -48,21 +43,10 @@ def probe(run: Run) -> dict[str, Any]:
         mine = _probe_one(run, name, start, exact)
         shares = run.gather(mine)
         taken = [evidence for evidence in shares if evidence is not None]
-        variants[name] = {
-            key: [evidence[key] for evidence in taken]
-            for key in taken[0]
-            if taken[0][key] is not None
-        }
-    rounds = probe_rounds(run, start) if LOCAL in variants else []
-    local_losses = []
-    if LOCAL in variants:
-        steps = DiLoCo.policy.interval
-        local_losses = run.gather(replay(run, initial_weights(run), steps, all_rows=False))
+        variants[name] = {key: [evidence[key] for evidence in taken] for key in taken[0]}
     return {
         "exact_loss": exact_loss,
         "variants": variants,
-        "rounds": rounds,
-        "local_losses": local_losses,
     }
 
 
@@ -87,8 +71,6 @@ def _observe(
     variant.prepare()
     loss = variant.forward_backward(tokens, targets)
     variant.communicate()
-    gradients = variant.gradients()
-    seen = None if gradients is None else reference.furthest(gradients, exact)
     variant.update()
     after = variant.weights()
     moved = {name: (start[name] - after[name].double()) / RATE for name in after}
@@ -104,7 +86,6 @@ def _observe(
     received = counter.bytes()
     return {
         "loss": loss,
-        "gradients": seen,
         "weights": weights,
         "received": received,
         "digest": digest(variant.weights()),
@@ -123,48 +104,14 @@ def digest(weights: Weights) -> str:
     return bits.hexdigest()
 
 
-def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
-    """Return the distance of DiLoCo's weight changes from float64, per rank.
-
-    The probe exchanges whole, uncompressed changes, which can be compared exactly.
-    """
-    policy = replace(DiLoCo.policy, steps=LOCAL_STEPS, fragments=1, compression=None)
-    variant, config = DiLoCo(run, run.model, policy=policy), run.config
-    for step in range(ROUNDS * LOCAL_STEPS):
-        variant.step(*run.batch(step, rows=run.world, shared=True))
-    after = {name: w.double() - start[name] for name, w in variant.weights().items()}
-    variant.close()
-    run.recorder.take()
-    text, _ = read_parts(config)
-    batches = [
-        on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
-        for step in range(ROUNDS * LOCAL_STEPS)
-    ]
-    batches_by_rank = [
-        [(tokens[rank : rank + 1], targets[rank : rank + 1]) for tokens, targets in batches]
-        for rank in range(run.world)
-    ]
-    exact = reference.diloco(
-        start, batches_by_rank, run.model.num_heads, config.learning_rate, LOCAL_STEPS
-    )
-    moved = {name: w - start[name] for name, w in exact.items()}
-    return run.gather(reference.furthest(after, moved))
-
-
-def replay(run: Run, weights: Weights, steps: int, *, all_rows: bool = True) -> list[float]:
-    """Return the losses of at most `steps` steps, trained with an explicit AdamW.
-
-    If `all_rows` is False, this rank trains alone on its rows.
-    """
+def replay(run: Run, weights: Weights, steps: int) -> list[float]:
+    """Return the losses of at most `steps` steps, trained with an explicit AdamW."""
     config = run.config
     losses = []
     text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
-        if not all_rows:
-            tokens, targets = (part.chunk(run.world)[run.rank] for part in batch)
-            batch = tokens, targets
         value, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
         losses.append(value)
         weights = optimizer.step(weights, gradients)

@@ -57,34 +57,6 @@ def _a_few_rows(
         yield len(tokens) / rows, tokens, targets
 
 
-def diloco(
-    weights: Weights,
-    batches: list[list[tuple[Tensor, Tensor]]],
-    heads: int,
-    rate: float,
-    steps: int,
-) -> Weights:
-    """Return the weights after DiLoCo (Douillard et al. 2023, algorithm 1) on all `batches`.
-
-    After `steps` steps of AdamW, the mean change of the workers is the gradient of an outer step
-    with Nesterov momentum.
-    """
-    inner = [AdamW(weights, rate) for _ in batches]
-    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for first in range(0, len(batches[0]), steps):
-        ends = []
-        for optimizer, rows in zip(inner, batches, strict=True):
-            local = weights
-            for some in rows[first : first + steps]:
-                local = optimizer.step(local, gradients(local, *some, heads)[1])
-            ends.append(local)
-        for name, w in weights.items():
-            change = sum(w - local[name] for local in ends) / len(ends)
-            velocity[name] = 0.9 * velocity[name] + change
-            weights = weights | {name: w - 0.7 * (change + 0.9 * velocity[name])}
-    return weights
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal softmax(q k^T / sqrt(K)) v, of shape (B, H, T, K)."""
     rows = []

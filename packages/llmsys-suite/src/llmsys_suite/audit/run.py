@@ -6,16 +6,12 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import combine, measure, recompute
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Audit
 
@@ -55,7 +51,7 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
 
 def _distributed_checks(run: Run) -> list[Check]:
     """Return the checks that need only one rank; the first and the last rank divide the stages."""
-    shared = replace(run, results=run.gather(run.results)[0], trained=_shared_model(run))
+    shared = replace(run, results=run.gather(run.results)[0])
     last = run.world - 1
     owners = {stage: last if stage in ON_LAST_RANK else 0 for stage in STAGES}
     mine = {
@@ -65,19 +61,6 @@ def _distributed_checks(run: Run) -> list[Check]:
     }
     by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
-
-
-def _shared_model(run: Run) -> nn.Module | None:
-    """Return the trained model of rank 0, which the other ranks receive as a copy."""
-    shape = run.trained.config if isinstance(run.trained, Decoder) else None
-    shape = run.gather(shape)[0]
-    if shape is None:
-        return None
-    model = run.trained if run.rank == 0 else Decoder(shape).to(run.device)
-    assert model is not None
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    return model
 
 
 def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:

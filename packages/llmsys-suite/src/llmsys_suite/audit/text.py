@@ -24,8 +24,6 @@ from llmsys_suite.ranks.rank import Run
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any
-#: Longest piece of a line that is encoded at once.
-PIECE_BYTES = 2**16
 #: Number of held-out windows to search for in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
 
@@ -40,7 +38,7 @@ def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
 
 @lru_cache(maxsize=1)
 def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
-    """Return both parts of the text as tokens, encoded line by line; long lines are split."""
+    """Return both parts of the text as tokens, encoded line by line."""
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -48,24 +46,11 @@ def _encode(path: Path | None, tokenizer_file: Path) -> tuple[Tokens, Tokens]:
     for part in read_bytes(path):
         *whole, last = part.split(b"\n")
         lines = [line + b"\n" for line in whole] + [last]
-        text = [piece.decode(errors="replace") for line in lines for piece in _pieces(line)]
+        text = [line.decode(errors="replace") for line in lines]
         encoded = tokenizer.encode_batch(text, add_special_tokens=False)
         parts.append(np.array([token for line in encoded for token in line.ids], "<i4"))
     train, heldout = parts
     return train, heldout
-
-
-def _pieces(line: bytes) -> Iterator[bytes]:
-    """Yield a line in pieces of at most PIECE_BYTES that cut no character of UTF-8."""
-    while len(line) > PIECE_BYTES:
-        cut = PIECE_BYTES
-        while cut > PIECE_BYTES - 4 and line[cut] >> 6 == 0b10:
-            cut -= 1
-        if line[cut] >> 6 == 0b10:  # not UTF-8
-            cut = PIECE_BYTES
-        yield line[:cut]
-        line = line[cut:]
-    yield line
 
 
 @lru_cache(maxsize=1)

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
+from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, three_dimensional
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.three_dimensional import ThreeDimensional
 
 #: Variants whose optimizer state is stored on the ranks and can be saved by `zero`.
-LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
+LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, "torch FSDP2"))
 #: Variants whose blocks can be compiled; FSDP is excluded: its hooks free and refill parameters.
 COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 

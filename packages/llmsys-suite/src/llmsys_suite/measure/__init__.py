@@ -1,1 +1,1 @@
-"""Measurement: steps and their phases, interleaved timings and a reference matmul."""
+"""Measurement: steps and their phases, interleaved timings and clocks."""

@@ -1,8 +1,8 @@
 """Interleaved timing of several contenders.
 
 Every contender runs in every round, so that a slow second slows all of them alike. Ratios are taken
-within a round. A second clock times all rounds together; the audit compares it with the sum. The
-thread's clock and the time for which the thread waited for a core show what other programs did.
+within a round. A second clock times all rounds together; the audit compares it with the sum, and
+the shortest times by the thread's clock, which other programs do not change, with its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Seconds by contender and round, the same by the thread's clock, and two totals.
+    """Seconds by contender and round, the same by the thread's clock, and the total of another one.
 
-    `clocked_s` is the total by another clock. `queued_s` is the time for which the thread waited
-    for a core. On a GPU both clocks of a round are wall clocks.
+    On a GPU both clocks of a round are wall clocks.
     """
 
     seconds: dict[str, list[float]]
     core_seconds: dict[str, list[float]]
     clocked_s: float
-    queued_s: float
 
     def median_ms(self, name: str) -> float:
         """Return the median over rounds, in milliseconds."""
@@ -45,26 +43,22 @@ def time_interleaved(
 ) -> Interleaved:
     """Time every contender in every round, after one round without timing."""
     # Reports read `Interleaved` without importing torch.
-    from llmsys_suite.measure import reference_matmul
+    from llmsys_suite.measure import clocks
 
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     core_seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()
     synchronize(device)
-    queued_s = -reference_matmul.queued_seconds()
     begin_ns = time.time_ns()
     for _ in range(rounds):
         for name, contender in contenders.items():
             begin = now(device)
-            core_begin = reference_matmul.clock(device)
+            core_begin = clocks.clock(device)
             contender()
-            core_seconds[name].append(reference_matmul.clock(device) - core_begin)
+            core_seconds[name].append(clocks.clock(device) - core_begin)
             seconds[name].append(now(device) - begin)
-    clocked_s = (time.time_ns() - begin_ns) / 1e9
-    return Interleaved(
-        seconds, core_seconds, clocked_s, queued_s + reference_matmul.queued_seconds()
-    )
+    return Interleaved(seconds, core_seconds, (time.time_ns() - begin_ns) / 1e9)
 
 
 def now(device: torch.device) -> float:

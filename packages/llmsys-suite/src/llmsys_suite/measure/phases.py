@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import reference_matmul
+from llmsys_suite.measure import clocks
 from llmsys_suite.measure.interleaved import now, synchronize
 from llmsys_suite.measure.samples import WHOLE_STEP
 
@@ -37,9 +37,9 @@ class Recorder:
         """Time one whole step; its sample contains the entries of the yielded dict."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin, core = now(self.device), reference_matmul.clock(self.device)
+        begin, core = now(self.device), clocks.clock(self.device)
         yield extra
-        extra["core_s"] = reference_matmul.clock(self.device) - core
+        extra["core_s"] = clocks.clock(self.device) - core
         self._keep(WHOLE_STEP, now(self.device) - begin, extra)
         self._read_events()
 

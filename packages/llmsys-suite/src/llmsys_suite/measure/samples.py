@@ -15,9 +15,6 @@ SINGLE = "single process"
 # The peer with which the other variants are compared, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
-SHARED = "ddp shared memory"
-# The variant whose ranks train separately and synchronize every few steps.
-LOCAL = "DiLoCo"
 # Variants in the order in which they run; `variants.VARIANTS` describes them.
 VARIANT_NAMES = (
     SINGLE,
@@ -26,16 +23,13 @@ VARIANT_NAMES = (
     "ddp flat",
     "ddp overlapped",
     "ddp bucketed",
-    SHARED,
+    "ddp shared memory",
     "zero 1",
     "zero 2",
     "fsdp",
     "torch FSDP2",
     SERVER,
-    LOCAL,
 )
-#: Bits per second of a link between distant hosts.
-LINK_RATE = 100e6
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
@@ -50,7 +44,8 @@ def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
         shares = phase_shares(samples, name)
         row |= {f"{phase}_share": shares.get(phase, 0.0) for phase in PHASES}
         row["final_loss"] = losses[name][-1]
-        row |= over_link(row, wire_bytes(samples, name))
+        if (received := received_bytes(samples, name)) is not None:
+            row["wire_bytes"] = received
         rows.append(row)
     return rows
 
@@ -65,7 +60,7 @@ def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> f
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
-def wire_bytes(samples: list[Sample], variant: str) -> float | None:
+def received_bytes(samples: list[Sample], variant: str) -> float | None:
     """Return the bytes that a rank's sockets received in a step, the largest of all ranks.
 
     The result is None if sockets are not counted. The rank of a server may receive a push after its
@@ -76,20 +71,6 @@ def wire_bytes(samples: list[Sample], variant: str) -> float | None:
         if s["variant"] == variant and "received" in s and not s["warmup"]:
             by_rank[s["rank"]].append(s["received"])
     return max((statistics.mean(counts) for counts in by_rank.values()), default=None)
-
-
-def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
-    """Return the time that a link of LINK_RATE adds to a step, and the fraction spent computing.
-
-    The time is bytes over the rate, for both directions at once, with no overlap with computing.
-    One process has no link, and shared memory does not extend over one.
-    """
-    if received is None or row["variant"] in (SINGLE, SHARED):
-        return {}
-    computing = row["step_ms"] * (1 - row["communication_share"])
-    waiting = 8e3 * received / LINK_RATE
-    fraction = computing / (computing + waiting)
-    return {"wire_bytes": received, "link_ms": waiting, "link_computing_share": fraction}
 
 
 def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:

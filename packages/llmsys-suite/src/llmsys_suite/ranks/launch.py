@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from llmsys_suite.config import RunConfig
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
-# Variables that name a pipe of events to the launcher, and the file with the time of each event.
-EVENTS = "LLMSYS_EVENTS"
-STAMPS = "LLMSYS_STAMPS"
 #: Grace period for the other ranks to exit after one has failed, in seconds.
 FAILURE_SECONDS = 5.0
 #: Time to save a checkpoint after an interrupt, in seconds.
@@ -35,34 +31,24 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)
-        events, event_pipe = os.pipe()
-        stamps = Path(rendezvous, "stamps")
-        event_reader = threading.Thread(target=_stamp, args=(events, stamps), daemon=True)
-        event_reader.start()
         try:
             for rank in range(config.world):
-                ranks.append(_start(module, config, rank, Path(rendezvous), event_pipe))
+                ranks.append(_start(module, config, rank, Path(rendezvous)))
             return _wait(ranks)
         except KeyboardInterrupt:
             print(f"interrupted; what was measured is in {config.out}", file=sys.stderr)
             return INTERRUPTED
         finally:
             _end(ranks)
-            os.close(event_pipe)
-            event_reader.join(5)
             signal.signal(signal.SIGTERM, previous)
 
 
-def _start(
-    module: str, config: RunConfig, rank: int, rendezvous: Path, event_pipe: int
-) -> subprocess.Popen[bytes]:
+def _start(module: str, config: RunConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.world),
         STORE: str(rendezvous / "store"),
-        EVENTS: str(event_pipe),
-        STAMPS: str(rendezvous / "stamps"),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     # Otherwise the profiler writes its log to stderr.
@@ -71,17 +57,7 @@ def _start(
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", module, json.dumps(config.to_json())]
     # In a separate session Ctrl-C reaches only this process, which ends the ranks.
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, pass_fds=(event_pipe,)
-    )
-
-
-def _stamp(events: int, stamps: Path) -> None:
-    """Write the time at which each event is read from the pipe."""
-    with open(events) as arriving, stamps.open("w") as file:
-        for event in arriving:
-            file.write(f"{time.monotonic()} {event}")
-            file.flush()
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.ranks.launch import EVENTS, STAMPS
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.text.data import Corpus
 
@@ -37,8 +35,6 @@ class Run:
     folder: RunFolder | None = None
     #: Results of each stage, see `results`; None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
-    #: Seconds of each stage on this rank.
-    seconds: dict[str, float] = field(default_factory=dict)
     #: The model that `train` passes to the stages that analyze it.
     trained: torch.nn.Module | None = None
     #: The trained model compressed by each method, which the audit examines.
@@ -135,21 +131,3 @@ class Run:
         dist.gather_object(self.recorder.take(), gathered)
         if self.folder is not None and gathered is not None:
             self.folder.append_samples(sample for samples in gathered for sample in samples)
-
-    def report_event(self, event: str) -> None:
-        """Report an event to the launcher, if there is one."""
-        if EVENTS in os.environ:
-            os.write(int(os.environ[EVENTS]), f"{self.rank} {event}\n".encode())
-
-    @property
-    def has_launcher(self) -> bool:
-        """True if a launcher stamps the events of this rank; torchrun does not."""
-        return STAMPS in os.environ
-
-    def stamps(self) -> dict[tuple[int, str], float]:
-        """Return the launcher's time of each (rank, event), or {} without a launcher."""
-        if not self.has_launcher:
-            return {}
-        with open(os.environ[STAMPS]) as file:
-            lines = [line.split(" ", 2) for line in file.read().splitlines()]
-        return {(int(rank), event): float(at) for at, rank, event in lines}

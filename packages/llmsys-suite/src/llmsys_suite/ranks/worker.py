@@ -284,19 +284,17 @@ def _store(rank: int, world: int) -> dist.Store:
 def run_stage(run: Run, stage: str) -> None:
     """Run one stage and store its result; rank 0 also writes it to the run folder."""
     forget_peak_memory()
-    run.report_event(f"{stage} begins")
     start_time = time.perf_counter()
     module = importlib.import_module(MODULE_OF_STAGE.get(stage, f"llmsys_suite.stages.{stage}"))
     result = module.run(run)
-    run.seconds[stage] = time.perf_counter() - start_time
-    run.report_event(f"{stage} ends")
+    seconds = time.perf_counter() - start_time
     # Collectives time out after minutes, but a stage that runs on one rank may take longer.
     run.wait_for_ranks()
     peak_mib = _peak_process_mib(run)
     run.results[stage] = result
     run.flush_samples()
     if run.folder is not None:
-        run.folder.add_stage(stage, result, run.seconds[stage], peak_mib)
+        run.folder.add_stage(stage, result, seconds, peak_mib)
 
 
 def _peak_process_mib(run: Run) -> float:

@@ -155,8 +155,8 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}"
-        '<p class="soft">Reported, not audited: peaks of processes, and all seconds under '
-        "torchrun.</p></details>"
+        '<p class="soft">Reported, not audited: seconds of stages and peaks of processes.</p>'
+        "</details>"
         f"<nav>{files}</nav></body></html>\n"
     )
 

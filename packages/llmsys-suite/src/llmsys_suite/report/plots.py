@@ -226,24 +226,3 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str, *, log: bool 
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
-
-
-def patterns(patterns_by_head: dict[str, list[list[float]]]) -> str:
-    """Draw the attention of the strongest head per kind, from each token (rows) to earlier ones."""
-
-    def draw(axes: Axes) -> None:
-        side = len(next(iter(patterns_by_head.values())))
-        gap = [[None] * (side // 6)] * side
-        wide = [
-            [float("nan") if x is None else x for part in parts for x in part]
-            for parts in zip(*(p for m in patterns_by_head.values() for p in (m, gap)), strict=True)
-        ]
-        axes.imshow(wide, cmap="viridis", vmin=0, vmax=100, interpolation="nearest")
-        axes.set_xticks(
-            [side / 2 + i * (side + side // 6) for i in range(len(patterns_by_head))],
-            [name.replace(": ", "\n") for name in patterns_by_head],
-        )
-        axes.set_yticks([])
-        axes.grid(visible=False)
-
-    return figure(draw, "Attention of the heads that are most of each kind", 5.6, 2.2)

@@ -10,7 +10,6 @@ from typing import Any
 
 from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
@@ -90,19 +89,13 @@ def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
     how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
     epochs = pick(train.rows, {"variant": "variant", "epoch_s": how, "final_loss": "loss"})
-    finding, folded = fastest(folder), [("time of an epoch", epochs)]
-    link = pick([row for row in train.rows if "link_ms" in row], COLUMNS["link"])
-    if link:
-        shares = {row["variant"]: row["computing"] for row in link}
-        name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
-        if LOCAL in shares and PEER in shares:
-            finding += (
-                f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
-                f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
-            )
-        folded += [(f"each variant {name}: bytes over the rate, nothing hidden", link)]
+    folded = [("time of an epoch", epochs)]
+    received = [row for row in train.rows if "wire_bytes" in row]
+    if received:
+        columns = {"variant": "variant", "wire_bytes": "bytes"}
+        folded.append(("bytes that a rank's sockets receive per step", pick(received, columns)))
     folded += [("tensors that a rank stores after the training, MiB", _stored(train))]
-    return Section("train", finding, shown, plots.phases(train.rows), folded)
+    return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
 
 
 def _stored(train: of.Train) -> list[Row]:
@@ -159,13 +152,10 @@ def _profile(profile: of.Profile, *_: Any) -> Section:
     shown = pick(operators, COLUMNS["profile"])
     for row, operator in zip(shown, operators, strict=True):
         row["top"] = f"{operator['top_operator'].removeprefix('aten::')} x {operator['top_calls']}"
-    protocol = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in profile.protocol]
     picture = plots.bars(
         [row["phase"] for row in operators], [row["timer_ms"] for row in operators], "ms per phase"
     )
-    return Section(
-        "profile", finding, shown, picture, [("steps after warm-ups, by size", protocol)]
-    )
+    return Section("profile", finding, shown, picture)
 
 
 def _precision(precision: of.Precision, *_: Any) -> Section:
@@ -225,14 +215,14 @@ def _by_budget(runs: list[Row]) -> list[list[Row]]:
 def _inspect(inspect: of.Inspect, *_: Any) -> Section:
     real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
-    grown = inspect.induction
+    cut = inspect.ablation
     finding = (
-        f"The trained model has {kinds}. A second model that was trained on repeated tokens copies "
-        f"{grown['whole']:.0%} of them, and {grown['ablated']:.0%} without its previous-token head."
+        f"The trained model has {kinds}. Without head {cut['layer']}.{cut['head']} its loss is "
+        f"{cut['loss']:.3f}, and {inspect.lens[-1]['target_loss']:.3f} with it."
     )
     shown = pick(inspect.heads, COLUMNS["inspect"])
     folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
-    return Section("inspect", finding, shown, plots.patterns(inspect.patterns), folded)
+    return Section("inspect", finding, shown, "", folded)
 
 
 def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:

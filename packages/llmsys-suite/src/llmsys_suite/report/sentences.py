@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
-from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
+from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report.compare import has_enough_rounds, round_ratios
 from llmsys_suite.results import Plan
 
@@ -57,11 +57,7 @@ def fastest(folder: RunFolder) -> str:
             "Cannot tell which variant is the fastest: they do not fit in memory together and ran "
             "one after another, so a ratio divides times of different moments."
         )
-    rounds = {
-        name: pair
-        for name, pair in round_ratios(folder.samples()).items()
-        if name not in (SINGLE, LOCAL)
-    }
+    rounds = {name: pair for name, pair in round_ratios(folder.samples()).items() if name != SINGLE}
     if not rounds:
         return ""
     decided = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.measure.samples import PEER
 
 MIB = 2**20
 Row = dict[str, Any]
@@ -22,8 +22,6 @@ COLUMNS: dict[str, dict[str, str]] = {
     "train": {"variant": "variant", "step_ms": "step, ms", "ratio_p50": "of DDP's",
         "ratio_p10": "p10", "ratio_p90": "p90", "exposed_ms": "waiting, ms", "mfu": "MFU",
         "final_loss": "loss"},
-    "link": {"variant": "variant", "wire_bytes": "bytes received per step",
-        "link_ms": "on the link, ms", "link_computing_share": "computing"},
     "parallel": {"split": "split", "iteration_ms": "iteration, ms", "bubble": "bubble, planned",
         "waiting": "waiting", "loss": "loss", "single_loss": "one process's",
         "trained_loss": "trained"},
@@ -61,8 +59,7 @@ def evidence_of(folder: RunFolder) -> Row:
 
 def planned(results: Results, evidence: Row) -> list[Row]:
     """Return the predictions of the plan beside the measured values."""
-    plan, train = results["plan"], results.get("train")
-    rows = train.rows if isinstance(train, of.Train) else []
+    plan = results["plan"]
     probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
     counts = evidence.get("model_counts", {})
     pairs = [
@@ -73,8 +70,6 @@ def planned(results: Results, evidence: Row) -> list[Row]:
          plan.measured_peak_bytes / MIB),
         ("DDP's wire, MiB per rank", plan.ddp_wire_bytes_per_rank / MIB,
          max(probe["received"]) / MIB if probe.get("received") else None),
-        ("one process's step, ms", plan.step_ms,
-         next((r["step_ms"] for r in rows if r["variant"] == SINGLE), None)),
     ]  # fmt: skip
     return [
         {"figure": name, "planned": predicted, "measured": measured, "ratio": measured / predicted}

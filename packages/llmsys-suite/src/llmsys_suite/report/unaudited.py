@@ -33,7 +33,6 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the boundaries between phases": (),
         "bytes on the wire on a GPU": (),
         "the peak memory of each variant within a step": (),
-        "losses of single ranks of DiLoCo after their first exchange": (),
     },
     "learn": {
         "losses of single ranks between the first, one random step and the last": (),
@@ -48,23 +47,12 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the work in a timed iteration": (),
     },
     "profile": {
-        "the number of warm-up steps": ("protocol.warmup",),
-        "the first step, its loss and the process": (
-            "protocol.first_step_ms",
-            "protocol.peak_gib",
-            "protocol.loss",
-            "protocol.threads",
-        ),
-        "times of sizes other than that of the run": (),
-        "whether times and rates are wrong by less than a factor of 2.5": (),
         "times under the profiler": ("operators.timer_ms", "operators.total_ms"),
-        "operators and their shares": (
-            "operators.top_calls",
+        "shares of operators": (
             "operators.top_share",
             "operators.product_share",
             "operators.attention_product_share",
             "operators.softmax_share",
-            "operators.calls",
             "operators.ms",
             "operators.share",
         ),
@@ -93,11 +81,6 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "heads of other kinds than previous, and scores by chance": (
             "heads.chance",
             "heads.p_value",
-        ),
-        "the induction circuit": (
-            "induction.steps",
-            "induction.whole",
-            "induction.ablated",
         ),
         "the page inspect.html": (),
     },

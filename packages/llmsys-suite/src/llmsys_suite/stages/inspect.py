@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import interp
 import torch
-from interp.circuits import induction as circuits
 from interp.detect import HeadScores
 from interp.lens import Lens
 from interp.patching import drop_heads
@@ -16,48 +15,19 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Inspect, Rows
 
-INDUCTION_STEPS = 500
-#: Side of the drawn patterns, in tokens.
-DRAWN = 24
 KINDS = ("previous", "duplicate", "induction", "first")
 
 
 @torch.no_grad()
 def run(run: Run) -> Inspect | None:
-    """Return logit lens and attribution on held-out text, and the kinds of heads.
-
-    The training is too short for induction heads, so the last rank trains another model on
-    repeated tokens.
-    """
-    mine = induction() if run.rank == run.world - 1 else {}
-    grown = run.gather(mine)[-1]
+    """Return logit lens, kinds of heads, attribution and an ablation of the trained model."""
     if run.trained is None or run.folder is None:
         return None
     with run.in_float32():
-        return examine(run, grown)
+        return examine(run)
 
 
-def induction() -> dict[str, float]:
-    """Train an induction circuit; return its accuracy on later copies, whole and ablated.
-
-    The ablated circuit lacks its previous-token head.
-    """
-    task = circuits.InductionTask(steps=INDUCTION_STEPS)
-    with torch.enable_grad():
-        model, losses = circuits.train_induction(task)
-    generator = torch.Generator().manual_seed(1)
-    tokens, copies = circuits.repeated_tokens(
-        64, task.length, task.vocabulary, periods=task.periods, generator=generator
-    )
-    circuit = circuits.confirm_circuit(model, tokens, copies)
-    return {
-        "steps": len(losses),
-        "whole": circuit.accuracy,
-        "ablated": circuit.accuracy_without_previous,
-    }
-
-
-def examine(run: Run, induction: dict[str, float]) -> Inspect:
+def examine(run: Run) -> Inspect:
     """Return the heads, lens and attribution of the trained model."""
     assert run.folder is not None
     model = run.trained
@@ -89,7 +59,6 @@ def examine(run: Run, induction: dict[str, float]) -> Inspect:
     loss = loss_without(model, cut.layer, cut.head, tokens, targets)
     return Inspect(
         page=page.name,
-        patterns=drawn_patterns(heads, patterns),
         lens=lens_rows(lens),
         heads=head_rows(heads),
         attribution=[
@@ -97,18 +66,7 @@ def examine(run: Run, induction: dict[str, float]) -> Inspect:
             for name, term in credit.named().items()
         ],
         ablation={"layer": cut.layer, "head": cut.head, "loss": loss},
-        induction=induction,
     )
-
-
-def drawn_patterns(heads: HeadScores, patterns: list[Tensor]) -> dict[str, list[list[float]]]:
-    """Return the best head's pattern on the start of the first row, per kind, in hundredths."""
-    drawn = {}
-    for kind in KINDS:
-        head = heads.best(kind)
-        start = 100 * patterns[head.layer][0, head.head, :DRAWN, :DRAWN]
-        drawn[f"{kind}: {head.layer}.{head.head}"] = start.int().tolist()
-    return drawn
 
 
 def lens_rows(lens: Lens) -> Rows:

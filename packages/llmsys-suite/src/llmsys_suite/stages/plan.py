@@ -1,8 +1,8 @@
 """Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
 `predict` needs no torch and allocates nothing; it also decides whether a run fits. `run` adds the
-time of a step, from models of one and three layers, and the measurements that the audit compares
-with the predictions.
+rate of a matrix product, and the peak memory of a real step, which the predicted one is compared
+with.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20
-# Seconds to measure the rate of a product, interleaved with the reference matmul.
+# Seconds to measure the rate of a product.
 PRODUCTS_SECONDS = 0.5
-TURNS = 25
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
@@ -72,23 +71,16 @@ def predict(config: RunConfig) -> Prediction:
 
 def run(run: Run) -> Plan:
     """Return the predictions, with measurements of the real model and of this machine."""
-    from llmsys_suite.measure import reference_matmul
-    from llmsys_suite.variants.shallow import layer_matmuls, step_matmuls
+    from llmsys_suite.measure.clocks import product_rate
 
     predicted = predict(run.config)
     fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
-    peak, reference_rate = agreed_rates(run)
-    first, further = layer_matmuls(run) if run.rank == 0 else (0.0, 0.0)
-    matmuls = step_matmuls(first, further, run.model.num_layers)
-    one_s = reference_matmul.flops(run.device) / reference_rate
+    run.barrier()
+    rate = product_rate(run.device, run.compute_dtype, PRODUCTS_SECONDS)
     return Plan(
         **vars(predicted),
-        peak=peak,
-        reference_flops_per_second=reference_rate,
+        peak=max(run.gather(rate)),
         variants_fit_together=all(run.gather(fit)),
-        layer_matmuls=first,
-        step_matmuls=matmuls,
-        step_ms=1e3 * matmuls * one_s,
         measured_peak_bytes=measured_peak_bytes(run) if run.rank == 0 else 0,
     )
 
@@ -125,21 +117,3 @@ def measured_peak_bytes(run: Run) -> int:
         step()
         return torch.cuda.max_memory_allocated(device) - before
     return training_step_memory(model, loss, optimizer).peak_bytes
-
-
-def agreed_rates(run: Run) -> list[float]:
-    """Return the best rates on any rank of a matrix product and of the reference matmul.
-
-    All ranks measure at the same time. The rates are in FLOPs per second.
-    """
-    from llmsys_suite.measure import reference_matmul
-
-    run.barrier()
-    rates = []
-    for _ in range(TURNS):
-        seconds = PRODUCTS_SECONDS / TURNS
-        product = reference_matmul.product_rate(run.device, run.compute_dtype, seconds)
-        reference_s = reference_matmul.core_seconds(run.device)
-        rates.append((product, reference_matmul.flops(run.device) / reference_s))
-    everywhere = [pair for pairs in run.gather(rates) for pair in pairs]
-    return [max(rate) for rate in zip(*everywhere, strict=True)]

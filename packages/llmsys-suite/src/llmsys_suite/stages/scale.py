@@ -12,7 +12,6 @@ import torch
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.division import divide_by_cost
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 
@@ -34,7 +33,7 @@ PlannedRun = tuple[float, int, int]
 
 def run(run: Run) -> Scale | None:
     """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
-    planned = runs_by_rank(planned_runs(run.config), run.world)[run.rank]
+    planned = runs_of_rank(planned_runs(run.config), run.rank, run.world)
     mine = [train_one(run, *arguments) for arguments in planned]
     gathered = run.gather(mine)
     rows = sorted(
@@ -58,10 +57,14 @@ def planned_runs(config: RunConfig) -> list[PlannedRun]:
     ]
 
 
-def runs_by_rank(planned: list[PlannedRun], world: int) -> list[list[PlannedRun]]:
-    """Divide the runs among the ranks by steps, which take equally long for all of these models."""
-    steps = {run: run[0] / (26 * run[1] ** 2 + 261 * run[1]) for run in planned}
-    return divide_by_cost(steps, world)
+def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[PlannedRun]:
+    """Return the runs of a rank; steps take equally long for all of these models."""
+
+    def steps(run: PlannedRun) -> float:
+        budget, width, _ = run
+        return budget / (26 * width**2 + 261 * width)
+
+    return sorted(planned, key=steps, reverse=True)[rank::world]
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import network, others, reference_matmul
+from llmsys_suite.measure import clocks, network, others
 from llmsys_suite.measure.samples import (
     SINGLE,
     loss_curves,
@@ -28,7 +28,6 @@ from llmsys_suite.text.data import epoch_steps, row_digests
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.final_weights import final_weights
 from llmsys_suite.variants.initial_weights import initial_weights
-from llmsys_suite.variants.shallow import Shallow
 from llmsys_suite.variants.single import Variant
 
 
@@ -37,13 +36,12 @@ def run(run: Run) -> Train | None:
     plan: Plan = run.results["plan"]
     names = variants_here(run.device, run.config.epochs)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
-    handed: dict[str, float] = {}
     sending: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
     start = initial_weights(run)
     for group in groups:
         trained = {name: VARIANTS[name](run, run.model) for name in group}
-        handed |= _train(run, trained)
+        _train(run, trained)
         if SINGLE in trained and run.rank == 0:
             run.trained = trained[SINGLE].decoder
         for name, variant in trained.items():
@@ -61,12 +59,11 @@ def run(run: Run) -> Train | None:
             f"{k.replace('seconds', 'ms')}": 1e3 * v for k, v in sending[row["variant"]].items()
         }
         row["epoch_s"] = _epoch_seconds(run, samples, row)
-    return Train(rows, loss_curves(samples), handed, finals)
+    return Train(rows, loss_curves(samples), finals)
 
 
-def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
+def _train(run: Run, trained: dict[str, Variant]) -> None:
     total = run.config.warmup + run.config.steps
-    shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     for step in range(total):
         for name, variant in trained.items():
             takes_part = run.rank == 0 or not variant.alone
@@ -79,12 +76,8 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             run.barrier()
             if received:
                 sample["received"] = received.bytes()
-            if shallow and name == SINGLE:  # the plan says how many of these it takes
-                sample["one_layer_s"] = shallow.seconds(*batch)
         run.flush_samples()
         run.progress.update(step + 1, total, "steps of every variant")
-    counted = {name: variant.gradient_bytes(total) for name, variant in trained.items()}
-    return {name: nbytes for name, nbytes in counted.items() if nbytes is not None}
 
 
 def timed_step(
@@ -97,14 +90,14 @@ def timed_step(
     tokens, _ = batch
     rows = row_digests(*batch)
     warmup = step < run.config.warmup
-    queued, core_began = reference_matmul.queued_seconds(), reference_matmul.clock(run.device)
+    queued, core_began = clocks.queued_seconds(), clocks.clock(run.device)
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["tokens"] = tokens.numel()
         sample["loss"] = variant.step(*batch)
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-    sample["core_s"] = reference_matmul.clock(run.device) - core_began
-    sample["queued_s"] = reference_matmul.queued_seconds() - queued
+    sample["core_s"] = clocks.clock(run.device) - core_began
+    sample["queued_s"] = clocks.queued_seconds() - queued
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()
     return sample

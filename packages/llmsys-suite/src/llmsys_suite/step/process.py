@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmsys_suite.environment import peak_memory_bytes
-from llmsys_suite.measure.reference_matmul import product_rate, queued_seconds
+from llmsys_suite.measure.clocks import product_rate
 from llmsys_suite.ranks.failure import end_with_parent
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
 from llmsys_suite.step.kernels import by_phase
@@ -25,24 +24,13 @@ from llmsys_suite.step.training import AUTOCAST, Step
 
 
 def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
-    """Return the seconds of each part of each step, and other clocks of the same steps."""
+    """Return the seconds of each part of each step, and other facts about the process."""
     step = Step(case)
-    seconds, core_seconds = [], []
-    clock = [time.time()]
-    queued_s = -queued_seconds()
-    for _ in range(max(WARMUPS) + STEPS):
-        of_step, core_of_step = step.timed()
-        seconds.append(of_step)
-        core_seconds.append(core_of_step)
-        clock.append(time.time())
-    queued_s += queued_seconds()
+    seconds = [step.timed() for _ in range(max(WARMUPS) + STEPS)]
     on_gpu = step.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_bytes()
     return {
         "seconds": seconds,
-        "core_seconds": core_seconds,
-        "queued_s": queued_s,
-        "clock": clock,
         "loss": float(step.loss.detach()),
         "peak_bytes": peak,
         "threads": torch.get_num_threads(),

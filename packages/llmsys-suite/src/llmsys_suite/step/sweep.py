@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,6 @@ def in_a_process(
 def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
     """Return means, deviations, percentiles and utilization of the steps after `warmup` steps."""
     counted = measured["seconds"][warmup : warmup + STEPS]
-    clock = measured["clock"][warmup : warmup + STEPS + 1]
     result = case.labels() | {"warmup": warmup}
     for part, phase in enumerate(PHASES):
         values = [1e3 * seconds[part] for seconds in counted]
@@ -139,9 +137,6 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "loss": measured["loss"],
         "threads": measured["threads"],
         "seconds": counted,
-        "core_seconds": measured["core_seconds"][warmup : warmup + STEPS],
-        "queued_s": measured["queued_s"],
-        "clocked_s": [end - begin for begin, end in pairwise(clock)],
         "operators": measured["operators"],
         "note": "",
     }

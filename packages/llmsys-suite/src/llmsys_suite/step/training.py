@@ -6,7 +6,6 @@ import torch
 
 from llmsys_suite.measure.interleaved import now
 from llmsys_suite.measure.phases import named_range
-from llmsys_suite.measure.reference_matmul import clock
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
@@ -63,16 +62,12 @@ class Step:
             raise RuntimeError(f"a gradient overflowed float16 at a loss scale of {scale:g}")
         self.optimizer.zero_grad()
 
-    def timed(self) -> tuple[list[float], list[float]]:
-        """Take one step and return the seconds of each part, after synchronizing the device.
-
-        The second list has the seconds of the thread's clock, see `reference_matmul`.
-        """
-        seconds, core_seconds = [], []
+    def timed(self) -> list[float]:
+        """Take one step and return the seconds of each part, after synchronizing the device."""
+        seconds = []
         for name, part in self.parts.items():
             with named_range(name, self.device):
-                begin, core_begin = now(self.device), clock(self.device)
+                start_time = now(self.device)
                 part()
-                core_seconds.append(clock(self.device) - core_begin)
-                seconds.append(now(self.device) - begin)
-        return seconds, core_seconds
+                seconds.append(now(self.device) - start_time)
+        return seconds

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import mmap
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,8 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TRAIN = "tokens-train.bin"
 HELDOUT = "tokens-heldout.bin"
-#: Lines that are encoded at once, and the longest piece of a line.
-LINES = 1000
-PIECE_BYTES = 2**16
+#: Number of bytes whose lines are encoded at once, and of the longest line.
+CHUNK_BYTES = 2**22
 #: Number of training bytes from which a vocabulary is learned.
 SAMPLE_BYTES = 64 * 2**20
 #: Type of a stored token.
@@ -113,8 +111,7 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
         with (folder / name).open("wb") as file:
-            remaining = lines(part)
-            while batch := [*islice(remaining, LINES)]:
+            for batch in batches_of_lines(part):
                 tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
                 count += len(tokens)
@@ -140,38 +137,22 @@ def load(config: RunConfig, folder: Path) -> Corpus:
     return Corpus(train, heldout)
 
 
-def lines(part: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the lines of a text with newlines, and long lines in pieces of at most PIECE_BYTES.
+def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
+    """Yield the lines of a text with their newlines, those of one chunk at a time.
 
-    A piece ends between two characters of UTF-8.
+    Raises:
+        ValueError: a line is longer than a chunk.
     """
     pending = b""
-    for start in range(0, len(part), PIECE_BYTES):
-        *whole, pending = (pending + bytes(part[start : start + PIECE_BYTES])).split(b"\n")
-        for line in whole:
-            yield from _pieces(line + b"\n")
-        while len(pending) > PIECE_BYTES:
-            stop = _last_boundary(pending, PIECE_BYTES)
-            yield pending[:stop]
-            pending = pending[stop:]
-    yield from _pieces(pending)
-
-
-def _pieces(line: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(line):
-        stop = _last_boundary(line, start + PIECE_BYTES)
-        yield line[start:stop]
-        start = stop
-
-
-def _last_boundary(line: bytes, stop: int) -> int:
-    """Return the last start of a UTF-8 character up to `stop`; for other bytes, return `stop`."""
-    if stop >= len(line):
-        return len(line)
-    # A character has at most three continuation bytes, which begin with the bits 10.
-    starts = [index for index in range(stop, stop - 4, -1) if line[index] & 0xC0 != 0x80]
-    return starts[0] if starts else stop
+    for start in range(0, len(part), CHUNK_BYTES):
+        *whole, pending = (pending + bytes(part[start : start + CHUNK_BYTES])).split(b"\n")
+        if len(pending) > CHUNK_BYTES:
+            raise ValueError(
+                f"a line of the text is longer than {CHUNK_BYTES / 2**20:.0f} MiB, and tokenizers "
+                "encode whole lines; break it into lines, or train with --tokenizer bytes"
+            )
+        yield [line + b"\n" for line in whole]
+    yield [pending]
 
 
 def _train(text: Text, vocabulary: int) -> Any:
@@ -185,7 +166,8 @@ def _train(text: Text, vocabulary: int) -> Any:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sample = (line.decode(errors="replace") for line in lines(text.train[:SAMPLE_BYTES]))
+    batches = batches_of_lines(text.train[:SAMPLE_BYTES])
+    sample = (line.decode(errors="replace") for batch in batches for line in batch)
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
 

@@ -13,12 +13,12 @@ from llmsys_suite.variants.replicated import (
     SharedMemory,
     TorchDDP,
 )
-from llmsys_suite.variants.server import DiLoCo, ParameterServer
+from llmsys_suite.variants.server import ParameterServer
 from llmsys_suite.variants.sharded import FullySharded, ShardedGradients, ShardedState, TorchFSDP
 from llmsys_suite.variants.single import Variant
 
 _IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
-            ShardedGradients, FullySharded, TorchFSDP, ParameterServer, DiLoCo)  # fmt: skip
+            ShardedGradients, FullySharded, TorchFSDP, ParameterServer)  # fmt: skip
 VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
 #: Variants that read whole epochs: ours and torch's, replicated and sharded, and one process.
 IN_EPOCHS = (SINGLE, PEER, "ddp bucketed", "fsdp", "torch FSDP2")

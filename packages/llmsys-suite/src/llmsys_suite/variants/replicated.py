@@ -7,7 +7,7 @@ import ddp
 import torch.distributed as dist
 from torch import nn
 
-from llmsys_suite.variants.single import CountedAllReduce, Variant
+from llmsys_suite.variants.single import Variant
 
 
 def received_bytes(gradient_bytes: int) -> float:
@@ -32,11 +32,7 @@ class Naive(Parallel):
     def communicate(self) -> None:
         """Send the gradients one by one."""
         with self.phase("communication"):
-            ddp.all_reduce_gradients(self.model, all_reduce=self.reduced, meter=self.meter)
-
-    def gradient_bytes(self, steps: int) -> float:
-        """Return the bytes counted at the all-reduce."""
-        return self.reduced.bytes / steps
+            ddp.all_reduce_gradients(self.model, meter=self.meter)
 
 
 class Flat(Naive):
@@ -45,7 +41,7 @@ class Flat(Naive):
     def communicate(self) -> None:
         """Send all gradients as one message."""
         with self.phase("communication"):
-            ddp.all_reduce_gradients_flat(self.model, all_reduce=self.reduced, meter=self.meter)
+            ddp.all_reduce_gradients_flat(self.model, meter=self.meter)
 
 
 class Bucketed(Parallel):
@@ -56,17 +52,13 @@ class Bucketed(Parallel):
     def build(self) -> None:
         """Wrap the model in ddp.DDP."""
         super().build()
-        self.wrapped = ddp.DDP(self.model, self.bucket_size_mb, all_reduce=self.reduced)
+        self.wrapped = ddp.DDP(self.model, self.bucket_size_mb)
         self.model, self.meter = self.wrapped, self.wrapped.meter
 
     def communicate(self) -> None:
         """Wait for the reductions that have not finished."""
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
-
-    def gradient_bytes(self, steps: int) -> float:
-        """Return the bytes counted at the all-reduce without those that ddp adds."""
-        return self.reduced.bytes / steps - self.wrapped.meter.last.extra_bytes
 
 
 class Overlapped(Bucketed):
@@ -81,11 +73,10 @@ class SharedMemory(Bucketed):
     def build(self) -> None:
         """Wrap the model in ddp.DDP, with the collectives and the buffers of `collectives`."""
         Variant.build(self)
-        self.reduced = CountedAllReduce(collectives.all_reduce)
         self.wrapped = ddp.DDP(
             self.model,
             self.bucket_size_mb,
-            all_reduce=self.reduced,
+            all_reduce=collectives.all_reduce,
             allocate=collectives.shared_empty,
         )
         self.model, self.meter = self.wrapped, self.wrapped.meter

@@ -31,13 +31,6 @@ class ShardedState(Parallel):
         """Average and clip the gradients; otherwise the optimizer averages them in its step."""
         self.optimizer.clip_grad_norm_(max_norm)
 
-    def gradients(self) -> None:
-        """Return None, because the optimizer averages the gradients in its step."""
-
-    def gradient_bytes(self, steps: int) -> float:
-        """Return the bytes that the reduce-scatter counted, per step."""
-        return float(self.optimizer.communicator.bytes["reduce_scatter"] / steps)
-
 
 class ShardedGradients(ShardedState):
     """ZeRO stage 2: gradients are sharded as well."""
@@ -59,17 +52,9 @@ class FullySharded(Parallel):
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
 
-    def gradients(self) -> None:
-        """Return None, because each rank has only its shards of the gradients."""
-
     def weights(self) -> dict[str, Tensor]:
         """Return the full parameters, gathered from all ranks."""
         return self.wrapped.gather_full_params()
-
-    def gradient_bytes(self, steps: int) -> float:
-        """Return the bytes per step that the reduce-scatter and the all-reduce counted."""
-        handed = self.wrapped.communicator.bytes
-        return (handed["reduce_scatter"] + handed["all_reduce"]) / steps
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
         """Return the range of bytes received.
@@ -90,9 +75,6 @@ class TorchFSDP(Parallel):
             fully_shard(block, mesh=mesh)
         fully_shard(self.decoder, mesh=mesh)
         super().build()
-
-    def gradients(self) -> None:
-        """Return None, because each rank has only its shards of the gradients."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full parameters, gathered from all ranks."""

@@ -1,19 +1,17 @@
 """One process on the whole batch: the base of all variants, and the methods that each may override.
 
 A step consists of prepare, forward and backward, communicate and update. Each part is recorded as a
-phase, and the bytes passed to an all-reduce are counted.
+phase.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ddp.metering.meter
 import torch
-import torch.distributed as dist
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
@@ -21,19 +19,6 @@ from llmsys_suite.model import Block, Decoder, ModelConfig
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
-
-
-class CountedAllReduce:
-    """An all-reduce that counts the bytes that pass through it."""
-
-    def __init__(self, all_reduce: Callable[..., Any]) -> None:
-        self._all_reduce = all_reduce
-        self.bytes = 0
-
-    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Count, then reduce."""
-        self.bytes += tensor.numel() * tensor.element_size()
-        return self._all_reduce(tensor, *args, **kwargs)
 
 
 class Variant:
@@ -61,7 +46,6 @@ class Variant:
         self.parts = run.config.parts if self.alone else 1
         self.decoder = Decoder(config, attention=flash_attention).to(run.device)
         self.model: nn.Module = self.decoder
-        self.reduced = CountedAllReduce(dist.all_reduce)
         self.meter = ddp.metering.meter.Meter()
         self.build()
 
@@ -109,18 +93,9 @@ class Variant:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def gradients(self) -> dict[str, Tensor] | None:
-        """Return the gradients that the optimizer will read, or None if no rank has all of them."""
-        gradients = {name: p.grad for name, p in self.decoder.named_parameters()}
-        return {name: torch.zeros(0) if g is None else g for name, g in gradients.items()}
-
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters, not sharded, on every rank."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
-
-    def gradient_bytes(self, steps: int) -> float | None:
-        """Return the gradient bytes per step that reach a collective, or None if not counted."""
-        return None
 
     def sending(self) -> dict[str, float]:
         """Return the hidden and exposed communication seconds per step, from ddp's meter."""

@@ -1,4 +1,4 @@
-"""Checks of `inspect`: patterns, lens, attribution and ablation, recomputed in float64."""
+"""Checks of `inspect`: lens, attribution, heads and ablation, recomputed in float64."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import GRADIENT, REPLAYED_LOSS, SUMS
+from llmsys_suite.audit.tolerances import REPLAYED_LOSS, SUMS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect
-
-#: Allowed difference of a drawn pattern, in hundredths; the stage rounds down to hundredths.
-HUNDREDTHS = 1.001
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
@@ -34,8 +31,6 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     weights = in_float64(model)
     heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
     tokens, targets = (t.to(run.device) for t in heldout)
-    yield from _patterns(model, weights, tokens, result)
-    yield _names(result)
     loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     interps = Sources("interp", "the loss in float64")
@@ -43,46 +38,15 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     yield from _attribution(weights, tokens, targets, heads, result.attribution)
     yield from _scores(run, weights, heads, result.heads)
     ablation = result.ablation
+    cut = [f"{ablation['layer']}.{ablation['head']}"]
+    named = [f"{row['layer']}.{row['head']}" for row in result.heads if row["kind"] == "previous"]
+    yield same_rows("ablated head", named, cut)
     without = reference.mean_loss(_cut(weights, ablation, heads), tokens, targets, heads)
     zeroed = Sources("interp", "its values set to zero in float64")
     yield zeroed.equal("loss without a head", without, ablation["loss"], REPLAYED_LOSS)
     moved = abs(ablation["loss"] / loss - 1)
     whole = Sources("interp", "the loss with the head")
     yield whole.between("the ablation moves the loss", loss, moved, 1e-6, math.inf)
-
-
-def _patterns(
-    model: Decoder, weights: dict[str, Tensor], tokens: Tensor, result: results.Inspect
-) -> Iterator[Check]:
-    exact = reference.patterns(weights, tokens, model.config.num_heads)
-    with torch.no_grad():
-        patterns = inspect.attention_patterns(model, tokens)
-    sums = max(float((p.double().sum(-1) - 1).abs().max()) for p in patterns)
-    yield Sources("their sums", "one").near("rows of the patterns", sums, SUMS)
-    off = [
-        (reference.distance(ours, theirs), f"layer {i}")
-        for i, (ours, theirs) in enumerate(zip(patterns, exact, strict=True))
-    ]
-    yield Sources("inspect", "float64").all_near("patterns", off, GRADIENT)
-    drawn = []
-    for name, hundredths in result.patterns.items():
-        layer, head = map(int, name.partition(": ")[2].split("."))
-        side = len(hundredths)
-        expected = 100 * exact[layer][0, head, :side, :side]
-        away = (expected - torch.tensor(hundredths).to(expected)).abs().max()
-        drawn.append((float(away), name))
-    yield Sources("inspect", "float64").all_near("drawn patterns", drawn, HUNDREDTHS)
-
-
-def _names(result: results.Inspect) -> Check:
-    """Check that the drawn heads and the ablated head are those of the table of heads."""
-    heads = {row["kind"]: f"{row['layer']}.{row['head']}" for row in result.heads}
-    expected = [f"drawn {kind}: {head}" for kind, head in heads.items()]
-    expected.append(f"ablated {heads.get('previous')}")
-    ablation = result.ablation
-    named = [f"drawn {name}" for name in result.patterns]
-    named.append(f"ablated {ablation['layer']}.{ablation['head']}")
-    return same_rows("drawn and ablated heads", expected, named)
 
 
 def _attribution(

@@ -25,18 +25,13 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
     weights.final_weights,
     weights.stored_tensors,
     weights.losses,
-    weights.local_steps,
     times.steps,
     times.reported_times,
-    times.order,
     times.rounds,
     times.peers,
     times.phases,
-    times.launcher,
-    wire.gradients,
     wire.shared_memory,
     wire.sockets,
-    wire.slow_link,
 )
 
 

@@ -11,12 +11,10 @@ from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.tolerances import CLOCK, PEER_BAND
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.samples import LOCAL, PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
+from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
 
 #: Allowed thread time per step of Python code outside the phases, in seconds.
 BETWEEN_S = 2e-3
-#: Largest delay of the launcher, which reads the stamps from a pipe, in seconds.
-DELAY_S = 0.2
 
 
 def steps(record: Record) -> Iterator[Check]:
@@ -77,24 +75,6 @@ def reported_times(record: Record) -> Iterator[Check]:
         ("utilization", "counted FLOPs, the other clock, the rate", utilization, CLOCK),
     ):
         yield Sources("summary", against).all_equal(f"reported {name}", pairs, tolerance)
-
-
-def order(record: Record) -> Iterator[Check]:
-    """Check that no rank ends a step before all have begun it, if all ranks share a clock."""
-    by_step: dict[tuple[str, int], list[Sample]] = defaultdict(list)
-    for (name, _), rank_samples in record.steps.items():
-        for s in rank_samples:
-            # A push to the server does not wait for the other workers; the next pull does.
-            if name not in (SERVER, LOCAL):
-                by_step[name, s["step"]].append(s)
-    early = [
-        f"{name} step {step}"
-        for (name, step), at_once in by_step.items()
-        if min(s["ended"] for s in at_once) < max(s["began"] for s in at_once)
-    ]
-    clocks = Sources("each rank's clock", "the others'")
-    one_host = record.evidence["one_host"]
-    yield clocks.none("no rank ends a step before all have begun it", early if one_host else ())
 
 
 def rounds(record: Record) -> Iterator[Check]:
@@ -185,34 +165,6 @@ def phases(record: Record) -> Iterator[Check]:
 
 def _phases(variant: str) -> set[str]:
     """Return the phases that every step of a variant has."""
-    # The server updates the parameters; most steps of DiLoCo are local.
-    last = {SERVER: "communication", LOCAL: "communication"}.get(variant, "optimizer")
+    # The server updates the parameters.
+    last = "communication" if variant == SERVER else "optimizer"
     return {"forward", "backward", last}
-
-
-def launcher(record: Record) -> Iterator[Check]:
-    """Compare the times of long stages, and of all steps together, with the launcher's clock."""
-    clocks = record.evidence["stage_clocks"]
-    if not clocks:
-        return  # torchrun started the ranks
-    missing = [f"{stage} rank {rank}" for stage, rank, _, seconds in clocks if seconds is None]
-    stamps = Sources("stamps of the launcher", "the stages of every rank")
-    yield stamps.none("start and stop of every stage", missing)
-    clocks = [(*reported, seconds) for *reported, seconds in clocks if seconds is not None]
-    off = [
-        (max(0.0, abs(reported_s - launcher_s) - DELAY_S) / launcher_s, f"{stage} rank {rank}")
-        for stage, rank, reported_s, launcher_s in clocks
-    ]
-    both = Sources("reported", "the launcher's clock")
-    yield both.all_near("time of a stage", off, 0.05)
-    by_rank: dict[int, float] = defaultdict(float)
-    for (_, rank), rank_samples in record.steps.items():
-        by_rank[rank] += sum(s["seconds"] for s in rank_samples)
-    fractions = [
-        (by_rank[rank] / launcher_s, f"rank {rank}")
-        for stage, rank, _, launcher_s in clocks
-        if stage == "train"
-    ]
-    if fractions:
-        sums = Sources("their sum over the launcher's clock of the stage", "one")
-        yield sums.all_near("time of all steps", fractions, 1.0)

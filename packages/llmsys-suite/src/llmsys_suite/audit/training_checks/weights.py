@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.tolerances import (
-    DILOCO_LOSS_RATIO,
-    DILOCO_WEIGHT_CHANGE,
     GRADIENT,
     LOSS,
     REPLAYED_LOSS,
@@ -19,7 +17,7 @@ from llmsys_suite.audit.tolerances import (
     weight_tolerance,
 )
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.measure.samples import LOCAL, SERVER, SINGLE, ranks_of
+from llmsys_suite.measure.samples import SERVER, SINGLE, ranks_of
 
 #: Allowed deviation of a standard deviation, in standard errors.
 STANDARD_ERRORS = 6.0
@@ -43,13 +41,11 @@ def probed_step(record: Record) -> Iterator[Check]:
     """Compare one SGD step of every variant and rank with float64."""
     every_rank = Sources("every rank", "float64")
     exact = record.evidence["probe"]["exact_loss"]
-    kinds = {"gradients": "averaged gradients", "weights": "weight change of one SGD step"}
     for row in record.train.rows:
         name = row["variant"]
         probe = record.probes[name]
-        for key in kinds.keys() & probe.keys():
-            ranks = [(away, f"rank {r} {where}") for r, (away, where) in enumerate(probe[key])]
-            yield every_rank.all_near(f"{name}: {kinds[key]}", ranks, GRADIENT)
+        ranks = [(away, f"rank {r} {where}") for r, (away, where) in enumerate(probe["weights"])]
+        yield every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
         if name != SINGLE:
             first, *others = probe["digest"]
             differ = [f"rank {rank}" for rank, d in enumerate(others, start=1) if d != first]
@@ -78,18 +74,10 @@ def final_weights(record: Record) -> Iterator[Check]:
         yield Sources("every rank", "rank 0").none(
             f"{name}: trained weights, bit by bit", final["differ"] + missing
         )
-        if name == LOCAL:
-            rounds = enumerate(record.evidence["probe"]["rounds"])
-            yield Sources("every rank", "written out in float64").all_near(
-                f"{LOCAL}: weight change of the first DiLoCo rounds",
-                [(away, f"rank {rank} {where}") for rank, (away, where) in rounds],
-                DILOCO_WEIGHT_CHANGE,
-            )
-        else:
-            distance, where = final["from_one_process"]
-            yield Sources("rank 0", "one process").between(
-                f"{name}: weight change of the training", 0.0, distance, least, tolerance, where
-            )
+        distance, where = final["from_one_process"]
+        yield Sources("rank 0", "one process").between(
+            f"{name}: weight change of the training", 0.0, distance, least, tolerance, where
+        )
 
 
 def stored_tensors(record: Record) -> Iterator[Check]:
@@ -104,7 +92,7 @@ def stored_tensors(record: Record) -> Iterator[Check]:
         least = parameters + moments
         if record.config.world > 1:
             least += (1 - UNEVEN) * buffers
-        if name in (SERVER, LOCAL):
+        if name == SERVER:
             # The server, on the first rank, stores moments and the last pushes of all workers.
             moments = 0.0
             buffers = 12 * whole
@@ -130,11 +118,8 @@ def stored_tensors(record: Record) -> Iterator[Check]:
 
 def losses(record: Record) -> Iterator[Check]:
     """Compare every loss with one process, and one process with the independent reference."""
-    curves = dict(record.losses)
-    alone, local = curves[SINGLE], curves.get(LOCAL)
-    if local is not None:
-        # Until its ranks diverge, DiLoCo computes the losses of one process.
-        curves[LOCAL] = local[:1]
+    curves = record.losses
+    alone = curves[SINGLE]
     probe = record.evidence["probe"]
     tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(alone)))
     first = loss_tolerance(record.config, REPLAYED_LOSS)
@@ -154,7 +139,6 @@ def losses(record: Record) -> Iterator[Check]:
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
         for row in record.train.rows
-        if row["variant"] != LOCAL
     ]
     summary = Sources("summary", "one process's last")
     yield summary.all_near("reported final loss", off, tolerance)
@@ -164,38 +148,3 @@ def losses(record: Record) -> Iterator[Check]:
         for step, value in enumerate(record.train.losses[variant])
     ]
     yield Sources("summary", "samples").all_equal("reported losses", reported, 1e-9)
-
-
-def local_steps(record: Record) -> Iterator[Check]:
-    """Compare DiLoCo's losses before the first exchange, and its last loss, with other sources.
-
-    The first losses are compared with AdamW in float32, the last one with the mean over the ranks
-    and with one process.
-    """
-    local, alone = record.losses.get(LOCAL), record.losses[SINGLE][-1]
-    expected = {
-        (rank, step): loss
-        for rank, losses in enumerate(record.evidence["probe"]["local_losses"])
-        for step, loss in enumerate(losses)
-    }
-    if expected:
-        recorded = {
-            (s["rank"], s["step"]): s["loss"]
-            for rank in range(record.config.world)
-            for s in record.steps[LOCAL, rank]
-        }
-        away = [
-            (abs(recorded.get(key, math.nan) / loss - 1), "rank {} step {}".format(*key))
-            for key, loss in expected.items()
-        ]
-        tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(expected)))
-        yield Sources("samples", "AdamW written out in float32").all_near(
-            f"{LOCAL}: losses of each rank before the first exchange", away, tolerance
-        )
-    for row in record.train.rows:
-        if row["variant"] == LOCAL and local:
-            final = row["final_loss"]
-            mean = Sources("summary", "the ranks' mean")
-            yield mean.equal(f"{LOCAL}: reported final loss", local[-1], final, 1e-9)
-            one_process = Sources("summary", "one process's")
-            yield one_process.within(f"{LOCAL}: final loss", alone, final, DILOCO_LOSS_RATIO)

@@ -1,19 +1,13 @@
-"""The best rate of matrix products, and a small reference matmul timed with other measurements.
+"""The clock of this thread, its waits for a core, and the rate of a matrix product.
 
-On a CPU the reference matmul is timed by the clock of this thread, which stops while another
-program has the core. Contention for shared caches slows the reference matmul and the measurement
-alike.
+The clock of a thread stops while another program has the core.
 """
 
 from __future__ import annotations
 
 import time
-from functools import cache
 
 import torch
-from torch import Tensor
-
-_SIDE = {"cpu": 192, "cuda": 4096}
 
 
 def clock(device: torch.device) -> float:
@@ -33,22 +27,6 @@ def queued_seconds() -> float:
         return 0.0
 
 
-def core_seconds(device: torch.device, tries: int = 3) -> float:
-    """Return the smallest time of one product, in seconds."""
-    a = _matrix(device)
-    seconds = []
-    for _ in range(tries):
-        begin = clock(device)
-        a @ a
-        seconds.append(clock(device) - begin)
-    return min(seconds)
-
-
-def flops(device: torch.device) -> int:
-    """Return the FLOPs of one product."""
-    return int(2 * _SIDE[device.type] ** 3)
-
-
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Return the best rate of a large matrix product in FLOPs per second, as in a linear layer.
 
@@ -62,9 +40,3 @@ def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5)
         a @ b.mT
         best = max(best, 2 * n**3 / (clock(device) - begin))
     return best
-
-
-@cache
-def _matrix(device: torch.device) -> Tensor:
-    n = _SIDE[device.type]
-    return torch.randn(n, n, device=device, generator=torch.Generator(device).manual_seed(0))
