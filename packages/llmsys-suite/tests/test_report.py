@@ -195,7 +195,7 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        assert layout["pictures"] == len(STAGES) - 2  # all but audit, inspect, report; learn's twice
+        assert layout["pictures"] == len(STAGES) - 2  # not audit, inspect, report; learn twice
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 

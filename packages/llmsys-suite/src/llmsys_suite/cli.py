@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmsys_suite.config import STAGES, UsageError
+from llmsys_suite.config_file import MEANING, read_toml, to_toml
 from llmsys_suite.resolution import resolve
 
 if TYPE_CHECKING:
@@ -42,59 +43,37 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _field(name: str, **parameters: Any) -> Any:
+    """Return an option of `run` that sets a field of the configuration."""
+    return typer.Option(f"--{name}", help=MEANING[name], **parameters)
+
+
 @app.command()
 def run(
-    stages: Annotated[
-        list[str] | None,
-        typer.Argument(help="Stages to run, with their dependencies; default: all."),
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="cpu or gpu; default: gpu if there is one.")
-    ] = None,
-    size: Annotated[
-        str | None, typer.Option(help="A size of `llmsys list`, or a shape: 256x768x6x8.")
-    ] = None,
-    world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, gloo or nccl; default: auto.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32, tf32 or bf16 (autocast); default: bf16 on a GPU.")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Measured steps per variant; the budgets of scale are proportional."),
-    ] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps before the measured ones.")] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Epochs over the whole text, instead of --steps.")
-    ] = None,
-    learn: Annotated[int | None, typer.Option(help="Steps of the stage learn.")] = None,
-    tensor: Annotated[int | None, typer.Option(help="Ranks per block, in learn.")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="Stages of blocks, in learn.")] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Run blocks of learn again in backward.")
-    ] = False,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile the blocks of learn.")
-    ] = False,
-    clip: Annotated[
-        float | None, typer.Option(help="Largest norm of the gradient, in learn.")
-    ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Trace three steps of learn.")] = False,
-    log: Annotated[str | None, typer.Option(help="Log learn to tensorboard or wandb.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(parser=_path, help="Continue the training of RUN/checkpoint.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(parser=_path, help="Text: a file or a folder.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, bpe, or a tokenizer.json; default: bytes.")
-    ] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Tokens of bpe; default: 4096.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(parser=_path, help="A new folder for the results.")
-    ] = None,
+    context: typer.Context,
+    stages: Annotated[list[str] | None, typer.Argument(help=MEANING["stages"])] = None,
+    preset: Annotated[str | None, _field("preset")] = None,
+    size: Annotated[str | None, _field("size")] = None,
+    world: Annotated[int | None, _field("world")] = None,
+    backend: Annotated[str | None, _field("backend")] = None,
+    dtype: Annotated[str | None, _field("dtype")] = None,
+    steps: Annotated[int | None, _field("steps")] = None,
+    warmup: Annotated[int | None, _field("warmup")] = None,
+    epochs: Annotated[int | None, _field("epochs")] = None,
+    learn: Annotated[int | None, _field("learn")] = None,
+    tensor: Annotated[int | None, _field("tensor")] = None,
+    pipeline: Annotated[int | None, _field("pipeline")] = None,
+    recompute: Annotated[bool, _field("recompute")] = False,
+    compile: Annotated[bool, _field("compile")] = False,
+    clip: Annotated[float | None, _field("clip")] = None,
+    trace: Annotated[bool, _field("trace")] = False,
+    log: Annotated[str | None, _field("log")] = None,
+    resume: Annotated[Path | None, _field("resume", parser=_path)] = None,
+    seed: Annotated[int | None, _field("seed")] = None,
+    data: Annotated[Path | None, _field("data", parser=_path)] = None,
+    tokenizer: Annotated[str | None, _field("tokenizer")] = None,
+    vocabulary: Annotated[int | None, _field("vocabulary")] = None,
+    out: Annotated[Path | None, _field("out", parser=_path)] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
     ] = None,
@@ -105,42 +84,16 @@ def run(
     first = os.environ.get("RANK", "0") == "0"
     if first:
         print("llmsys: checking this machine", file=sys.stderr, flush=True)
-    options: dict[str, Any] = {
-        "preset": preset,
-        "size": size,
-        "world": world,
-        "backend": backend,
-        "dtype": dtype,
-        "steps": steps,
-        "warmup": warmup,
-        "epochs": epochs,
-        "learn": learn,
-        "tensor": tensor,
-        "pipeline": pipeline,
-        "recompute": recompute or None,
-        "compile": compile_ or None,
-        "clip": clip,
-        "trace": trace or None,
-        "log": log,
-        "resume": resume,
-        "seed": seed,
-        "data": data,
-        "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-        "out": out,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    if config_file is not None:
-        from llmsys_suite.config_file import read_toml
-
-        options = read_toml(config_file) | options
+    options = read_toml(config_file) if config_file is not None else {}
+    for name, value in context.params.items():
+        if name in MEANING and name != "stages" and value is not None and value is not False:
+            options[name] = value
     in_file = options.pop("stages", [])
-    config = resolve(stages or in_file, **options)
-    status, out = execute(config)
-    if first and (out / "report.md").exists():
+    status, folder = execute(resolve(stages or in_file, **options))
+    if first and (folder / "report.md").exists():
         from llmsys_suite.report.page import headline
 
-        print(headline(out))
+        print(headline(folder))
     raise typer.Exit(status)
 
 
@@ -149,8 +102,6 @@ def config(
     preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: gpu if any.")] = None,
 ) -> None:
     """Print a file for `llmsys run --config` with every field, its meaning and its default."""
-    from llmsys_suite.config_file import to_toml
-
     print(to_toml(resolve([], preset=preset)), end="")
 
 
@@ -236,28 +187,29 @@ def compare(
         ),
     ] = None,
     margin: Annotated[
-        str,
+        float,
         typer.Option(
             help="A variant whose interval lies within this percentage is called the same."
         ),
-    ] = "5%",
+    ] = 5.0,
     assert_equal: Annotated[
         bool, typer.Option("--assert-equal", help="Exit 1 if losses or counts differ.")
     ] = False,
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
-    from llmsys_suite.config import percentage
     from llmsys_suite.report.comparability import differences, warnings
     from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
+    if not 0 < margin < 100:
+        raise UsageError(f"expected --margin between 0 and 100, a percentage, got {margin:g}")
     if fail_above is not None and assert_equal:
         raise UsageError(
             "--fail-above compares times and --assert-equal losses and counts; call compare twice"
         )
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
-    rows = [] if assert_equal else compare_runs(old, new, margin=percentage(margin, "--margin"))
+    rows = [] if assert_equal else compare_runs(old, new, margin=margin / 100)
     unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
     for warning in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
         print(f"llmsys: {warning}", file=sys.stderr)

@@ -126,7 +126,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run.
+    """One run; `config_file.MEANING` explains every field.
 
     `rows` is the global batch in sequences and `context` their length in tokens, so that one
     step reads rows x context tokens for any world size.
@@ -143,32 +143,22 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
-    #: Epochs over the whole text for each variant; 0 draws random windows for `steps` steps.
+    #: 0 draws random windows for `steps` steps.
     epochs: int = 0
-    #: Steps of the stage `learn`; None uses the checkpoint's number, or 400.
     learn: int | None = None
-    #: Number of ranks that split each block of `learn`, and of ranks that have consecutive blocks.
     tensor: int = 1
     pipeline: int = 1
-    #: True to recompute blocks of `learn` in the backward pass instead of saving activations.
     recompute: bool = False
-    #: True to compile the blocks of `learn`.
     compile: bool = False
-    #: True to record three steps of `learn` with torch.profiler.
     trace: bool = False
-    #: The program of LOGS that receives the losses of `learn`, or None.
     log: str | None = None
-    #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
-    #: Largest norm of the gradient in `learn`, or None for gradients that are not clipped.
     clip: float | None = None
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
-    #: BYTES; "bpe", which trains a vocabulary on the text; or a file of the package tokenizers.
     tokenizer: str = BYTES
     vocabulary: int = BYTE_VOCABULARY
-    #: The run folder; None chooses `runs/DATE-TIME` when the run starts.
     out: Path | None = None
 
     @property
@@ -237,14 +227,3 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def percentage(text: str, option: str) -> float:
-    """Return `5%` or `5` as 0.05; raise UsageError unless it is between 0 and 100 %."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        raise UsageError(f"{option} {text!r} is not a percentage; give one such as 5%") from None
-    if not 0 < value < 1:
-        raise UsageError(f"{option} {text} is not between 0% and 100%")
-    return value

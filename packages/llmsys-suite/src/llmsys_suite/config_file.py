@@ -16,7 +16,7 @@ MEANING = {
     "preset": "cpu or gpu; decides the device and the defaults of size, dtype, rows and context.",
     "size": "A size of `llmsys list`, or width, feed-forward width, layers, heads: 256x768x6x8.",
     "world": "Number of ranks.",
-    "backend": "gloo or nccl.",
+    "backend": "auto, gloo or nccl; auto is nccl with the preset gpu.",
     "dtype": "fp32, tf32 or bf16: arithmetic of products; the weights are float32 in all three.",
     "rows": "Global batch in sequences; a multiple of the number of ranks.",
     "context": "Tokens per sequence.",

@@ -123,29 +123,8 @@ def their_name(name: str) -> str:
 
 def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
     """Return the shape of a model; raise UsageError for an architecture that differs."""
-    for name, value in REQUIRED.items():
-        received = config.get(name, LEFT_OUT.get(name, value))
-        if received != value:
-            raise UsageError(f"{folder}: expected {name} {value!r}, got {received!r}")
-    rope = config.get("rope_parameters") or {"rope_type": "default"}
-    base = rope.get("rope_theta", config.get("rope_theta", ROPE_BASE))
-    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise UsageError(f"{folder}: expected rotary positions without scaling")
     heads = config["num_attention_heads"]
-    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    expected = {
-        "partial_rotary_factor": (1.0, rotated),
-        "rope_theta": (ROPE_BASE, base),
-        "num_key_value_heads": (heads, config.get("num_key_value_heads", heads)),
-        "head_dim": (
-            config["hidden_size"] // heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
-        ),
-    }
-    for name, (wanted, received) in expected.items():
-        if wanted != received:
-            raise UsageError(f"{folder}: expected {name} {wanted}, got {received}")
-    return ModelConfig(
+    shape = ModelConfig(
         d_model=config["hidden_size"],
         d_ff=config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
@@ -153,3 +132,18 @@ def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
         vocabulary=config["vocab_size"],
         context=config["max_position_embeddings"],
     )
+    rope = config.get("rope_parameters") or {}
+    if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise UsageError(f"{folder}: expected rotary positions without scaling")
+    required = REQUIRED | {
+        "num_key_value_heads": heads,
+        "head_dim": shape.d_model // heads,
+        "rope_theta": ROPE_BASE,
+        "partial_rotary_factor": 1.0,
+    }
+    stated = {name: value for name, value in (config | rope).items() if value is not None}
+    for name, value in required.items():
+        received = stated.get(name, LEFT_OUT.get(name, value))
+        if received != value:
+            raise UsageError(f"{folder}: expected {name} {value!r}, got {received!r}")
+    return shape

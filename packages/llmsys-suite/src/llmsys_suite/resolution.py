@@ -87,7 +87,7 @@ def resolve(
         stages=with_dependencies(stages or list(STAGES)),
         preset=preset,
         world=world,
-        backend=_backend(backend, preset, gpus, world, launched),
+        backend=("nccl" if preset == "gpu" else "gloo") if backend == "auto" else backend,
         device="cuda" if preset == "gpu" else "cpu",
         out=out,
     )
@@ -101,26 +101,10 @@ def resolve(
     return config
 
 
-def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -> str:
-    if backend not in ("auto", "gloo", "nccl"):
-        raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
-    if backend == "auto":
-        backend = "nccl" if preset == "gpu" else "gloo"
-    if backend == "nccl" and not gpus:
-        raise UsageError("backend nccl needs a CUDA device and this machine shows none; use gloo")
-    if backend == "nccl" and preset == "cpu":
-        raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu")
-    if backend == "nccl" and world > gpus and not launched:
-        raise UsageError(
-            f"backend nccl needs one GPU per rank, got {world} ranks and {gpus} GPUs; "
-            "use --backend gloo"
-        )
-    return backend
-
-
 def check(config: RunConfig) -> None:
     """Raise UsageError if the names, the numbers or the paths do not allow the run."""
     _check_names(config)
+    _check_device(config)
     _check_numbers(config)
     _check_learn(config)
     _check_tokens(config)
@@ -142,12 +126,24 @@ def _check_names(config: RunConfig) -> None:
         raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
     if config.dtype == "tf32" and config.device != "cuda":
         raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
+
+
+def _check_device(config: RunConfig) -> None:
+    """Raise UsageError unless this machine has the device, and the backend moves its tensors."""
     if config.device not in ("cpu", "cuda"):
         raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
-    if config.device == "cuda" and not count_gpus():
+    if config.backend not in ("gloo", "nccl"):
+        raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
+    if config.device == "cpu" and config.backend == "nccl":
+        raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu, or use gloo")
+    gpus = count_gpus()
+    if config.device == "cuda" and not gpus:
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
-    if (config.backend, config.device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
-        raise UsageError(f"backend {config.backend!r} does not move tensors of {config.device}")
+    if config.backend == "nccl" and config.world > gpus and "RANK" not in os.environ:
+        raise UsageError(
+            f"backend nccl needs one GPU per rank, got {config.world} ranks and {gpus} GPUs; "
+            "use --backend gloo"
+        )
 
 
 def _check_numbers(config: RunConfig) -> None:

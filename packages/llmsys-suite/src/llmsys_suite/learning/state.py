@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,55 +62,28 @@ def require_same(
     state = {"clip": None} | state
     if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
-    for contradicts, reason in _contradictions(state, expected, config):
-        if contradicts:
-            raise UsageError(f"{source} was begun {reason}")
-
-
-def _contradictions(
-    state: dict[str, Any], expected: dict[str, Any], config: RunConfig
-) -> Iterator[tuple[bool, str]]:
-    """Yield (contradicts, reason) for each option that must agree with the checkpoint."""
+    if expected["text"] not in (None, state["text"]):
+        raise UsageError(f"{source} was begun on another text; give that one with --data")
+    for name in ("size", "context", "seed", "clip", "learning_rate"):
+        if state[name] != getattr(config, name):
+            raise UsageError(
+                f"{source} was begun with {name} {state[name]}, not {getattr(config, name)}; set "
+                f"the same {name}"
+            )
     rows, total = state["rows"], state["total"]
-    rate = state["learning_rate"]
-    yield (
-        expected["text"] not in (None, state["text"]),
-        "on another text; give that one with --data",
-    )
-    yield (
-        state["context"] != config.context,
-        f"with rows of {state['context']} tokens, not {config.context}",
-    )
-    yield (
-        state["size"] != config.size,
-        f"with a model of size {state['size']}, not {config.size}; pass --size {state['size']}",
-    )
-    yield (
-        config.learn not in (None, total),
-        f"for {total} steps, over which its learning rate falls; leave out --learn {config.learn}",
-    )
-    yield (
-        config.seed != state["seed"],
-        f"with seed {state['seed']}, not {config.seed}; pass --seed {state['seed']}",
-    )
-    yield (
-        config.clip != state["clip"],
-        f"with clip {state['clip']}, not {config.clip}; pass the same --clip, or none",
-    )
-    yield (
-        config.learning_rate != rate,
-        f"with learning_rate {rate:g}, not {config.learning_rate:g}; set learning_rate in a file "
-        "and pass the file with --config",
-    )
-    yield (
-        rows % config.data_parallel != 0,
-        f"with {rows} rows, and {rows} rows do not split over {config.data_parallel} ranks",
-    )
+    if config.learn not in (None, total):
+        raise UsageError(
+            f"{source} was begun for {total} steps, over which its learning rate falls; leave out "
+            f"--learn {config.learn}"
+        )
+    if rows % config.data_parallel:
+        raise UsageError(
+            f"{source} was begun with {rows} rows, and {rows} rows do not split over "
+            f"{config.data_parallel} ranks"
+        )
     # The default depends on the number of ranks, so it contradicts nothing.
-    yield (
-        config.rows not in (rows, default_rows(config.preset, config.world)),
-        f"with {rows} rows, not {config.rows}; leave out rows",
-    )
+    if config.rows not in (rows, default_rows(config.preset, config.world)):
+        raise UsageError(f"{source} was begun with {rows} rows, not {config.rows}; leave out rows")
 
 
 def resumed(run: Run) -> Path | None:
