@@ -66,16 +66,13 @@ def honest_samples():
                 last = "communication" if variant == "parameter server" else "optimizer"
                 parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, last: 0.02}
                 seconds = sum(parts.values()) + 0.001
-                samples += [
-                    row | {"phase": k, "seconds": s, "core_s": 0.9 * s} for k, s in parts.items()
-                ]
+                samples += [row | {"phase": k, "seconds": s} for k, s in parts.items()]
                 rows_per_rank = 8 // ranks
                 samples.append(
                     row
                     | {
                         "phase": "step",
                         "seconds": seconds,
-                        "tokens": 8 * 16 // ranks,
                         "loss": 5.0 - step + 0.1 * (2 * rank - 1) * (ranks - 1),
                         "began": clock,
                         "ended": clock + seconds,
@@ -131,7 +128,7 @@ def honest():
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
         },
-        "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
+        "text": {"row_digests": BATCHES, "epoch_steps": 70, "windows": []},
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
         "peers": {PEER: {"audit": 1.02, "ddp flat": 0.98}},
         "saved_bytes": 300,
@@ -326,14 +323,6 @@ def test_rows_that_are_not_the_samplers_fail():
     assert tampered(change) == ["ranks' rows are the global batch"]
 
 
-def test_a_batch_that_comes_twice_fails():
-    def change(train, samples, evidence):
-        rows = steps(samples, SINGLE)
-        rows[1]["row_digests"] = rows[0]["row_digests"]
-
-    assert tampered(change) == ["ranks' rows are the global batch", "no batch twice"]
-
-
 def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
     config = replace(CONFIG, epochs=1)
     windows = [digest for batch in reversed(BATCHES) for digest in batch]
@@ -367,11 +356,11 @@ def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
     assert "reported time of an epoch" in [check.name for check in checks if not check.passed]
 
 
-def test_a_missing_rank_fails_and_so_do_its_tokens():
+def test_a_missing_rank_fails():
     def change(train, samples, evidence):
         samples.remove(steps(samples, "ddp flat", rank=1)[2])
 
-    assert {"every step of every rank", "tokens"} <= set(tampered(change))
+    assert "every step of every rank" in tampered(change)
 
 
 def test_a_warm_up_step_that_is_counted_fails():
@@ -436,7 +425,6 @@ def test_a_phase_that_is_not_recorded_fails():
 
     assert tampered(change) == [
         "phases of every step",
-        "work in the phases of a step",
         "reported shares of phases",
     ]
 
@@ -542,15 +530,6 @@ def test_initial_weights_of_another_scale_fail():
         evidence["initial_scales"][0][0] = 40.0
 
     assert tampered(change) == ["scale of the initial weights"]
-
-
-def test_a_loss_that_does_not_fall_fails():
-    def change(train, samples, evidence):
-        for sample in samples:
-            if "loss" in sample:
-                sample["loss"] = 5.0 + sample["step"]
-
-    assert "the loss falls" in tampered(change)
 
 
 def test_schedules_are_told_apart_by_their_events():

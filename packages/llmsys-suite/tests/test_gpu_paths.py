@@ -56,7 +56,7 @@ def test_phases_on_a_gpu_are_timed_by_events_without_waiting_inside_the_step(str
                 stream.queued_ms += milliseconds
         assert stream.waits == waits
     samples = {sample["phase"]: sample for sample in recorder.take()}
-    assert samples["backward"]["seconds"] == samples["backward"]["core_s"] == 5e-3
+    assert samples["backward"]["seconds"] == 5e-3
     assert samples["communication"]["seconds"] == 2e-3
     assert samples["forward"]["variant"] == "ddp"
     assert stream.waits > waits

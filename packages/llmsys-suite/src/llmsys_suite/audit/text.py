@@ -98,8 +98,8 @@ def held_out_windows(heldout: bytes) -> Iterator[bytes]:
 def batch_evidence(config: RunConfig, train: Tokens) -> dict[str, Any]:
     """Return what the independent sampler expects.
 
-    The entries are the row digests of each global batch, whether all batches are distinct, the
-    number of steps per epoch, and the digests of an epoch's windows.
+    The entries are the row digests of each global batch, the number of steps per epoch, and the
+    digests of an epoch's windows.
     """
     batches = [
         reference.row_digests(global_batch(train, config, step))
@@ -111,7 +111,6 @@ def batch_evidence(config: RunConfig, train: Tokens) -> dict[str, Any]:
     windows = (train[end - config.context : end + 1] for end in ends if config.epochs)
     return {
         "row_digests": batches,
-        "distinct": len({"".join(batch) for batch in batches}) == len(batches),
         "epoch_steps": steps,
         "windows": [reference.digest(window[:-1], window[1:]) for window in windows],
     }

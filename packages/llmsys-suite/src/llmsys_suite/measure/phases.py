@@ -1,9 +1,8 @@
 """Times of the phases of a step: forward, backward, communication, optimizer.
 
-One context manager times a phase, and names it for NVTX and for torch.profiler. On a CPU the clock
-of this thread, which stops while another program has the core, is read in addition to the wall
-clock. On a GPU a phase lies between two events of the current stream: waiting for the device inside
-a step would prevent communication and computation from overlapping.
+One context manager times a phase, and names it for NVTX and for torch.profiler. On a GPU a phase
+lies between two events of the current stream: waiting for the device inside a step would prevent
+communication and computation from overlapping.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import clocks
 from llmsys_suite.measure.interleaved import now, synchronize
 from llmsys_suite.measure.samples import WHOLE_STEP
 
@@ -37,9 +35,8 @@ class Recorder:
         """Time one whole step; its sample contains the entries of the yielded dict."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin, core = now(self.device), clocks.clock(self.device)
+        begin = now(self.device)
         yield extra
-        extra["core_s"] = clocks.clock(self.device) - core
         self._keep(WHOLE_STEP, now(self.device) - begin, extra)
         self._read_events()
 
@@ -54,10 +51,9 @@ class Recorder:
                 end_event.record()
                 self._events.append((name, begin_event, end_event))
                 return
-            begin, core = time.perf_counter(), time.thread_time()
+            begin = time.perf_counter()
             yield
-            core_s = time.thread_time() - core
-            self._keep(name, time.perf_counter() - begin, {"core_s": core_s})
+            self._keep(name, time.perf_counter() - begin, {})
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
@@ -75,8 +71,7 @@ class Recorder:
     def _read_events(self) -> None:
         """Store the phases whose events the device has passed."""
         for name, begin, end in self._events:
-            seconds = begin.elapsed_time(end) / 1e3
-            self._keep(name, seconds, {"core_s": seconds})
+            self._keep(name, begin.elapsed_time(end) / 1e3, {})
         self._events.clear()
 
 

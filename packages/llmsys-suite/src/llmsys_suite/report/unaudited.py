@@ -36,7 +36,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "learn": {
         "losses of single ranks between the first, one random step and the last": (),
-        "held-out losses between the first and the last": (),
+        "held-out losses before the last": (),
         "losses before the resumed step": (),
         "which of the variants has trained": (),
         "the generated text": (),
@@ -66,7 +66,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
             "models.inference_peak_mib",
             "models.inference_timeline",
         ),
-        "the timeline of training below its peak": (),
+        "the timeline of training": ("models.training_timeline",),
         "the largest allocations": (),
         "mixed precision": ("mixed.context", "mixed.saved_for_backward_mib"),
         "the number of rows": ("models.rows",),

@@ -87,13 +87,11 @@ def timed_step(
 
     Other clocks are read outside of the recorder's, as independent references for the audit.
     """
-    tokens, _ = batch
     rows = row_digests(*batch)
     warmup = step < run.config.warmup
     queued, core_began = clocks.queued_seconds(), clocks.clock(run.device)
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
-        sample["tokens"] = tokens.numel()
         sample["loss"] = variant.step(*batch)
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
     sample["core_s"] = clocks.clock(run.device) - core_began

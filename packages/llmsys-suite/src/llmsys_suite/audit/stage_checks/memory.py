@@ -18,7 +18,7 @@ PEAK_BYTES = 0.10
 
 
 def checks(run: Run, result: results.Memory) -> Iterator[Check]:
-    """Compare peaks, the residual stream and the timeline of every size."""
+    """Compare the peaks and the residual stream of every size."""
     config = run.config
     expected = [(size, n) for size, lengths in memory.contexts(config).items() for n in lengths]
     counted = [(size, row["context"]) for size, m in result.models.items() for row in m["peaks"]]
@@ -26,7 +26,12 @@ def checks(run: Run, result: results.Memory) -> Iterator[Check]:
     off: list[tuple[float, float, str]] = []
     for size, model in result.models.items():
         off += _predicted(size, model["peaks"], config)
-        yield from _bounds(size, model, config)
+        number_mib = 4 * memory.ROWS * size_of(size).d_model / MIB
+        stream = [
+            (row["context"] * number_mib, row["residual_stream_mib"], "") for row in model["peaks"]
+        ]
+        numbers = Sources("reported", "4 bytes per number")
+        yield numbers.all_equal(f"{size}: residual stream", stream, 1e-9)
     yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
 
 
@@ -48,22 +53,3 @@ def _predicted(
             ).total
             where = f"{size}, {row['context']} tokens, {key}"
             yield predicted / MIB, row[f"{key}_peak_mib"], where
-
-
-def _bounds(size: str, model: results.Row, config: RunConfig) -> Iterator[Check]:
-    peaks = model["peaks"]
-    described = size_of(size).described(vocabulary=memory.vocabulary_of(size, config))
-    parameters = 4 * accounting.parameters(described).total / MIB
-    inference = min(row["inference_peak_mib"] for row in peaks)
-    trained = min(row["training_peak_mib"] for row in peaks)
-    yield Sources("counted", "parameters to training's peak").between(
-        f"{size}: peak of inference", parameters, inference, parameters, trained
-    )
-    number_mib = 4 * memory.ROWS * size_of(size).d_model / MIB
-    stream = [(row["context"] * number_mib, row["residual_stream_mib"], "") for row in peaks]
-    numbers = Sources("reported", "4 bytes per number")
-    yield numbers.all_equal(f"{size}: residual stream", stream, 1e-9)
-    drawn = max(mib for _, mib in model["training_timeline"])
-    # The page draws the second of three contexts.
-    peak = peaks[1]["training_peak_mib"]
-    yield Sources("drawn", "the peak").equal(f"{size}: height of the timeline", peak, drawn, 1e-9)
