@@ -209,9 +209,9 @@ def whole_batch(run):
 
 def bytes_of_tensor_parallel():
     run = a_small_run()
-    model = splits.TensorModel(run, SHAPE)
+    model = splits.SplitModel(run, SHAPE, splits.Layout(tensor=run.world))
     with CountedAllReduce() as counted:
-        model.step(*whole_batch(run))
+        model.forward_backward(*whole_batch(run))
     return counted.bytes
 
 
@@ -228,9 +228,9 @@ def test_tensor_parallel_reduces_the_predicted_bytes(world):
 
 def bytes_sent_by_pipeline():
     run = a_small_run()
-    model = splits.PipelineModel(run, SHAPE, microbatches=4)
+    model = splits.SplitModel(run, SHAPE, splits.Layout(pipeline=run.world, schedule="GPipe"))
     batch = whole_batch(run)
-    model.step(*batch)
+    model.forward_backward(*batch)
     sent = {"forward": 0, "backward": 0}
 
     def count(direction, send_operations):
@@ -244,7 +244,7 @@ def bytes_sent_by_pipeline():
     (stage,) = model.stages
     stage.get_fwd_send_ops = count("forward", stage.get_fwd_send_ops)
     stage.get_bwd_send_ops = count("backward", stage.get_bwd_send_ops)
-    model.step(*batch)
+    model.forward_backward(*batch)
     return sent
 
 

@@ -33,6 +33,7 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Skipped
+from llmsys_suite.splits.pipeline import SCHEDULES
 from llmsys_suite.stages import (
     attention,
     compress,
@@ -349,39 +350,47 @@ def slow_attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def split(cls: Any, change: Callable[[Any], Any]) -> Patch:
-    """Call `change(model)` after a step of a split model."""
+def split(dimension: str, change: Callable[[Any], Any], method: str = "communicate") -> Patch:
+    """Call `change(model)` after a method of models that are split along one dimension only."""
 
-    def changed(loss: Any, self: Any, *_: Any) -> Any:
-        change(self)
-        return loss
+    def changed(result: Any, model: Any, *_: Any) -> Any:
+        layout = model.layout
+        if getattr(layout, dimension) == model.run.world and not layout.sequence:
+            change(model)
+        return result
 
-    return after(cls, "step", changed)
+    return after(splits.SplitModel, method, changed)
 
 
 def headless(model: Any) -> None:
-    if model.part[-1].head is not None:
-        model.part[-1].head.weight.grad = None
+    for name, parameter in model.named_parameters().items():
+        if name == "head.weight":
+            parameter.grad = None
+
+
+def sums_over_microbatches(model: Any) -> None:
+    count = model.layout.num_microbatches(model.run.config.rows)
+    gradients(model.model, lambda g: g.mul_(count))
+
+
+def one_microbatch_less(loss: Any, model: Any, *_: Any) -> Any:
+    count = model.layout.num_microbatches(model.run.config.rows)
+    return loss * (count - 1) / count if model.layout.pipeline > 1 else loss
 
 
 def one_rank_waits(run: Run) -> Patch:
     """Do not train a norm, which tensor parallelism replicates, on one rank."""
 
-    def waits(losses: Any, self: Any, *_: Any) -> Any:
+    def waits(model: Any) -> None:
         if run.rank == 1:
-            torch.nn.init.ones_(self.part.norm.weight)
-        return losses
+            torch.nn.init.ones_(model.named_parameters()["norm.weight"])
 
-    return after(splits.TensorModel, "train", waits)
+    return split("tensor", waits, "update")
 
 
-def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
-    start = {name: p.detach().clone() for name, p in self.part.named_parameters()}
-    losses = original(self, run)
-    for name, parameter in self.part.named_parameters():
-        if name.endswith("head.weight"):
-            parameter.data.copy_(start[name])
-    return losses
+def at_twice_the_rate(original: Any, self: Any, run: Run, *more: Any) -> None:
+    rate = 2 * run.config.learning_rate
+    original(self, replace(run, config=replace(run.config, learning_rate=rate)), *more)
 
 
 def mixed_sums(sums: Any, *_: Any) -> Any:
@@ -775,19 +784,15 @@ FAULTS: list[Fault] = [
         mock.patch.dict(attention.KERNELS, {"SDPA": slow_attention})),
     # Parallel.
     Fault("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
-        split(splits.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
-    Fault("parallel", "the pipeline's head has no gradient", lambda run:
-        split(splits.PipelineModel, headless)),
+        split("tensor", lambda model: gradient(first(model.model)).mul_(10))),
+    Fault("parallel", "the pipeline's head has no gradient", lambda run: split("pipeline", headless)),
     Fault("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
-        split(splits.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
-    Fault("parallel", "the pipeline's last stage does not train its head", lambda run:
-        around(splits.PipelineModel, "train", last_stage_waits)),
+        split("pipeline", sums_over_microbatches)),
     Fault("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
     Fault("parallel", "the splits train at twice the rate", lambda run:
-        around(splits.Split, "train", lambda original, self, run_: original(
-            self, replace(run_, config=replace(run_.config, learning_rate=2 * run_.config.learning_rate))))),
+        around(splits.SplitModel, "__init__", at_twice_the_rate)),
     Fault("parallel", "one microbatch is missing from the loss", lambda run:
-        after(splits.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
+        after(splits.SplitModel, "step", one_microbatch_less)),
     Fault("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2, "seconds": [s / 2 for s in row["seconds"]]})),
     # Profile and precision.
@@ -870,7 +875,7 @@ FAULTS: list[Fault] = [
         around(choice, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in choice.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
     Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
     Fault("parallel", "1F1B is GPipe", lambda run:
-        mock.patch.object(splits.SPLITS["pipeline (1F1B)"], "schedule_class", splits.PipelineModel.schedule_class)),
+        mock.patch.dict(SCHEDULES, {"1F1B": SCHEDULES["GPipe"]})),
     Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
     Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, faster("bfloat16", "speedup_p50"))),
     Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),

@@ -13,9 +13,9 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.splits.layout import Layout, group_size
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus
-from llmsys_suite.variants.three_dimensional import ThreeDimensional
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)
@@ -37,12 +37,10 @@ def a_run(config=CONFIG):
     )
 
 
-def test_groups_of_ranks_are_as_large_as_the_heads_allow(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+def test_groups_of_ranks_are_as_large_as_the_heads_allow():
     for world, heads, size in ((8, 12, 4), (4, 4, 2), (8, 8, 4), (6, 12, 3), (4, 25, 1), (1, 4, 1)):
-        monkeypatch.setenv("WORLD_SIZE", str(world))
         shape = ModelConfig(d_model=2 * heads, d_ff=96, num_layers=2, num_heads=heads)
-        assert splits.DataTensorModel.group_size(a_run(), shape) == size
+        assert group_size(shape, world) == size
 
 
 def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
@@ -64,26 +62,13 @@ def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
     assert seen == [2, 2]
 
 
-def split_in_three_dimensions(run, options):
-    run = a_run(replace(run.config, **options))
-    trained = ThreeDimensional(run, SHAPE)
-    losses = [trained.step(*run.batch(step)) for step in range(STEPS)]
-    return losses, trained.weights()
-
-
 def far_from_one_process():
     run = a_run()
     trained = []
-    for make in splits.SPLITS.values():
-        if make.why_not(run, SHAPE):
-            continue
-        split = make(run, SHAPE)
-        trained.append((split.train(run, STEPS), split.weights()))
-
-    if run.world == 2:
-        trained += [
-            split_in_three_dimensions(run, grid) for grid in ({"tensor": 2}, {"pipeline": 2})
-        ]
+    for layout in splits.possible_layouts(SHAPE, run.world, CONFIG.rows).values():
+        split = splits.SplitModel(run, SHAPE, layout)
+        losses = [parallel.mean_loss(run, split.step(*split.batch(step))) for step in range(STEPS)]
+        trained.append((losses, split.weights()))
 
     torch.manual_seed(CONFIG.seed)
     alone = Decoder(SHAPE)
@@ -108,18 +93,22 @@ def test_a_split_trains_the_weights_of_one_process(world):
 
 
 @pytest.mark.parametrize(
-    ("make", "change", "complaint"),
+    ("layout", "change", "complaint"),
     [
-        (splits.TensorModel, {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
-        (splits.TensorModel, {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (splits.SequenceModel, {"context": 15}, "context 15 does not split over 2 ranks"),
-        (splits.DataTensorModel, {}, "2 ranks do not make groups that split 4 heads"),
-        (splits.PipelineModel, {"num_layers": 1}, "1 layers do not make 2 stages"),
-        (splits.Interleaved, {"num_layers": 3}, "3 layers do not make 4 stages"),
+        (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
+        (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
+        (Layout(tensor=2, sequence=True), {"context": 15}, "context 15 does not split over 2"),
+        (Layout(data=3), {}, "4 rows do not split over 3 groups"),
+        (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not make 2 stages"),
+        (
+            Layout(pipeline=2, schedule="interleaved"),
+            {"num_layers": 3},
+            "3 layers do not make 4 stages",
+        ),
     ],
 )
-def test_what_does_not_split_is_refused(monkeypatch, make, change, complaint):
+def test_what_does_not_split_is_refused(monkeypatch, layout, change, complaint):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=complaint):
-        make(a_run(), ModelConfig(**{**vars(SHAPE), **change}))
+        splits.SplitModel(a_run(), replace(SHAPE, **change), layout)

@@ -8,9 +8,9 @@ from typing import Any
 
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.variants import VARIANTS, three_dimensional
+from llmsys_suite.splits import Layout, SplitModel
+from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
-from llmsys_suite.variants.three_dimensional import ThreeDimensional
 
 #: Variants whose optimizer state is stored on the ranks and can be saved by `zero`.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, "torch FSDP2"))
@@ -26,8 +26,9 @@ def make_variant(run: Run) -> tuple[str, Variant]:
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
     if config.tensor * config.pipeline > 1:
-        variant: Variant = ThreeDimensional(run, model)
-        name = three_dimensional.NAME
+        layout = Layout(config.data_parallel, config.pipeline, config.tensor)
+        variant: Variant = SplitModel(run, model, layout)
+        name = "data x pipeline x tensor"
     else:
         compared = run.results.get("train")
         rows = compared.rows if compared else []

@@ -1,115 +1,28 @@
-"""Pipeline parallelism: consecutive layers per rank, and microbatches in three schedules.
+"""Consecutive blocks of a model as stages of a pipeline (Huang et al. 2019).
 
-Implemented with torch.distributed.pipelining, which sends activations and gradients between stages.
+torch.distributed.pipelining sends activations and gradients between stages, in three schedules:
+GPipe; 1F1B, whose backward passes start as early as possible, so that fewer activations are saved;
+and interleaved 1F1B with two shorter stages per rank, which has half of the bubble and sends twice
+the bytes (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from llmsys_suite.config import UsageError
-from llmsys_suite.model import Block, Decoder, ModelConfig, run_block
-from llmsys_suite.ranks.rank import Run
-from llmsys_suite.splits.split import Split, whole_model
+from llmsys_suite.model import Block, Decoder, run_block
 
-
-class PipelineModel(Split):
-    """Consecutive blocks on each rank; microbatches flow through them (Huang et al. 2019)."""
-
-    schedule_class: Any = ScheduleGPipe
-    #: Number of stages per rank; the stages of a rank are `world` stages apart.
-    stages_per_rank = 1
-
-    def __init__(self, run: Run, config: ModelConfig, microbatches: int | None = None) -> None:
-        super().__init__(run, config)
-        half = max(1, run.config.rows // 2)
-        # Microbatches of two rows, or of one row if there would be fewer microbatches than ranks.
-        self.microbatches = microbatches or (half if half >= run.world else run.config.rows)
-        if run.config.rows % self.microbatches:
-            raise UsageError(
-                f"{run.config.rows} rows do not split into {self.microbatches} microbatches"
-            )
-        self.last = run.rank == run.world - 1
-        self.first = run.rank == 0
-        count = run.world * self.stages_per_rank
-        model, mine = whole_model(run, config), range(run.rank, count, run.world)
-        parts = [LayerRange(model, stage, count, run.autocast) for stage in mine]
-        self.stages = [
-            PipelineStage(part, stage, count, run.device)
-            for part, stage in zip(parts, mine, strict=True)
-        ]
-        self.part = nn.ModuleList(parts)
-        self.schedule = self.schedule_class(
-            self.stages if self.stages_per_rank > 1 else self.stages[0],
-            self.microbatches,
-            loss_fn=cross_entropy,
-        )
-
-    @classmethod
-    def why_not(cls, run: Run, config: ModelConfig) -> str:
-        """Return an error message if there are fewer layers than stages, otherwise ""."""
-        count = run.world * cls.stages_per_rank
-        if config.num_layers < count:
-            return f"{config.num_layers} layers do not make {count} stages"
-        return ""
-
-    def bubble(self) -> float:
-        """Return (p - 1) / (m s + p - 1) for p ranks with s stages each and m microbatches.
-
-        Narayanan et al. 2021, section 2.2.
-        """
-        waits = self.run.world - 1
-        return waits / (self.microbatches * self.stages_per_rank + waits)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Run forward and backward of all microbatches; return their mean loss on every rank."""
-        self.part.zero_grad()
-        losses: list[Tensor] = []
-        if self.first:
-            self.schedule.step(tokens, target=targets if self.last else None, losses=losses)
-        elif self.last:
-            self.schedule.step(target=targets, losses=losses)
-        else:
-            self.schedule.step()
-        mean = (
-            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
-        )
-        dist.all_reduce(mean)
-        return float(mean)
-
-    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the layers of all ranks."""
-        gathered: dict[str, Tensor] = {}
-        # Remove the index of the stage within its rank from the names.
-        named = {name.partition(".")[2]: tensor.cpu() for name, tensor in mine.items()}
-        for part in self.run.gather(named):
-            gathered |= part
-        return {name: tensor.to(self.device) for name, tensor in gathered.items()}
-
-
-class OneForwardOneBackward(PipelineModel):
-    """Backward passes start as early as possible, so fewer activations are saved (PipeDream)."""
-
-    schedule_class = Schedule1F1B
-
-
-class Interleaved(PipelineModel):
-    """Two shorter stages per rank: half the bubble, twice the bytes (Narayanan et al. 2021)."""
-
-    schedule_class = ScheduleInterleaved1F1B
-    stages_per_rank = 2
+#: The class of each schedule of `layout.STAGES_PER_RANK`.
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 
 
 class LayerRange(nn.Module):
@@ -122,7 +35,7 @@ class LayerRange(nn.Module):
         model: Decoder,
         stage: int,
         stages: int,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         # Entered in each forward pass, because schedules run forward and backward passes together

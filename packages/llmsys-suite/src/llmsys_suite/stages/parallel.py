@@ -1,6 +1,6 @@
 """The model split with torch's tools: by layers, inside layers and by tokens.
 
-Every split computes the loss of one process and trains the same weights; each is timed.
+Every split trains the weights of one process; each is timed.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from torch import Tensor
 
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Parallel, Skipped
-from llmsys_suite.splits import SPLITS, PipelineModel, Split
-from llmsys_suite.splits.split import whole_model
+from llmsys_suite.splits import SplitModel, possible_layouts
+from llmsys_suite.variants.initial_weights import seeded
 
+#: Number of timed steps, after one that creates the state of the optimizer.
 ITERATIONS = 10
+#: The loss before this step is reported and compared with that of one process.
+TRAINED = 2
 
 
 def run(run: Run) -> Parallel | Skipped:
-    """Time ten iterations of each split, compare its loss with one process, and train it."""
+    """Time ten steps of each split, and compare its losses with one process."""
     if run.world < 2:
         return Skipped("splitting a model needs at least two ranks")
-    possible = {name: make for name, make in SPLITS.items() if not make.why_not(run, run.model)}
-    if not possible:
-        return Skipped(PipelineModel.why_not(run, run.model))
-    tokens, targets = run.batch(0)
-    reference = single_loss(run, tokens, targets)
-    rows = []
-    for name, make in possible.items():
-        split = make(run, run.model)
-        row = _timed(name, split, tokens, targets) | {"single_loss": reference}
-        rows.append(row | {"trained_loss": split.train(run)[-1]})
-    return Parallel(rows)
+    layouts = possible_layouts(run.model, run.world, run.config.rows)
+    if not layouts:
+        return Skipped(f"the model does not split over {run.world} ranks")
+    reference = single_loss(run, *run.batch(0))
+    return Parallel(
+        [
+            {"split": name, **timed(run, SplitModel(run, run.model, layout))}
+            | {"bubble": layout.bubble(run.config.rows // layout.data), "single_loss": reference}
+            for name, layout in layouts.items()
+        ]
+    )
 
 
 @torch.no_grad()
 def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
     """Return the loss of one process, computed on as many rows at once as one rank trains on."""
-    model = whole_model(run, run.model)
+    model = seeded(run, run.model)
     rows = max(1, len(tokens) // run.world)
     total = 0.0
     for some, theirs in zip(tokens.split(rows), targets.split(rows), strict=True):
@@ -50,33 +53,45 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
     return total / len(tokens)
 
 
-def _timed(name: str, model: Split, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
-    loss = model.step(tokens, targets)
+def timed(run: Run, split: SplitModel) -> dict[str, Any]:
+    """Train a split model and return the times of its steps, and two of its losses."""
+    losses = []
     seconds = []
     clocked_s = []
-    start_time, worked = time.perf_counter(), time.process_time()
-    for _ in range(ITERATIONS):
-        dist.barrier()
+    for step in range(1 + ITERATIONS):
+        if step == 1:
+            start_time, worked = time.perf_counter(), time.process_time()
+        batch = split.batch(step)
+        run.barrier()
         # Another clock, which the audit compares with the first one.
         clock_ns = time.time_ns()
         begin = time.perf_counter()
-        loss = model.step(tokens, targets)
-        if tokens.device.type == "cuda":
+        loss = split.step(*batch)
+        if run.device.type == "cuda":
             torch.cuda.synchronize()
         ours = time.perf_counter() - begin, (time.time_ns() - clock_ns) / 1e9
-        slowest = torch.tensor(ours, device=tokens.device)
+        slowest = torch.tensor(ours, device=run.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(float(slowest[0]))
         clocked_s.append(float(slowest[1]))
+        losses.append(mean_loss(run, loss))
+    # Discard the phases that the recorder timed outside of its steps.
+    run.recorder.take()
     passed_s = time.perf_counter() - start_time
-    working = torch.tensor((time.process_time() - worked) / passed_s, device=tokens.device)
+    working = torch.tensor((time.process_time() - worked) / passed_s, device=run.device)
     dist.all_reduce(working)
     return {
-        "split": name,
-        "seconds": seconds,
-        "iteration_ms": statistics.median(seconds) * 1e3,
-        "bubble": model.bubble(),
-        "waiting": 1 - float(working) / dist.get_world_size(),
-        "loss": loss,
-        "clocked_s": clocked_s,
+        "seconds": seconds[1:],
+        "iteration_ms": statistics.median(seconds[1:]) * 1e3,
+        "waiting": 1 - float(working) / run.world,
+        "loss": losses[0],
+        "trained_loss": losses[TRAINED],
+        "clocked_s": clocked_s[1:],
     }
+
+
+def mean_loss(run: Run, loss: float) -> float:
+    """Return the mean over the ranks; each replica has the same number of ranks and rows."""
+    total = torch.tensor(loss, device=run.device, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / run.world

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from llmsys_suite import results, splits
 from llmsys_suite.audit import events, reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     CLOCK,
@@ -25,7 +27,6 @@ from llmsys_suite.audit.tolerances import (
     loss_tolerance,
 )
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import seeded
 
@@ -43,7 +44,7 @@ class Exact:
 def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
     """Repeat a step and the training of every split, and check the values that it reports."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
-    possible = [n for n, split in splits.SPLITS.items() if not split.why_not(run, run.model)]
+    possible = splits.possible_layouts(run.model, run.world, run.config.rows)
     if rows is None:
         skipped = Sources("the model and the ranks", "a stage that is skipped")
         yield skipped.none("possible splits", possible if run.world > 1 else ())
@@ -52,15 +53,13 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
     exact = _one_process(run)
     for row in rows:
         name = row["split"]
+        layout = possible[name]
         # The numbers of a split are checked in float32, even if the run uses another dtype.
-        with run.in_float32():
-            split = splits.SPLITS[name](run, run.model)
-            with events.recorded() as passes:
-                split.step(*run.batch(0))
-            numbers = list(_numbers(run, name, split, exact))
+        with run.in_float32(), events.recorded() as passes:
+            numbers = list(_numbers(run, name, layout, exact))
         yield from numbers
-        yield from _schedule(run, name, split, passes)
-        yield from _reported(run, row, split, exact)
+        yield from _schedule(run, name, layout, passes)
+        yield from _reported(run, row, layout, exact)
 
 
 def _one_process(run: Run) -> Exact:
@@ -71,7 +70,7 @@ def _one_process(run: Run) -> Exact:
     optimizer = reference.AdamW(start, config.learning_rate)
     losses = []
     gradients = []
-    for step in range(TRAINED):
+    for step in range(1 + parallel.TRAINED):
         batch = reference.batch(text, config.rows, config.context, config.seed, step)
         tokens, targets = (part.chunk(run.world)[run.rank] for part in on_device(run, batch))
         part_loss, slopes = reference.gradients(trained, tokens, targets, run.model.num_heads)
@@ -86,28 +85,34 @@ def _one_process(run: Run) -> Exact:
     return Exact(start, gradients[0], moved, losses)
 
 
-def _numbers(run: Run, name: str, split: splits.Split, exact: Exact) -> Iterator[Check]:
-    """Compare the gradients and the trained weights on every rank."""
-    first = reference.furthest(split.gradients(), exact.gradients)
-    split.train(run)
+def _numbers(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Iterator[Check]:
+    """Compare the changes of the weights by one step of SGD and by some of AdamW on every rank."""
+    descent = splits.SplitModel(run, run.model, layout, partial(torch.optim.SGD, lr=RATE))
+    descent.step(*descent.batch(0))
+    moved = {n: (exact.start[n] - w.double()) / RATE for n, w in descent.weights().items()}
+    first = reference.furthest(moved, exact.gradients)
+    split = splits.SplitModel(run, run.model, layout)
+    for step in range(1 + parallel.TRAINED):
+        split.step(*split.batch(step))
+    run.recorder.take()
     after = {n: w.double() - exact.start[n] for n, w in split.weights().items()}
     distances = run.gather((first, reference.furthest(after, exact.moved)))
     every_rank = Sources("every rank", "float64")
     for side, kind, tolerance in (
-        (0, "gradients", GRADIENT),
-        (1, "weight change of the training", WEIGHT_CHANGE * math.sqrt(TRAINED)),
+        (0, "weight change of one SGD step", GRADIENT),
+        (1, "weight change of the training", WEIGHT_CHANGE * math.sqrt(1 + parallel.TRAINED)),
     ):
         ranks = [(both[side][0], f"rank {r} {both[side][1]}") for r, both in enumerate(distances)]
         yield every_rank.all_near(f"{name}: {kind}", ranks, tolerance)
 
 
 def _schedule(
-    run: Run, name: str, split: splits.Split, passes: list[events.Event]
+    run: Run, name: str, layout: splits.Layout, passes: list[events.Event]
 ) -> Iterator[Check]:
-    """Compare the passes in flight and the idle slots with the schedule of the same name."""
+    """Compare the passes in flight and the stages per rank with the schedule of the same name."""
     stages = len({stage for _, stage, _ in passes})
     by_rank = run.gather((events.most_in_flight(passes), stages))
-    microbatches = getattr(split, "microbatches", 1)
+    microbatches = layout.num_microbatches(run.config.rows // layout.data)
     in_flight = []
     for rank, (most, _) in enumerate(by_rank):
         expected = events.expected_in_flight(name, rank, run.world, microbatches)
@@ -121,19 +126,19 @@ def _schedule(
         yield order.all_equal(f"{name}: stages per rank", stages_by_rank)
 
 
-def _reported(run: Run, row: results.Row, split: splits.Split, exact: Exact) -> Iterator[Check]:
+def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -> Iterator[Check]:
     """Compare the losses, the bubble and the times of a row."""
     name = row["split"]
     in_float64 = Sources("reported", "float64 and AdamW written out")
     for key, expected, tolerance in (
         ("loss", exact.losses[0], REPLAYED_LOSS),
         ("single_loss", exact.losses[0], REPLAYED_LOSS),
-        ("trained_loss", exact.losses[-1], LOSS * math.sqrt(TRAINED)),
+        ("trained_loss", exact.losses[-1], LOSS * math.sqrt(1 + parallel.TRAINED)),
     ):
         allowed = loss_tolerance(run.config, tolerance)
         yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed)
     slots = Sources("reported", "slots of a schedule written out")
-    yield slots.equal(f"{name}: bubble", _bubble(split, run.world), row["bubble"], 1e-9)
+    yield slots.equal(f"{name}: bubble", _bubble(run, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     # In some iterations another program takes the core between the two readings.
     ratios = sorted((a / b for a, b in pairs), key=lambda ratio: abs(ratio - 1))
@@ -146,11 +151,10 @@ def _reported(run: Run, row: results.Row, split: splits.Split, exact: Exact) -> 
     yield stage.equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 
 
-def _bubble(split: splits.Split, ranks: int) -> float:
+def _bubble(run: Run, layout: splits.Layout) -> float:
     """Return the fraction of idle slots if each rank starts one slot after the previous rank."""
-    if not isinstance(split, splits.PipelineModel):
-        return 0.0
-    work = split.microbatches * split.stages_per_rank
-    busy = [range(rank, rank + work) for rank in range(ranks)]
+    microbatches = layout.num_microbatches(run.config.rows // layout.data)
+    work = microbatches * layout.num_stages // layout.pipeline
+    busy = [range(rank, rank + work) for rank in range(layout.pipeline)]
     slots = max(slots.stop for slots in busy)
-    return 1 - sum(map(len, busy)) / (slots * ranks)
+    return 1 - sum(map(len, busy)) / (slots * layout.pipeline)

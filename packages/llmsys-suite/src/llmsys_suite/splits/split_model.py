@@ -1,0 +1,224 @@
+"""A model whose blocks and matrices are split over ranks, trained as a variant."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from llmsys_suite.config import UsageError
+from llmsys_suite.model import Block, Decoder, ModelConfig
+from llmsys_suite.splits.layout import Layout
+from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
+from llmsys_suite.splits.tensor import split_blocks, split_ends
+from llmsys_suite.variants.single import Variant
+
+if TYPE_CHECKING:
+    from llmsys_suite.ranks.rank import Run
+
+
+class SplitModel(Variant):
+    """The stages of a rank in a `Layout`, trained with AdamW.
+
+    Raises UsageError if the model cannot be split in this way.
+    """
+
+    alone = False
+
+    def __init__(
+        self,
+        run: Run,
+        config: ModelConfig,
+        layout: Layout,
+        optimizer: partial[Any] | None = None,
+    ) -> None:
+        if reason := layout.why_not(config, run.config.rows):
+            raise UsageError(reason)
+        self.run = run
+        self.config = config
+        self.layout = layout
+        # Torch's fused loops do not mix split parameters with whole ones.
+        rate = run.config.learning_rate
+        super().__init__(
+            run, config, optimizer or partial(torch.optim.AdamW, lr=rate, foreach=False)
+        )
+
+    def build(self) -> None:
+        """Take this rank's part of the model and create its optimizer."""
+        layout = self.layout
+        mesh = init_device_mesh(
+            self.device.type,
+            (layout.data, layout.pipeline, layout.tensor),
+            mesh_dim_names=("data", "pipeline", "tensor"),
+        )
+        self.replicas = mesh["data"]
+        self.pipeline = mesh["pipeline"]
+        self.slices = mesh["tensor"]
+        self.data_rank = self.replicas.get_local_rank()
+        self.data_world = self.replicas.size()
+        first, count = self.pipeline.get_local_rank(), layout.num_stages
+        self.reports_rows = first == self.slices.get_local_rank() == 0
+        #: This rank's stages by number.
+        self.ranges = {
+            number: LayerRange(self.decoder, number, count, self.run.autocast)
+            for number in range(first, count, layout.pipeline)
+        }
+        for layers in self.ranges.values():
+            if layout.tensor > 1:
+                split_blocks(layers.layers(), self.slices, sequence=layout.sequence)
+            if layout.sequence:
+                split_ends(layers, self.slices)
+        self.model = nn.ModuleList(self.ranges.values())
+        # The layers of the other ranks are freed.
+        del self.decoder
+        self.optimizer = self.make(self.model.parameters())
+        #: Created in the first step, because they depend on the number of rows, which a checkpoint
+        #: may set.
+        self.stages: list[PipelineStage] = []
+        self.schedule: Any = None
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens and targets of this rank's replica in a step of the run."""
+        tokens, targets = self.run.batch(step)
+        replicas, mine = self.data_world, self.data_rank
+        return tokens.chunk(replicas)[mine], targets.chunk(replicas)[mine]
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
+        """Run forward and backward of this replica's rows; return their mean loss on each rank."""
+        if self.pipeline.size() == 1:
+            return self._forward_backward_whole(tokens, targets)
+        losses: list[Tensor] = []
+        group = self.pipeline.get_group()
+        rank, ranks = self.pipeline.get_local_rank(), self.pipeline.size()
+        with self.phase("backward"):
+            if self.schedule is None:
+                self._make_schedule(len(tokens))
+            if rank == 0:
+                self.schedule.step(tokens)
+            elif rank == ranks - 1:
+                self.schedule.step(target=targets, losses=losses)
+            else:
+                self.schedule.step()
+            total = torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+            total = total.detach()
+            dist.all_reduce(total, group=group)
+        return float(total)
+
+    def _forward_backward_whole(self, tokens: Tensor, targets: Tensor) -> float:
+        (layers,) = self.ranges.values()
+        with self.phase("forward"):
+            loss = cross_entropy(layers(tokens), targets)
+        with self.phase("backward"):
+            loss.backward()
+        return float(loss.detach())
+
+    def _make_schedule(self, rows: int) -> None:
+        group, count = self.pipeline.get_group(), self.layout.num_stages
+        self.stages = [
+            PipelineStage(layers, number, count, self.device, group=group)
+            for number, layers in self.ranges.items()
+        ]
+        self.schedule = SCHEDULES[self.layout.schedule](
+            self.stages if len(self.stages) > 1 else self.stages[0],
+            self.layout.num_microbatches(rows),
+            loss_fn=cross_entropy,
+        )
+
+    def communicate(self) -> None:
+        """Average the gradients over the replicas of this rank's part."""
+        if self.replicas.size() == 1:
+            return
+        with self.phase("communication"):
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                grad = parameter.grad
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                dist.all_reduce(local, group=self.replicas.get_group())
+                local /= self.replicas.size()
+
+    def clip(self, max_norm: float) -> None:
+        """Clip by the norm over all parts of the model."""
+        square = torch.zeros((), device=self.device)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            square += _whole(torch.linalg.vector_norm(parameter.grad)).square()
+        dist.all_reduce(square, group=self.pipeline.get_group())
+        # Torch's fused loops do not mix split gradients with whole ones.
+        nn.utils.clip_grads_with_norm_(
+            self.model.parameters(), max_norm, square.sqrt(), foreach=False
+        )
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters under their names in the unsplit model."""
+        return {n: p for layers in self.ranges.values() for n, p in layers.named_parameters()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all parameters, not split, on every rank."""
+        return self._gathered({name: p.detach() for name, p in self.named_parameters().items()})
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks of this rank."""
+        return [block for layers in self.ranges.values() for block in layers.layers()]
+
+    def evaluated_model(self) -> nn.Module:
+        """Return a whole model with the present weights."""
+        return self._whole_model()
+
+    def checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a whole model and its optimizer, so that any variant can load the checkpoint."""
+        model = self._whole_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.run.config.learning_rate)
+        optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
+        parameters = dict(model.named_parameters())
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            mine = {
+                name: self.optimizer.state[p][key]
+                for name, p in self.named_parameters().items()
+                if p in self.optimizer.state
+            }
+            for name, value in self._gathered(mine).items():
+                optimizer.state[parameters[name]][key] = value
+        return model, optimizer
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take this rank's part of a model and an optimizer that `checkpointed` returned."""
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, mine in self.named_parameters().items():
+                whole = parameters[name]
+                mine.copy_(_like(whole.detach(), mine))
+                self.optimizer.state[mine] = {
+                    key: _like(value, mine) if value.shape == whole.shape else value
+                    for key, value in optimizer.state[whole].items()
+                }
+
+    def _whole_model(self) -> Decoder:
+        model = Decoder(self.config).to(self.device)
+        model.load_state_dict(self.weights())
+        return model
+
+    def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all ranks of this replica, whole and by name."""
+        parts: list[Any] = [None] * self.pipeline.size()
+        named = {name: _whole(tensor).cpu() for name, tensor in mine.items()}
+        dist.all_gather_object(parts, named, group=self.pipeline.get_group())
+        gathered = {name: tensor for part in parts for name, tensor in part.items()}
+        # The optimizer's counter of steps stays on the host.
+        return {name: x.to(self.device) if x.ndim else x for name, x in gathered.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(whole: Tensor, split: Tensor) -> Tensor:
+    """Return `whole`, distributed over the ranks like `split`."""
+    if not isinstance(split, DTensor):
+        return whole
+    return distribute_tensor(whole, split.device_mesh, split.placements)
