@@ -47,8 +47,6 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
-from llmsys_suite.step import kernels
-from llmsys_suite.step.training import Step
 from llmsys_suite.text.data import Corpus
 from llmsys_suite.variants import VARIANTS, final_weights, single
 from llmsys_suite.variants.initial_weights import initial_weights
@@ -529,7 +527,7 @@ def faster(name: str, column: str) -> Callable[[Any], None]:
     def change(result: Any) -> None:
         seconds = result.interleaved.seconds[name]
         seconds[:] = [s / 3 for s in seconds]
-        for row in getattr(result, "timing", None) or result.rows:
+        for row in result.rows:
             if name in row.values():
                 row[column] *= 3
                 row.update({key: s / 3 for key, s in row.items() if key.endswith("_ms")})
@@ -592,20 +590,6 @@ def forward_only(original: Any, calls: Any, *more: Any) -> Any:
     )
 
 
-def other_step(change: Callable[[Step], Any]) -> Patch:
-    """Change the step that the stage `profile` times, after its construction."""
-    return after(Step, "__init__", lambda _, step, *__: change(step))
-
-
-def plain_descent(step: Step) -> None:
-    step.optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-3)
-
-
-def fused_attention(step: Step) -> None:
-    for block in step.model.layers():
-        block.attention.attend = F.scaled_dot_product_attention
-
-
 def random_halves(model: Any) -> Any:
     pruned = copy.deepcopy(model)
     for layer in pruned.modules():
@@ -626,14 +610,6 @@ def checkpoint_state(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patc
         original(run, variant, state | change(state) if name == CHECKPOINT else state, name)
 
     return around(learn, "save", save)
-
-
-def half_of_the_rows(step: Step) -> None:
-    step.tokens = step.tokens[: len(step.tokens) // 2]
-
-
-def frozen_block(step: Step) -> None:
-    step.model.layers()[0].requires_grad_(False)
 
 
 def ablates_another_head(run: Run) -> Patch:
@@ -795,11 +771,7 @@ FAULTS: list[Fault] = [
         after(splits.SplitModel, "step", one_microbatch_less)),
     Fault("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2, "seconds": [s / 2 for s in row["seconds"]]})),
-    # Profile and precision.
-    Fault("profile", "operators' times are in nanoseconds", lambda run:
-        after(kernels, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
-    Fault("profile", "the products of attention count once for two", lambda run:
-        after(kernels, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
+    # Precision.
     Fault("precision", "a sum in float16 is kept in float32", lambda run:
         after(precision, "accumulation", mixed_sums)),
     Fault("precision", "autocast is off", lambda run:
@@ -877,7 +849,6 @@ FAULTS: list[Fault] = [
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.dict(SCHEDULES, {"1F1B": SCHEDULES["GPipe"]})),
     Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
-    Fault("precision", "bfloat16 is timed without its backward pass", lambda run: edit(precision, faster("bfloat16", "speedup_p50"))),
     Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),
     Fault("links", "wire bytes of one algorithm are trebled", lambda run:
         rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
@@ -912,8 +883,6 @@ FAULTS: list[Fault] = [
     Fault("attention", "the tiled kernel is SDPA", lambda run: mock.patch.dict(attention.KERNELS, {"flashattn2 tiled": F.scaled_dot_product_attention})),
     Fault("attention", "the reported shape has twice the rows", lambda run: edit(attention, lambda result: result.shape.__setitem__(0, 2 * result.shape[0]))),
     Fault("attention", "forward passes are timed without backward", lambda run: around(attention, "time_interleaved", forward_only)),
-    Fault("profile", "the optimizer of the timed steps is SGD", lambda run: other_step(plain_descent)),
-    Fault("profile", "attention of the timed steps is fused", lambda run: other_step(fused_attention)),
     Fault("learn", "no step is drawn for the audit", lambda run: mock.patch.object(learn, "draw_probed_step", return_value=None)),
     Fault("compress", "activations are not rounded", lambda run: mock.patch.dict(compress.METHODS, {"8 bits, activations too": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "the pruned half is drawn at random", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": random_halves})),
@@ -925,8 +894,6 @@ FAULTS: list[Fault] = [
     Fault("learn", "the checkpoint lacks the last loss", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
     Fault("parallel", "the time of all iterations is shorter by 15 %", lambda run:
         rows(parallel, lambda row: {"iteration_ms": 0.85 * row["iteration_ms"], "seconds": [0.85 * s for s in row["seconds"]]})),
-    Fault("profile", "the timed steps have half of the rows", lambda run: other_step(half_of_the_rows)),
-    Fault("profile", "the timed steps do not train the first block", lambda run: other_step(frozen_block)),
     Fault("scale", "the law is left out", lambda run: after(scale, "fit", lambda result, *_: replace(result, law={}, valleys=[], extrapolated={}))),
     Fault("inspect", "another head than that of the table is ablated", ablates_another_head),
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),

@@ -39,7 +39,7 @@ from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import links, memory, parallel, plan, scale, train
+from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.variants import variants_here
 from reported_figures import doubled, figures
 
@@ -187,7 +187,6 @@ def shortened() -> Iterator[None]:
             (plan, {"PRODUCTS_SECONDS": 0.05}),
             (links, {"SIZES": (1 << 20,)}),
             (parallel, {"ITERATIONS": 4}),
-            (memory, {"DRAWN_BESIDE": {}}),
             (evaluation, {"WRITTEN": 2, "HELDOUT_ROWS": 8}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):

@@ -20,12 +20,12 @@ from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Train
+from llmsys_suite.splits import SplitModel
 from llmsys_suite.stages import learn
 from llmsys_suite.start import execute
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.text.generation import MODEL, generate_text, model_of
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.variants.three_dimensional import ThreeDimensional
 from safetensors.torch import save_file
 from worker_pool import run_ranks
 
@@ -59,7 +59,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {}, {})
     cls, steps = VARIANTS[variant if world > 1 else SINGLE], []
     if config.tensor * config.pipeline > 1:
-        cls = ThreeDimensional
+        cls = SplitModel
 
     def step(self, tokens, targets, original=cls.step):
         steps.append(tokens.tolist())

@@ -123,9 +123,7 @@ def step(
         bool, typer.Option("--profile", help="Print the operators of a step.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder: tables as CSV, rows as JSON, traces.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON, traces.")] = None,
 ) -> None:
     """Time one training step by size, context and precision, each in a separate process."""
     from llmsys_suite.step.report import benchmark
@@ -192,30 +190,19 @@ def compare(
             help="A variant whose interval lies within this percentage is called the same."
         ),
     ] = 5.0,
-    assert_equal: Annotated[
-        bool, typer.Option("--assert-equal", help="Exit 1 if losses or counts differ.")
-    ] = False,
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
-    from llmsys_suite.report.comparability import differences, warnings
+    from llmsys_suite.report.comparability import warnings
     from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
     if not 0 < margin < 100:
         raise UsageError(f"expected --margin between 0 and 100, a percentage, got {margin:g}")
-    if fail_above is not None and assert_equal:
-        raise UsageError(
-            "--fail-above compares times and --assert-equal losses and counts; call compare twice"
-        )
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
-    rows = [] if assert_equal else compare_runs(old, new, margin=margin / 100)
-    unequal = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
+    rows = compare_runs(old, new, margin=margin / 100)
     for warning in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
         print(f"llmsys: {warning}", file=sys.stderr)
-    if assert_equal:
-        print("\n".join(unequal) if unequal else "losses and counts are equal")
-        raise typer.Exit(1 if unequal else 0)
     for row in rows:
         print(row)
     if fail_above is not None:

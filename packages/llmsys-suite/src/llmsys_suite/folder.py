@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable
@@ -74,14 +72,6 @@ class RunFolder:
         beside = self.path / f".{name}.part"
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.path / name)
-
-    def write_csv(self, name: str, rows: Iterable[Sample]) -> None:
-        """Write one table atomically; its columns are the keys of all rows."""
-        rows, text = list(rows), io.StringIO()
-        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-        self.write_text(name, text.getvalue())
 
     def read_json(self, name: str) -> Any:
         """Return one JSON file; raise UsageError if it is missing or not JSON."""

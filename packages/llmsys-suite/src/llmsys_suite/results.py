@@ -101,27 +101,23 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Operators by phase."""
-
-    operators: Rows
-
-
-@dataclass(frozen=True)
 class Precision:
-    """Sums, dtypes and interleaved times."""
+    """Sums in several dtypes, and the dtypes under autocast."""
 
     accumulation: Rows
     autocast_dtypes: dict[str, str]
-    timing: Rows
-    interleaved: Interleaved
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks, timelines and owners of each model, mixed precision, and the snapshot's file."""
+    """Peaks by context, timelines, allocations, mixed precision, and the snapshot's file."""
 
-    models: dict[str, Row]
+    rows: int
+    peaks: Rows
+    inference_timeline: list[tuple[str, float]]
+    training_timeline: list[tuple[str, float]]
+    #: The largest allocations at the peak of training.
+    largest: str
     mixed: Rows
     snapshot: str = ""
 
@@ -178,7 +174,6 @@ KINDS: dict[str, type] = {
         Train,
         Learn,
         Parallel,
-        Profile,
         Precision,
         Memory,
         Scale,

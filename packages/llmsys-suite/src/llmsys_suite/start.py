@@ -58,9 +58,15 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     return launch(config), config.out
 
 
+#: Stages that allocate no model.
+WITHOUT_MODEL = {"links", "memory", "report"}
+
+
 def _require_memory(config: RunConfig) -> None:
     from llmsys_suite.stages.plan import predict
 
+    if {*config.stages} <= WITHOUT_MODEL:
+        return
     needed = predict(config).host_peak_bytes
     available = available_memory_bytes(config.device)
     if needed > available:

@@ -75,7 +75,6 @@ def work(config: RunConfig) -> tuple[int, Path]:
         if run is None and isinstance(error, UsageError):
             raise
         fail(rank, run, error)
-    progress.close()
     leave(run, watch)
     audit = run.results.get("audit")
     assert run.config.out is not None

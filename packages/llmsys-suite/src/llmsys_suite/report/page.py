@@ -54,15 +54,12 @@ def run(run: Run) -> None:
 
 
 def write_report(folder: RunFolder) -> str:
-    """Write report.md, report.html and a CSV of each table; return the text of report.md."""
+    """Write report.md and report.html; return the text of report.md."""
     stage_sections = list(sections(folder))
     markdown = "\n".join(
         [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]
     )
     folder.write_text("report.md", markdown)
-    for section in stage_sections:
-        if section.rows:
-            folder.write_csv(f"{section.title}.csv", section.rows)
     folder.write_text("report.html", page(folder, stage_sections))
     if folder.complete:
         folder.seal()
@@ -175,8 +172,6 @@ def _section(section: Section) -> str:
     for name, inside in section.folded:
         shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
-    if section.rows:
-        parts.append(f'<a class="soft" href="{section.title}.csv">{section.title}.csv</a>')
     return "".join(parts) + "</section>"
 
 

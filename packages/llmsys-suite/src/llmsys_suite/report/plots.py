@@ -30,16 +30,14 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure(
-    draw: Callable[..., Any], alt: str, width: float = 4.8, height: float = 3.0, rows: int = 1
-) -> str:
-    """Return the SVG of a plot that `draw` draws on one or several rows of axes."""
+def figure(draw: Callable[..., Any], alt: str, height: float = 3.0) -> str:
+    """Return the SVG of a plot that `draw` draws."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE | {"svg.hashsalt": alt}):
-        drawn = Figure(figsize=(width, height), layout="constrained")
-        draw(drawn.subplots(rows))
+        drawn = Figure(figsize=(4.8, height), layout="constrained")
+        draw(drawn.subplots())
         text = io.StringIO()
         drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue().replace(INK, "currentColor")
@@ -101,44 +99,35 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
     return figure(draw, "Phases of a step of every variant", height=1.4 + 0.26 * len(rows))
 
 
-def timeline(models: dict[str, Any]) -> str:
-    """Draw live memory over a training step, one plot per model with its own scale from zero."""
+def timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
+    """Draw live memory over a training step, with its phases and its peak."""
 
-    def draw(every: Any) -> None:
-        for axes, (size, model) in zip(
-            [every] if len(models) == 1 else every, models.items(), strict=True
-        ):
-            context = model["peaks"][len(model["peaks"]) // 2]["context"]
-            _draw_timeline(axes, f"{size}, {context} tokens", model["training_timeline"])
+    def draw(axes: Axes) -> None:
+        peak = max(mib for _, mib in points)
+        unit, scale = ("GiB", 1024) if peak >= 1024 else ("MiB", 1)
+        live = [mib / scale for _, mib in points]
+        axes.fill_between(range(len(live)), live, color=COLORS[0], alpha=0.25)
+        axes.plot(live, color=COLORS[0])
+        phases_in_order = [phase for phase, _ in points]
+        for phase in ("forward", "backward", "optimizer"):
+            if phase in phases_in_order:
+                start = phases_in_order.index(phase)
+                axes.axvline(start, color=INK, linewidth=0.6, alpha=0.5)
+                axes.annotate(
+                    phase,
+                    (start, 1.0),
+                    (3, -2),
+                    xycoords=("data", "axes fraction"),
+                    textcoords="offset points",
+                    va="top",
+                    fontsize=8,
+                )
+        axes.plot(live.index(max(live)), max(live), "v", color=COLORS[1])
+        axes.set(ylabel=f"live, {unit}", ylim=(0, 1.25 * max(live)), xticks=[])
+        axes.set_title(f"{name}: peak {max(live):,.3g} {unit}", fontsize=9, loc="left")
+        axes.set_xlabel("operators of a training step")
 
-    alt = "Live memory over a training step of each model, with phases and peak"
-    return figure(draw, alt, height=2.2 * len(models), rows=len(models))
-
-
-def _draw_timeline(axes: Axes, name: str, points: list[tuple[str, float]]) -> None:
-    peak = max(mib for _, mib in points)
-    unit, scale = ("GiB", 1024) if peak >= 1024 else ("MiB", 1)
-    live = [mib / scale for _, mib in points]
-    axes.fill_between(range(len(live)), live, color=COLORS[0], alpha=0.25)
-    axes.plot(live, color=COLORS[0])
-    phases_in_order = [phase for phase, _ in points]
-    for phase in ("forward", "backward", "optimizer"):
-        if phase in phases_in_order:
-            start = phases_in_order.index(phase)
-            axes.axvline(start, color=INK, linewidth=0.6, alpha=0.5)
-            axes.annotate(
-                phase,
-                (start, 1.0),
-                (3, -2),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                va="top",
-                fontsize=8,
-            )
-    axes.plot(live.index(max(live)), max(live), "v", color=COLORS[1])
-    axes.set(ylabel=f"live, {unit}", ylim=(0, 1.25 * max(live)), xticks=[])
-    axes.set_title(f"{name}: peak {max(live):,.3g} {unit}", fontsize=9, loc="left")
-    axes.set_xlabel("operators of a training step")
+    return figure(draw, f"Live memory over a training step of {name}", height=2.4)
 
 
 def isoflop(scale: Scale) -> str:
@@ -211,18 +200,14 @@ def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
     return figure(draw, "Held-out loss against bytes", height=3.4)
 
 
-def bars(names: Sequence[str], values: Sequence[float], unit: str, *, log: bool = False) -> str:
-    """Draw one labeled bar per row; with `log` on a logarithmic axis."""
+def errors(names: Sequence[str], values: Sequence[float], unit: str) -> str:
+    """Draw one labeled bar per row on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
-        drawn = axes.barh(names, values, color=COLORS[0], log=log)
-        axes.bar_label(drawn, [_short(value) for value in values], padding=3, fontsize=8)
+        drawn = axes.barh(names, values, color=COLORS[0], log=True)
+        axes.bar_label(drawn, [f"{value:.2g}" for value in values], padding=3, fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.18)
         axes.set(xlabel=unit)
 
     return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

@@ -48,9 +48,12 @@ def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
     rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = f"Furthest off: {worst['figure']}, measured {worst['ratio']:.3g} of what was planned."
-    parts = plan.training_bytes_by_part
-    picture = plots.bars([*parts], [n / MIB for n in parts.values()], "MiB at a step's peak")
-    return Section("plan", finding, rows, picture, [("derivation", plan.derivation)])
+    parts = [
+        {"part": name, "MiB": nbytes / MIB} for name, nbytes in plan.training_bytes_by_part.items()
+    ]
+    folded: list[tuple[str, Sequence[Row] | str]] = [("memory at the peak of a step", parts)]
+    folded.append(("derivation", plan.derivation))
+    return Section("plan", finding, rows, folded=folded)
 
 
 def _links(links: of.Links, *_: Any) -> Section:
@@ -71,17 +74,11 @@ def _attention(attention: of.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
-    picture = plots.bars(
-        [r["kernel"] for r in rows],
-        [r["forward_backward_ms"] for r in rows],
-        "ms, forward and backward",
-    )
     return Section(
         "attention",
         interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
         shown,
-        picture,
-        [("why this kernel", attention.explain)],
+        folded=[("why this kernel", attention.explain)],
     )
 
 
@@ -134,61 +131,38 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
         finding += f", {ratio:.2f} of {others[0]['split']}'s time"
     off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
     finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
-    shown = pick(rows, COLUMNS["parallel"])
-    picture = plots.bars(
-        [r["split"] for r in rows], [r["iteration_ms"] for r in rows], "ms per iteration"
-    )
-    return Section("parallel", finding, shown, picture)
-
-
-def _profile(profile: of.Profile, *_: Any) -> Section:
-    operators = profile.operators
-    worst = max(operators, key=lambda row: row["timer_ms"])
-    finding = (
-        f"{worst['phase'].capitalize()} takes longest, {worst['timer_ms']:.3g} ms under the "
-        f"profiler; products are {worst['product_share']:.0%} of its operators' time, softmax "
-        f"{worst['softmax_share']:.1%}."
-    )
-    shown = pick(operators, COLUMNS["profile"])
-    for row, operator in zip(shown, operators, strict=True):
-        row["top"] = f"{operator['top_operator'].removeprefix('aten::')} x {operator['top_calls']}"
-    picture = plots.bars(
-        [row["phase"] for row in operators], [row["timer_ms"] for row in operators], "ms per phase"
-    )
-    return Section("profile", finding, shown, picture)
+    return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
 def _precision(precision: of.Precision, *_: Any) -> Section:
     rows = precision.accumulation
     shown = pick(rows, COLUMNS["precision"])
-    picture = plots.bars(
+    picture = plots.errors(
         [f"{r['term_in']} in {r['sum_in']}" for r in rows],
         [r["relative_error"] for r in rows],
         "relative error of a thousand sums",
-        log=True,
     )
     dtypes = [{"part": part, "dtype": x} for part, x in precision.autocast_dtypes.items()]
-    folded = [("dtypes under autocast", dtypes), ("times", precision.timing)]
-    finding = interleaved_against(precision.interleaved, "bfloat16", "float32")
-    return Section("precision", finding, shown, picture, folded)
-
-
-def _memory(memory: of.Memory, *_: Any) -> Section:
-    rows = [
-        {"model": size, "rows": m["rows"], **p}
-        for size, m in memory.models.items()
-        for p in m["peaks"]
-    ]
-    top = rows[-1]
+    worst = max(rows, key=lambda row: row["relative_error"])
     finding = (
-        f"Training {top['model']} on {top['rows']} x {top['context']} tokens peaks at "
-        f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
-        f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
+        f"A thousand terms of 0.01 in {worst['term_in']}, summed in {worst['sum_in']}, give "
+        f"{worst['sum']:.4g} instead of 10."
     )
-    shown = pick(rows, COLUMNS["memory"])
-    folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory.models.items()]
+    return Section("precision", finding, shown, picture, [("dtypes under autocast", dtypes)])
+
+
+def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
+    top = memory.peaks[-1]
+    finding = (
+        f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
+        f"{top['training_peak_mib']:,.4g} MiB, {top['checkpointed_peak_mib']:,.4g} with blocks run "
+        f"twice; inference at {top['inference_peak_mib']:,.4g}."
+    )
+    folded: list[tuple[str, Any]] = [("largest at the peak", memory.largest)]
     folded += [("saved for the backward pass in mixed precision", memory.mixed)]
-    return Section("memory", finding, shown, plots.timeline(memory.models), folded)
+    shown = pick(memory.peaks, COLUMNS["memory"])
+    picture = plots.timeline(f"{folder.config.size}", memory.training_timeline)
+    return Section("memory", finding, shown, picture, folded)
 
 
 def _scale(scale: of.Scale, *_: Any) -> Section:
@@ -250,6 +224,6 @@ def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
 
 MAKERS: dict[str, Callable[..., Section]] = {
     "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
-    "parallel": _parallel, "profile": _profile, "precision": _precision, "memory": _memory,
+    "parallel": _parallel, "precision": _precision, "memory": _memory,
     "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
 }  # fmt: skip

@@ -46,30 +46,15 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "waiting": ("rows.waiting",),
         "the work in a timed iteration": (),
     },
-    "profile": {
-        "times under the profiler": ("operators.timer_ms", "operators.total_ms"),
-        "shares of operators": (
-            "operators.top_share",
-            "operators.product_share",
-            "operators.attention_product_share",
-            "operators.softmax_share",
-            "operators.ms",
-            "operators.share",
-        ),
-    },
     "precision": {
         "what autocast does to other operators than those listed": (),
-        "whether times are too short by less than a factor of three": (),
     },
     "memory": {
-        "peaks and the timeline of inference": (
-            "models.inference_peak_mib",
-            "models.inference_timeline",
-        ),
-        "the timeline of training": ("models.training_timeline",),
+        "the peak of inference": ("peaks.inference_peak_mib",),
+        "timelines": ("inference_timeline", "training_timeline"),
         "the largest allocations": (),
-        "mixed precision": ("mixed.context", "mixed.saved_for_backward_mib"),
-        "the number of rows": ("models.rows",),
+        "mixed precision": ("mixed.saved_for_backward_mib",),
+        "the number of rows": ("rows",),
     },
     "scale": {
         "losses of all runs but one short run": (),

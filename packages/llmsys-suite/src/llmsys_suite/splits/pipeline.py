@@ -60,9 +60,10 @@ class LayerRange(nn.Module):
         The input is tokens in the first stage and the residual stream in the others.
         """
         with self.autocast():
+            # Before the embedding, which may split the tokens over ranks.
+            rope = self.rope[:, : x.shape[1]]
             if self.embedding is not None:
                 x = self.embedding(x)
-            rope = self.rope[:, : x.shape[1]]
             for block in self.blocks.values():
                 x = run_block(block, x, rope, checkpointed=self.checkpoint)
             if self.head is not None and self.norm is not None:

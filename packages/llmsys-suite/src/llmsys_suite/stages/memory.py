@@ -1,8 +1,8 @@
 """Live memory of inference and training steps: peaks by context, timelines, largest allocations.
 
-`accounting` counts the blocks on the meta device, so that the run's model and the 2.7B model fit on
-any machine. Mixed precision is counted with fake tensors. On a GPU a snapshot for torch's viewer is
-stored as well.
+`accounting` counts the blocks on the meta device, so that any model fits on any machine, as in
+`llmsys run memory --size 2.7B`. Mixed precision is counted with fake tensors. On a GPU a snapshot
+for torch's viewer is stored as well.
 """
 
 from __future__ import annotations
@@ -18,66 +18,47 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.autocast_memory import saved_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.results import Memory, Rows
+from llmsys_suite.results import Memory
 
 ROWS = 4
-#: Sizes besides that of the run, with the contexts and the vocabulary of the coursework.
-DRAWN_BESIDE = {"2.7B": (128, 256, 512)}
-VOCABULARY_BESIDE = 10_000
+#: Vocabulary of the coursework.
+VOCABULARY = 10_000
 MIB = 2**20
 
 
-def contexts(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return the contexts of each drawn size; the run's size is always the run's model."""
-    drawn: dict[str, tuple[int, ...]] = {}
-    drawn[config.size] = (config.context // 2, config.context, 2 * config.context)
-    return drawn | {size: some for size, some in DRAWN_BESIDE.items() if size != config.size}
-
-
-def vocabulary_of(size: str, config: RunConfig) -> int:
-    """Return the vocabulary of a drawn size."""
-    return config.vocabulary if size == config.size else VOCABULARY_BESIDE
+def contexts(config: RunConfig) -> tuple[int, int, int]:
+    """Return the contexts whose peaks are counted; the timeline is that of the run's context."""
+    return config.context // 2, config.context, 2 * config.context
 
 
 def run(run: Run) -> Memory | None:
-    """Return timelines and peaks of this run's model and of 2.7B; ranks share the contexts."""
-    wanted = contexts(run.config)
-    cases = [(size, length) for size, lengths in wanted.items() for length in lengths]
-    # Rank 0 has the shortest cases of two ranks, so it also counts mixed precision.
-    mixed = _mixed(run.config) if run.rank == 0 else []
+    """Return timelines and peaks of the run's model; ranks share the contexts."""
+    config = run.config
     mine = {
-        (size, length): profile(size, length, vocabulary_of(size, run.config))
-        for size, length in cases[run.rank :: run.world]
+        length: profile(config.size, length, config.vocabulary)
+        for length in contexts(config)[run.rank :: run.world]
     }
     gathered = run.gather(mine)
     if run.rank != 0:
         return None
-    profiles = {key: profile for part in gathered for key, profile in part.items()}
-    models = {
-        size: {"rows": ROWS, "peaks": [profiles[size, length]["peaks"] for length in lengths]}
-        | profiles[size, lengths[1]]["drawn"]
-        for size, lengths in wanted.items()
-    }
-    on_gpu = run.device.type == "cuda" and run.folder is not None
-    return Memory(models, mixed, _snapshot(run) if on_gpu else "")
-
-
-def _mixed(config: RunConfig) -> Rows:
-    """Return the bytes that the last drawn size saves for the backward pass, in two precisions."""
-    size, lengths = list(contexts(config).items())[-1]
-    model = ModelConfig.named(size, vocabulary=vocabulary_of(size, config), context=lengths[1])
-    return [
+    profiles = {length: profile for part in gathered for length, profile in part.items()}
+    mixed = [
         {
-            "model": size,
-            "context": model.context,
             "autocast": name,
-            "saved_for_backward_mib": saved_bytes(model, ROWS, autocast=name != "off") / MIB,
+            "saved_for_backward_mib": saved_bytes(run.model, ROWS, autocast=name != "off") / MIB,
         }
         for name in ("off", "bf16")
     ]
+    return Memory(
+        rows=ROWS,
+        peaks=[profiles[length]["peaks"] for length in contexts(config)],
+        **profiles[config.context]["drawn"],
+        mixed=mixed,
+        snapshot=_snapshot(run) if run.device.type == "cuda" else "",
+    )
 
 
-def profile(size: str, context: int, vocabulary: int = VOCABULARY_BESIDE) -> dict[str, Any]:
+def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Return peaks, timelines and the largest allocations of one size at one context."""
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)

@@ -1,27 +1,24 @@
-"""Low precision: accumulation error, dtypes under autocast, and time."""
+"""Low precision: accumulation error, and dtypes under autocast.
+
+`llmsys step --dtype fp32,bf16` times steps.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmsys_suite.measure.interleaved import Interleaved, time_interleaved
-from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.results import Precision, Rows
-
-ROUNDS = 7
+from llmsys_suite.results import Precision
 
 
 def run(run: Run) -> Precision | None:
-    """Return all three tables, on rank 0."""
+    """Return both tables, on rank 0."""
     if run.rank != 0:
         return None
-    with run.in_float32():
-        return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
+    return Precision(accumulation(), autocast_dtypes(run.device.type))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:
@@ -75,36 +72,6 @@ def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> di
         "loss": _name(loss.dtype),
         "gradients": _name(model.fc1.weight.grad.dtype),
     }
-
-
-def timing(run: Run) -> tuple[Rows, Interleaved]:
-    """Time forward and backward of the model in float32 and bf16 autocast, interleaved."""
-    torch.manual_seed(run.config.seed)
-    model = Decoder(run.model).to(run.device)
-    tokens, targets = run.batch(0, rows=run.config.rows // run.world)
-    losses = {}
-
-    def step(name: str) -> None:
-        with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=name == "bfloat16"):
-            loss = model.loss(tokens, targets)
-        loss.backward()
-        losses[name] = float(loss.detach())
-        model.zero_grad()
-
-    dtypes = ("float32", "bfloat16")
-    interleaved = time_interleaved(
-        {name: partial(step, name) for name in dtypes}, ROUNDS, run.device
-    )
-    rows_out = [
-        {
-            "dtype": name,
-            "forward_backward_ms": interleaved.median_ms(name),
-            "loss": losses[name],
-            "speedup_p50": 1 / interleaved.ratio_to("float32", name),
-        }
-        for name in dtypes
-    ]
-    return rows_out, interleaved
 
 
 def _name(dtype: torch.dtype) -> str:

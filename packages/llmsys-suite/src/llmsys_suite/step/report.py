@@ -86,13 +86,14 @@ def _measured_lines(
     for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
-            _write(out, cases, measured)
+            table = {"cases": [asdict(case) for case in cases], "rows": measured}
+            RunFolder(out).write_json("rows.json", table)
         yield _line(_cells(row))
     yield from sentences(measured)
     if profile:
         yield from _kernels(measured)
     if out is not None:
-        yield f"\n{out}: rows.json, steps.csv" + (", kernels.csv, traces" if profile else "")
+        yield f"\n{out}: rows.json" + (", traces" if profile else "")
 
 
 def sentences(rows: Sequence[Row]) -> Iterator[str]:
@@ -161,22 +162,6 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
                 f"attention's products, for "
                 f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."
             )
-
-
-def _write(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
-    folder = RunFolder(out)
-    folder.write_json("rows.json", {"cases": [asdict(case) for case in cases], "rows": rows})
-    numbers = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
-    folder.write_csv("steps.csv", numbers)
-    tops = [
-        {k: row[k] for k in LABELS[:-1]} | {"phase": phase["phase"]} | operator
-        for row in rows
-        if row.get("warmup") == max(WARMUPS)
-        for phase in row.get("operators", ())
-        for operator in phase["top"]
-    ]
-    if tops:
-        folder.write_csv("kernels.csv", tops)
 
 
 def _cells(row: Row) -> list[str]:

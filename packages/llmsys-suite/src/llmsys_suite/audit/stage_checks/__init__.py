@@ -19,7 +19,6 @@ from llmsys_suite.audit.stage_checks import (
     memory,
     parallel,
     precision,
-    profile,
     scale,
 )
 from llmsys_suite.ranks.rank import Run
@@ -29,7 +28,6 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "learn": learn.checks,
     "attention": attention.checks,
     "parallel": parallel.checks,
-    "profile": profile.checks,
     "precision": precision.checks,
     "memory": memory.checks,
     "scale": scale.checks,

@@ -8,7 +8,7 @@ import accounting
 
 from llmsys_suite import results
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import size_of
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import memory
 
@@ -18,29 +18,15 @@ PEAK_BYTES = 0.10
 
 
 def checks(run: Run, result: results.Memory) -> Iterator[Check]:
-    """Compare the peaks and the residual stream of every size."""
+    """Compare the peaks and the residual stream of every context."""
     config = run.config
-    expected = [(size, n) for size, lengths in memory.contexts(config).items() for n in lengths]
-    counted = [(size, row["context"]) for size, m in result.models.items() for row in m["peaks"]]
-    yield same_rows("sizes and contexts", expected, counted)
-    off: list[tuple[float, float, str]] = []
-    for size, model in result.models.items():
-        off += _predicted(size, model["peaks"], config)
-        number_mib = 4 * memory.ROWS * size_of(size).d_model / MIB
-        stream = [
-            (row["context"] * number_mib, row["residual_stream_mib"], "") for row in model["peaks"]
-        ]
-        numbers = Sources("reported", "4 bytes per number")
-        yield numbers.all_equal(f"{size}: residual stream", stream, 1e-9)
-    yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
-
-
-def _predicted(
-    size: str, peaks: results.Rows, config: RunConfig
-) -> Iterator[tuple[float, float, str]]:
-    """Yield the predicted and the counted peak of each context, plain and checkpointed."""
-    described = size_of(size).described(vocabulary=memory.vocabulary_of(size, config))
-    for row in peaks:
+    counted = [row["context"] for row in result.peaks]
+    yield same_rows("contexts", memory.contexts(config), counted)
+    described = size_of(config.size).described(vocabulary=config.vocabulary)
+    off = []
+    stream = []
+    for row in result.peaks:
+        where = f"{row['context']} tokens"
         for key, recompute in (("training", "none"), ("checkpointed", "full")):
             predicted = accounting.peak_memory(
                 described,
@@ -51,5 +37,9 @@ def _predicted(
                 fused_norm=False,
                 foreach=False,
             ).total
-            where = f"{size}, {row['context']} tokens, {key}"
-            yield predicted / MIB, row[f"{key}_peak_mib"], where
+            off.append((predicted / MIB, row[f"{key}_peak_mib"], f"{where}, {key}"))
+        by_hand = 4 * memory.ROWS * row["context"] * run.model.d_model / MIB
+        stream.append((by_hand, row["residual_stream_mib"], where))
+    yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
+    numbers = Sources("reported", "4 bytes per number")
+    yield numbers.all_equal("residual stream", stream, 1e-9)
