@@ -543,6 +543,9 @@ def test_schedules_are_told_apart_by_their_events():
     assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
     assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
     assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+    # Three microbatches are one round, in which a rank has all of its two stages' passes.
+    assert events.expected_in_flight(name("interleaved"), 0, 2, 3) == 6
+    assert events.expected_in_flight(name("interleaved"), 1, 2, 3) == 4
 
 
 @pytest.mark.parametrize(

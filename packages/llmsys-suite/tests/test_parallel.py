@@ -92,6 +92,17 @@ def test_a_split_trains_the_weights_of_one_process(world):
         assert max(distances) < 1e-3
 
 
+def test_microbatches_are_whole_rows_for_any_number_of_rows():
+    for rows in range(1, 20):
+        for ranks in (2, 3, 4):
+            count = Layout(pipeline=ranks).num_microbatches(rows)
+            assert rows % count == 0
+            assert count == rows or count >= ranks
+    interleaved = Layout(pipeline=2, schedule="interleaved")
+    assert interleaved.why_not(SHAPE, 8) == ""
+    assert "5 microbatches do not split into rounds" in interleaved.why_not(SHAPE, 10)
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "complaint"),
     [

@@ -118,7 +118,7 @@ def a_run(path, **config):
         "learn": of.Learn(variant="zero 1", begun_at=0, rows=8, learning_rate=2e-3,
                           probed_step=None,
                           losses=[5.0, 3.0, 2.0], heldout=[(1, 4.0), (3, 1.7)], tokens=3072,
-                          before=sample, after=sample),
+                          written=sample),
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),

@@ -89,8 +89,8 @@ class Learn:
     losses: list[float]
     heldout: list[tuple[int, float]]
     tokens: int
-    before: dict[str, str]
-    after: dict[str, str]
+    #: A prompt, and the text that the trained model writes after it.
+    written: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -57,5 +57,7 @@ def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> 
     if split == "pipeline (1F1B)":
         return min(microbatches, ranks - rank)
     if split == "pipeline (interleaved)":
-        return min(2 * microbatches, 2 * (ranks - rank - 1) + ranks + 1)
+        # A round has as many microbatches as ranks, or more if there are too few for two rounds.
+        per_round = microbatches // max(1, microbatches // ranks)
+        return min(2 * microbatches, 2 * (ranks - rank - 1) + per_round + 1)
     return None

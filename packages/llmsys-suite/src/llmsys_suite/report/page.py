@@ -134,8 +134,8 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
         samples = (
             "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
-            f'<span class="soft">{html.escape(learn.after["prompt"])}</span>'
-            f"{html.escape(learn.after['written'])}</pre></figure>"
+            f'<span class="soft">{html.escape(learn.written["prompt"])}</span>'
+            f"{html.escape(learn.written['written'])}</pre></figure>"
         )
     contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in stage_sections)
     files = "".join(f'<a href="{f}">{f}</a>' for f in FILES if (folder.path / f).exists())

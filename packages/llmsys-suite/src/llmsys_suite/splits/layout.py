@@ -42,6 +42,9 @@ class Layout:
                 return f"{name} {value} does not split over {self.tensor} ranks"
         if rows % self.data:
             return f"{rows} rows do not split over {self.data} groups"
+        count = self.num_microbatches(rows // self.data)
+        if self.schedule == "interleaved" and count % max(1, count // self.pipeline):
+            return f"{count} microbatches do not split into rounds of {self.pipeline} ranks"
         return ""
 
     def num_microbatches(self, rows: int) -> int:

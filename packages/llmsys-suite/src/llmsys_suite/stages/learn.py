@@ -33,10 +33,9 @@ EVALUATIONS, SAVES = 5, 2
 
 
 def run(run: Run) -> Learn | None:
-    """Train, from a checkpoint if there is one; return losses, held-out losses and two samples."""
+    """Train, from a checkpoint if there is one; return losses, held-out losses and a text."""
     config = run.config
     name, variant = make_variant(run)
-    before = sample(run, variant.weights())
     state = beginning(config, run.corpus.train)
     if (source := resumed(run)) is not None:
         pair = variant.checkpointed()
@@ -59,7 +58,7 @@ def run(run: Run) -> Learn | None:
     if begun_at == state["total"]:
         save(run, variant, state, CHECKPOINT)  # no step has saved one in this run folder
     weights = variant.weights()
-    after = sample(run, weights)
+    written = sample(run, weights)
     variant.close()
     if run.folder is None:
         return None
@@ -74,8 +73,7 @@ def run(run: Run) -> Learn | None:
         losses=state["losses"],
         heldout=state["heldout"],
         tokens=state["total"] * state["rows"] * config.context,
-        before=before,
-        after=after,
+        written=written,
     )
 
 

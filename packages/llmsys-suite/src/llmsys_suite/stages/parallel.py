@@ -55,39 +55,39 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
 
 def timed(run: Run, split: SplitModel) -> dict[str, Any]:
     """Train a split model and return the times of its steps, and two of its losses."""
-    losses = []
-    seconds = []
-    clocked_s = []
-    for step in range(1 + ITERATIONS):
-        if step == 1:
-            start_time, worked = time.perf_counter(), time.process_time()
-        batch = split.batch(step)
-        run.barrier()
-        # Another clock, which the audit compares with the first one.
-        clock_ns = time.time_ns()
-        begin = time.perf_counter()
-        loss = split.step(*batch)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        ours = time.perf_counter() - begin, (time.time_ns() - clock_ns) / 1e9
-        slowest = torch.tensor(ours, device=run.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        seconds.append(float(slowest[0]))
-        clocked_s.append(float(slowest[1]))
-        losses.append(mean_loss(run, loss))
-    # Discard the phases that the recorder timed outside of its steps.
-    run.recorder.take()
+    steps = [timed_step(run, split, 0)]
+    start_time, worked = time.perf_counter(), time.process_time()
+    steps += [timed_step(run, split, step) for step in range(1, 1 + ITERATIONS)]
     passed_s = time.perf_counter() - start_time
     working = torch.tensor((time.process_time() - worked) / passed_s, device=run.device)
     dist.all_reduce(working)
+    # Discard the phases that the recorder timed outside of its steps.
+    run.recorder.take()
+    losses, seconds, clocked_s = zip(*steps, strict=True)
     return {
-        "seconds": seconds[1:],
+        "seconds": list(seconds[1:]),
         "iteration_ms": statistics.median(seconds[1:]) * 1e3,
         "waiting": 1 - float(working) / run.world,
         "loss": losses[0],
         "trained_loss": losses[TRAINED],
-        "clocked_s": clocked_s[1:],
+        "clocked_s": list(clocked_s[1:]),
     }
+
+
+def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, float]:
+    """Take a step; return its loss, and the seconds of the slowest rank by two clocks."""
+    batch = split.batch(step)
+    run.barrier()
+    # The audit compares the second clock with the first one.
+    clock_ns = time.time_ns()
+    start_time = time.perf_counter()
+    loss = split.step(*batch)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start_time, (time.time_ns() - clock_ns) / 1e9
+    slowest = torch.tensor(seconds, device=run.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return mean_loss(run, loss), float(slowest[0]), float(slowest[1])
 
 
 def mean_loss(run: Run, loss: float) -> float:
