@@ -117,7 +117,6 @@ def step(
         bool, typer.Option("--checkpoint", help="Measure activation checkpointing too.")
     ] = False,
     rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
     profile: Annotated[
         bool, typer.Option("--profile", help="Print the operators of a step.")
@@ -135,7 +134,6 @@ def step(
         compiled=compile_,
         checkpointed=checkpoint,
         rows=rows,
-        lr=lr,
         limit=time_limit,
         profile=profile,
         device=device,

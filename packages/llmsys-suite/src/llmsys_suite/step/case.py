@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,7 +31,6 @@ class Case:
     dtype: str = "fp32"
     compile: bool = False
     checkpoint: bool = False
-    lr: float = 1e-3
     layers: int | None = None
     vocabulary: int = BYTE_VOCABULARY
     device: str = "cpu"
@@ -51,8 +49,6 @@ class Case:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise UsageError(f"expected an integer `{name}` >= {low}, got {value!r}")
-        if not 0 < self.lr < math.inf:
-            raise UsageError(f"lr {self.lr} is not a positive number")
 
     @property
     def model(self) -> ModelConfig:

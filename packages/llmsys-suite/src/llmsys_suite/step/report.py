@@ -27,7 +27,6 @@ def benchmark(
     compiled: bool,
     checkpointed: bool,
     rows: int,
-    lr: float,
     limit: float,
     profile: bool,
     device: str,
@@ -46,7 +45,6 @@ def benchmark(
             dtype=dtype,
             compile=is_compiled,
             checkpoint=is_checkpointed,
-            lr=lr,
             device=device,
         )
         for size, context, dtype, is_compiled, is_checkpointed in product(

@@ -29,7 +29,7 @@ class Step:
         torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
         self.case, self.device = case, torch.device(case.device)
         self.model = Decoder(case.model, plain_attention).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
         self.scaler = torch.amp.GradScaler(
