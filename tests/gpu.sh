@@ -96,7 +96,7 @@ elif [ -n "$DRY" ]; then
 else
     attempt "whole run" "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run"
     for dtype in fp32 tf32; do
-        attempt "a short run in $dtype" "$PYTHON" -m llmsys_suite run train precision audit --preset gpu --dtype $dtype --steps 4 \
+        attempt "a short run in $dtype" "$PYTHON" -m llmsys_suite run train audit --preset gpu --dtype $dtype --steps 4 \
             --warmup 1 --out "$OUT/$dtype"
     done
     attempt "steps by size" "$PYTHON" -m llmsys_suite step --sizes small,medium,large,xl,2.7B --contexts 128,512 --dtype fp32,bf16 \

@@ -43,7 +43,6 @@ from llmsys_suite.stages import (
     memory,
     parallel,
     plan,
-    precision,
     scale,
     train,
 )
@@ -389,11 +388,6 @@ def one_rank_waits(run: Run) -> Patch:
 def at_twice_the_rate(original: Any, self: Any, run: Run, *more: Any) -> None:
     rate = 2 * run.config.learning_rate
     original(self, replace(run, config=replace(run.config, learning_rate=rate)), *more)
-
-
-def mixed_sums(sums: Any, *_: Any) -> Any:
-    sums[1] |= {key: sums[3][key] for key in ("sum", "relative_error")}
-    return sums
 
 
 def blind_to_gradients(original: Any, self: Any, tensor: Any, operator: str) -> None:
@@ -771,13 +765,6 @@ FAULTS: list[Fault] = [
         after(splits.SplitModel, "step", one_microbatch_less)),
     Fault("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2, "seconds": [s / 2 for s in row["seconds"]]})),
-    # Precision.
-    Fault("precision", "a sum in float16 is kept in float32", lambda run:
-        after(precision, "accumulation", mixed_sums)),
-    Fault("precision", "autocast is off", lambda run:
-        around(torch, "autocast", lambda original, kind, **more: original(kind, **more | {"enabled": False}))),
-    Fault("precision", "999 terms for 1000", lambda run:
-        around(precision, "accumulation", lambda original: original(terms=999))),
     # Memory.
     Fault("memory", "gradients are not counted", lambda run:
         around(LiveMemory, "_count", blind_to_gradients)),

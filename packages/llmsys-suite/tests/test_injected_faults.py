@@ -21,7 +21,7 @@ def test_the_registry_has_faults_of_every_stage_with_distinct_names():
     labels = [fault.label for fault in FAULTS]
     assert len(labels) == len(set(labels)) >= 40
     assert set(QUICK) <= set(labels)
-    stages = ("plan", "links", "attention", "train", "learn", "parallel", "precision")
+    stages = ("plan", "links", "attention", "train", "learn", "parallel")
     others = ("memory", "scale", "inspect", "compress", "folder")
     assert {fault.stage for fault in FAULTS} >= {*stages, *others}
 

@@ -122,9 +122,6 @@ def a_run(path, **config):
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),
-        "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
-                                        "relative_error": 0.1}],
-                                  {"logits": "bfloat16"}),
         "memory": of.Memory(rows=4, peaks=[peaks], inference_timeline=line,
                             training_timeline=line, largest="", mixed=[]),
         "scale": of.Scale(
@@ -190,8 +187,8 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        # Links, train, learn (twice), precision, memory, scale and compress.
-        assert layout["pictures"] == 8
+        # Links, train, learn (twice), memory, scale and compress.
+        assert layout["pictures"] == 7
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 

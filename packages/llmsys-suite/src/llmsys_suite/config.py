@@ -109,7 +109,6 @@ STAGES: dict[str, tuple[str, ...]] = {
     "train": ("plan",),
     "learn": ("train",),
     "parallel": (),
-    "precision": (),
     "memory": (),
     "scale": (),
     "inspect": ("learn",),

@@ -100,14 +100,6 @@ class Parallel:
     rows: Rows
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Sums in several dtypes, and the dtypes under autocast."""
-
-    accumulation: Rows
-    autocast_dtypes: dict[str, str]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Peaks by context, timelines, allocations, mixed precision, and the snapshot's file."""
@@ -174,7 +166,6 @@ KINDS: dict[str, type] = {
         Train,
         Learn,
         Parallel,
-        Precision,
         Memory,
         Scale,
         Inspect,

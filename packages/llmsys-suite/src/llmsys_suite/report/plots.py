@@ -198,16 +198,3 @@ def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
         below(axes)
 
     return figure(draw, "Held-out loss against bytes", height=3.4)
-
-
-def errors(names: Sequence[str], values: Sequence[float], unit: str) -> str:
-    """Draw one labeled bar per row on a logarithmic axis."""
-
-    def draw(axes: Axes) -> None:
-        drawn = axes.barh(names, values, color=COLORS[0], log=True)
-        axes.bar_label(drawn, [f"{value:.2g}" for value in values], padding=3, fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.18)
-        axes.set(xlabel=unit)
-
-    return figure(draw, f"{unit}: {', '.join(names)}", height=0.9 + 0.28 * len(names))

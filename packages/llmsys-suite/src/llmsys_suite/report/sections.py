@@ -134,23 +134,6 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
-def _precision(precision: of.Precision, *_: Any) -> Section:
-    rows = precision.accumulation
-    shown = pick(rows, COLUMNS["precision"])
-    picture = plots.errors(
-        [f"{r['term_in']} in {r['sum_in']}" for r in rows],
-        [r["relative_error"] for r in rows],
-        "relative error of a thousand sums",
-    )
-    dtypes = [{"part": part, "dtype": x} for part, x in precision.autocast_dtypes.items()]
-    worst = max(rows, key=lambda row: row["relative_error"])
-    finding = (
-        f"A thousand terms of 0.01 in {worst['term_in']}, summed in {worst['sum_in']}, give "
-        f"{worst['sum']:.4g} instead of 10."
-    )
-    return Section("precision", finding, shown, picture, [("dtypes under autocast", dtypes)])
-
-
 def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
     top = memory.peaks[-1]
     finding = (
@@ -224,6 +207,6 @@ def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
 
 MAKERS: dict[str, Callable[..., Section]] = {
     "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
-    "parallel": _parallel, "precision": _precision, "memory": _memory,
+    "parallel": _parallel, "memory": _memory,
     "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
 }  # fmt: skip

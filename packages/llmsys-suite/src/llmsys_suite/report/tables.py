@@ -25,8 +25,6 @@ COLUMNS: dict[str, dict[str, str]] = {
     "parallel": {"split": "split", "iteration_ms": "iteration, ms", "bubble": "bubble, planned",
         "waiting": "waiting", "loss": "loss", "single_loss": "one process's",
         "trained_loss": "trained"},
-    "precision": {"sum_in": "sum in", "term_in": "terms in", "sum": "0.01 x 1000",
-        "relative_error": "relative error"},
     "memory": {"context": "tokens",
         "inference_peak_mib": "inference, MiB",
         "training_peak_mib": "training, MiB", "checkpointed_peak_mib": "checkpointed, MiB",

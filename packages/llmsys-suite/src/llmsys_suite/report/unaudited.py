@@ -46,9 +46,6 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "waiting": ("rows.waiting",),
         "the work in a timed iteration": (),
     },
-    "precision": {
-        "what autocast does to other operators than those listed": (),
-    },
     "memory": {
         "the peak of inference": ("peaks.inference_peak_mib",),
         "timelines": ("inference_timeline", "training_timeline"),

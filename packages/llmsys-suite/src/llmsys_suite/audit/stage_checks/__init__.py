@@ -18,7 +18,6 @@ from llmsys_suite.audit.stage_checks import (
     links,
     memory,
     parallel,
-    precision,
     scale,
 )
 from llmsys_suite.ranks.rank import Run
@@ -28,7 +27,6 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "learn": learn.checks,
     "attention": attention.checks,
     "parallel": parallel.checks,
-    "precision": precision.checks,
     "memory": memory.checks,
     "scale": scale.checks,
     "inspect": inspect.checks,

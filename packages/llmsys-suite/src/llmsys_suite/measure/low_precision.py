@@ -1,7 +1,4 @@
-"""Low precision: accumulation error, and dtypes under autocast.
-
-`llmsys step --dtype fp32,bf16` times steps.
-"""
+"""Errors of sums in low precision, and dtypes under autocast."""
 
 from __future__ import annotations
 
@@ -9,16 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from llmsys_suite.ranks.rank import Run
-from llmsys_suite.results import Precision
-
-
-def run(run: Run) -> Precision | None:
-    """Return both tables, on rank 0."""
-    if run.rank != 0:
-        return None
-    return Precision(accumulation(), autocast_dtypes(run.device.type))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:
