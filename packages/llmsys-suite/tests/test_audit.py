@@ -532,7 +532,7 @@ def test_initial_weights_of_another_scale_fail():
     assert tampered(change) == ["scale of the initial weights"]
 
 
-def test_schedules_are_told_apart_by_their_events():
+def test_schedules_are_distinguished_by_their_events():
     gpipe = [("forward", 0, i) for i in range(4)] + [("backward", 0, i) for i in range(4)]
     pairs = [[("forward", 0, i), ("backward", 0, i)] for i in range(4)]
     last_of_1f1b = [event for pair in pairs for event in pair]
@@ -646,7 +646,7 @@ def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
     assert {"first losses", "all losses"} <= set(red)
 
 
-def test_a_run_without_an_audit_says_so(tmp_path):
+def test_a_run_without_an_audit_is_refused(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
     with pytest.raises(UsageError, match="is an incomplete run"):
         check_again(folder)

@@ -193,7 +193,7 @@ def fraction_called_different(rows_of_pairs):
 @pytest.mark.parametrize(
     ("rounds", "noise"), [(20, "even"), (20, "heavy and lasting"), (60, "lasting")]
 )
-def test_the_same_code_is_seldom_told_apart(rounds, noise):
+def test_equal_code_is_rarely_called_different(rounds, noise):
     assert fraction_called_different(pairs(20, rounds, **NOISES[noise])) <= 0.1
 
 
@@ -312,7 +312,7 @@ def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path)
     assert set(by_fraction[0.4].values()) == {"cannot tell"}
 
 
-def test_what_others_do_is_what_the_machine_does_and_no_rank(tmp_path):
+def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp_path):
     begin = [others.clocks() | {"step": 0, "rank": 0}]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
@@ -387,7 +387,7 @@ def test_an_edited_run_is_refused(tmp_path):
         ({"learning_rate": 1.0}, "learning_rate"),
     ],
 )
-def test_what_times_may_depend_on_is_warned_of(tmp_path, difference, named):
+def test_differences_that_may_change_times_are_warned_of(tmp_path, difference, named):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference)
     (warning,) = warnings(a, b)
     assert named in warning
@@ -403,6 +403,6 @@ def test_a_training_that_failed_compares_with_none(tmp_path):
             compared()
 
 
-def test_runs_without_a_variant_in_common_are_said():
+def test_runs_without_a_common_variant_are_refused():
     with pytest.raises(UsageError, match="no variant besides the peer"):
         compare_ratios([{"zero 1": (np.zeros(9), 0)}], [{"fsdp": (np.zeros(9), 0)}])

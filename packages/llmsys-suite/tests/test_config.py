@@ -31,7 +31,7 @@ def test_a_stage_brings_what_it_reads_in_the_order_of_a_run():
 
 
 @no_gpu
-def test_what_is_left_open_follows_the_machine():
+def test_missing_options_follow_from_the_machine():
     config = resolve([])
     assert (config.preset, config.device, config.backend, config.world) == ("cpu", "cpu", "gloo", 2)
     assert config.rows % config.world == 0
@@ -51,7 +51,7 @@ def test_what_is_left_open_follows_the_machine():
         ({"seed": 10**13}, "--seed 10000000000000 is above"),
     ],
 )
-def test_unknown_names_and_senseless_numbers(options, complaint):
+def test_unknown_names_and_impossible_numbers_are_refused(options, complaint):
     stages = options.pop("stages", [])
     with pytest.raises(UsageError, match=complaint):
         resolve(stages, **options)
@@ -82,7 +82,7 @@ def test_a_configuration_made_by_hand_is_checked_before_anything_starts(
 
 
 @no_gpu
-def test_a_gpu_that_is_not_there():
+def test_a_missing_gpu_is_refused():
     with pytest.raises(UsageError, match="needs a CUDA device and this machine shows none"):
         resolve([], preset="gpu")
     with pytest.raises(UsageError, match="backend nccl moves CUDA tensors"):
@@ -223,7 +223,7 @@ def test_a_wrong_file_is_refused(tmp_path, text, complaint):
 @pytest.mark.parametrize(
     "name", ["256x768x6", "256x768x6x0", "256x768x6x08", "ax8x1x1", "256 x8x1x1"]
 )
-def test_a_size_that_is_no_name_and_no_shape_is_refused(name):
+def test_a_size_that_is_neither_a_name_nor_a_shape_is_refused(name):
     with pytest.raises(UsageError, match=r"is unknown.*256x768x6x8"):
         size_of(name)
 

@@ -105,18 +105,18 @@ def test_held_out_text_is_never_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_nothing_to_read_is_said(tmp_path, name):
+def test_missing_and_empty_texts_are_refused(tmp_path, name):
     (tmp_path / "empty").touch()
     with pytest.raises(UsageError, match=name):
         load_corpus(tmp_path / name)
 
 
-def test_what_cannot_be_read_is_said():
+def test_an_unreadable_text_is_refused():
     with pytest.raises(UsageError, match="/proc/self/mem cannot be read"):
         read_text(Path("/proc/self/mem"))
 
 
-def test_too_little_text_is_said_with_both_numbers(tmp_path):
+def test_too_short_a_text_is_refused_with_both_numbers(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 1000)
     text = read_text(tmp_path / "short")
     with pytest.raises(UsageError, match=r"900 training bytes.*10320"):

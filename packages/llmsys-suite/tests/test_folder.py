@@ -48,7 +48,7 @@ def test_recorded_failure_leaves_the_run_incomplete(folder):
     assert not folder.complete
 
 
-def test_results_of_another_version_are_said(folder):
+def test_results_of_another_version_are_refused(folder):
     summary = {"status": "complete", "stages": {"compress": {"rows": []}}}
     folder.write_json("summary.json", summary)
     with pytest.raises(UsageError, match="stage compress is of another version: 'interleaved'"):
@@ -102,7 +102,7 @@ def test_a_file_of_another_run_is_refused_and_notes_are_not(finished, name):
         RunFolder.open(finished.path)
 
 
-def test_a_folder_of_another_version_is_said(finished):
+def test_a_folder_of_another_version_is_refused(finished):
     (finished.path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
     with pytest.raises(UsageError, match="format 1 and this version reads"):
         RunFolder.open(finished.path)
@@ -120,7 +120,7 @@ def test_a_folder_of_another_version_is_said(finished):
         ("summary.json", [], r"summary.json was changed"),
     ],
 )
-def test_a_manifest_that_says_less_than_a_run_does_is_refused(finished, name, content, complaint):
+def test_a_manifest_with_missing_entries_is_refused(finished, name, content, complaint):
     (finished.path / name).write_text(json.dumps(content))
     with pytest.raises(UsageError, match=complaint):
         RunFolder.open(finished.path)
@@ -133,12 +133,12 @@ def test_a_summary_of_another_shape_is_refused(folder, content):
         RunFolder.open(folder.path)
 
 
-def test_a_file_that_is_no_json_is_named(folder):
+def test_a_file_that_is_not_json_is_named(folder):
     (folder.path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config.json cannot be read"):
         _ = folder.config
 
 
-def test_what_is_no_run_folder_is_said(tmp_path):
+def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"is not a run folder: it has no summary\.json"):
         RunFolder.open(tmp_path)

@@ -118,7 +118,7 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
         ),
     ],
 )
-def test_what_does_not_split_is_refused(monkeypatch, layout, change, complaint):
+def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, complaint):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=complaint):

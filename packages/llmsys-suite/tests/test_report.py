@@ -271,7 +271,7 @@ def test_every_stage_has_a_sentence_and_a_small_table(reported):
     RunFolder.open(folder.path)
 
 
-def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path, monkeypatch):
+def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "figure", lambda *_, **__: "<svg></svg>")
     folder = a_run(tmp_path / "run")
     assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
@@ -304,14 +304,14 @@ def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell(
     assert statistics.median([1, 2]) == interval([1, 2])[0]
 
 
-def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path):
+def test_the_report_of_an_interrupted_run_lists_missing_stages(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     folder.add_stage("plan", of.Skipped("no"))
     write_report(folder)
     assert "cut off before the end of links, attention, train, learn" in headline(folder.path)
 
 
-def test_a_folder_whose_machine_is_not_known_is_said(tmp_path):
+def test_a_folder_without_facts_of_its_machine_is_refused(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
     with pytest.raises(UsageError, match=r"env.json is not what a run writes: no cores"):
         write_report(folder)
@@ -324,7 +324,7 @@ def test_failure_is_in_the_report_and_in_the_last_lines(tmp_path):
     assert "FAILED stage train: rank 1: ValueError: no" in headline(folder.path)
 
 
-def test_an_audit_without_a_red_check_is_no_stage_that_failed(tmp_path, monkeypatch):
+def test_an_audit_without_a_failed_check_is_not_reported_as_a_failed_stage(tmp_path, monkeypatch):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     monkeypatch.setattr("llmsys_suite.audit.run.audit_run", lambda run: ({}, []))
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))

@@ -85,7 +85,7 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
     assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
 
 
-def test_a_case_runs_in_a_process_of_its_own_and_its_trace_is_chromes(tmp_path):
+def test_a_case_runs_in_a_separate_process_and_writes_a_chrome_trace(tmp_path):
     ran = sweep.in_a_process(MINI, 120, profile=True, traces=tmp_path)
     assert len(ran["seconds"]) == 15
     assert len(ran["clock"]) == 16
@@ -98,7 +98,7 @@ def test_a_case_runs_in_a_process_of_its_own_and_its_trace_is_chromes(tmp_path):
     assert ran["operators"][0]["attention_product_share"] > 0
 
 
-def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
+def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 2**30)
     with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB, 1.0 GiB are free"):
         sweep.require_fit(Case(size="2.7B"), 60)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
         (1, "", "without a message"),
     ],
 )
-def test_a_process_that_fails_says_why(monkeypatch, status, message, why):
+def test_the_reason_of_a_failed_process_is_reported(monkeypatch, status, message, why):
     ends = subprocess.CompletedProcess([], status, "", message)
     monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
     with pytest.raises(sweep.LeftOut, match=why):
@@ -177,7 +177,7 @@ def test_precision_and_checkpointing_are_what_the_case_asks_for():
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
-def test_kinds_of_operators_are_told_apart():
+def test_kinds_of_operators_are_distinguished():
     def event(key, us, count=1):
         return SimpleNamespace(
             key=key,
@@ -223,7 +223,9 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
         (["--out", "."], ". exists and is not empty"),
     ],
 )
-def test_what_cannot_be_timed_is_one_line(options, complaint, monkeypatch, capsys):
+def test_a_case_that_cannot_be_timed_is_refused_in_one_line(
+    options, complaint, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["llmsys", "step", *options])
     with pytest.raises(SystemExit) as exit:
         cli.main()

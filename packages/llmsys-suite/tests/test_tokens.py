@@ -96,7 +96,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
         ),
     ],
 )
-def test_what_tokens_do_not_allow_is_refused(change, complaint):
+def test_options_that_tokens_do_not_allow_are_refused(change, complaint):
     check(CONFIG)
     with pytest.raises(UsageError, match=complaint):
         check(replace(CONFIG, **change))
