@@ -273,18 +273,21 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
     assert tampered(change) == ["parameter server: weight change of one SGD step"]
 
 
-def test_ranks_whose_weights_differ_in_a_bit_fail():
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"differ": ["rank 1 norm.weight"]}, "trained weights, bit by bit"),
+        ({"ranks": 1}, "trained weights, bit by bit"),
+        ({"from_one_process": [0.04, "q"]}, "weight change of the training"),
+        # The weights were compared with themselves.
+        ({"from_one_process": [0.0, "q"]}, "weight change of the training"),
+    ],
+)
+def test_wrong_trained_weights_fail(wrong, name):
     def change(train, samples, evidence):
-        train.final_weights["ddp flat"]["differ"].append("rank 1 norm.weight")
+        train.final_weights["ddp flat"] |= wrong
 
-    assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
-
-
-def test_weights_that_were_compared_with_themselves_fail():
-    def change(train, samples, evidence):
-        train.final_weights["ddp flat"]["from_one_process"] = [0.0, "q"]
-
-    assert tampered(change) == ["ddp flat: weight change of the training"]
+    assert tampered(change) == [f"ddp flat: {name}"]
 
 
 def test_ranks_whose_probed_weights_differ_in_a_bit_fail():
@@ -300,20 +303,6 @@ def test_a_measured_peak_that_is_not_the_saved_bytes_fails(saved):
         evidence["saved_bytes"] = saved
 
     assert tampered(change) == ["measured peak memory of a step"]
-
-
-def test_a_rank_without_weights_fails():
-    def change(train, samples, evidence):
-        train.final_weights["ddp flat"]["ranks"] = 1
-
-    assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
-
-
-def test_training_that_went_elsewhere_fails():
-    def change(train, samples, evidence):
-        train.final_weights[PEER]["from_one_process"] = [0.04, "q"]
-
-    assert tampered(change) == [f"{PEER}: weight change of the training"]
 
 
 def test_rows_that_are_not_the_samplers_fail():
@@ -378,26 +367,20 @@ def test_a_rank_that_reports_half_its_time_fails():
     assert "time of a step" in tampered(change)
 
 
-def test_a_step_time_that_is_not_the_slowest_ranks_fails():
+@pytest.mark.parametrize(
+    ("column", "factor", "name"),
+    [
+        ("step_ms", 0.9, "reported step time"),
+        ("ratio_p50", 0.8, "reported ratio to the peer"),
+        ("ratio_p90", 1.01, "reported spread of ratios"),
+        ("mfu", 2, "reported utilization"),
+    ],
+)
+def test_a_wrong_column_of_the_table_fails(column, factor, name):
     def change(train, samples, evidence):
-        train.rows[2]["step_ms"] *= 0.9
+        train.rows[2][column] *= factor
 
-    names = {"reported step time", "reported utilization"}
-    assert names >= set(tampered(change)) >= {"reported step time"}
-
-
-def test_a_ratio_upside_down_fails():
-    def change(train, samples, evidence):
-        train.rows[0]["ratio_p50"] = 1 / train.rows[0]["ratio_p50"]
-
-    assert tampered(change) == ["reported ratio to the peer"]
-
-
-def test_a_spread_of_other_percentiles_fails():
-    def change(train, samples, evidence):
-        train.rows[0]["ratio_p90"] *= 1.01
-
-    assert tampered(change) == ["reported spread of ratios"]
+    assert tampered(change) == [name]
 
 
 def test_a_clock_that_another_program_delays_in_one_step_does_not_fail_the_spread():
@@ -452,13 +435,6 @@ def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
 
     assert set(tampered(late(0.05))) == {"time of a step"}
     assert "reported step time" in tampered(late(0.0))
-
-
-def test_a_doubled_utilization_fails():
-    def change(train, samples, evidence):
-        train.rows[1]["mfu"] *= 2
-
-    assert tampered(change) == ["reported utilization"]
 
 
 def test_a_thread_busier_than_the_step_is_long_fails():
