@@ -56,7 +56,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
         progress=Progress(enabled=False),
     )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
-    run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {}, {})
+    run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {})
     cls, steps = VARIANTS[variant if world > 1 else SINGLE], []
     if config.tensor * config.pipeline > 1:
         cls = SplitModel
