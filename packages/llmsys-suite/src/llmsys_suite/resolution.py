@@ -83,11 +83,13 @@ def resolve(
         world = int(os.environ["WORLD_SIZE"])
     elif world is None:
         world = gpus if preset == "gpu" else 2
+    if backend == "auto":
+        backend = "nccl" if preset == "gpu" else "gloo"
     config = RunConfig(
         stages=with_dependencies(stages or list(STAGES)),
         preset=preset,
         world=world,
-        backend=("nccl" if preset == "gpu" else "gloo") if backend == "auto" else backend,
+        backend=backend,
         device="cuda" if preset == "gpu" else "cpu",
         out=out,
     )

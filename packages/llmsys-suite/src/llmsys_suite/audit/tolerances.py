@@ -30,8 +30,6 @@ BAND = 1.6
 SHORTEST_BAND = 3.0
 #: Seconds for which the audit repeats its own timing while it disagrees with the stage's.
 PATIENCE_S = 5.0
-#: Allowed factor between rates of a matrix product that two processes measure.
-RATE_BAND = 2.5
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4
 #: Allowed relative rounding error of a loss, and of AdamW's weight changes, by dtype of products.

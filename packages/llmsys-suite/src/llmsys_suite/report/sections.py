@@ -119,7 +119,7 @@ def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
             f"other {steps - learn.begun_at}."
         )
     shown = [{"step": step, f"held out, {unit}": loss} for step, loss in learn.heldout]
-    return Section("learn", finding, shown, plots.learning(learn, unit))
+    return Section("learn", finding, shown)
 
 
 def _parallel(parallel: of.Parallel, *_: Any) -> Section:
