@@ -74,15 +74,7 @@ def resolve(
     if options.keys() >= {"steps", "epochs"}:
         both = f"--steps {options['steps']} and --epochs {options['epochs']}"
         raise UsageError(f"{both} contradict each other; give one")
-    launched = "RANK" in os.environ
-    if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
-        raise UsageError(
-            f"--world {world} contradicts the launcher's WORLD_SIZE={os.environ['WORLD_SIZE']}"
-        )
-    if launched:
-        world = int(os.environ["WORLD_SIZE"])
-    elif world is None:
-        world = gpus if preset == "gpu" else 2
+    world = _num_ranks(world, default=gpus if preset == "gpu" else 2)
     if backend == "auto":
         backend = "nccl" if preset == "gpu" else "gloo"
     config = RunConfig(
@@ -101,6 +93,16 @@ def resolve(
     config = replace(config, **options)
     check(config)
     return config
+
+
+def _num_ranks(world: int | None, default: int) -> int:
+    """Return the number of ranks of the launcher, or else the requested one or the default."""
+    if "RANK" not in os.environ:
+        return default if world is None else world
+    launched = int(os.environ["WORLD_SIZE"])
+    if world not in (None, launched):
+        raise UsageError(f"--world {world} contradicts the launcher's WORLD_SIZE={launched}")
+    return launched
 
 
 def check(config: RunConfig) -> None:
