@@ -168,6 +168,19 @@ def test_a_peer_that_is_slowed_in_the_training_only_fails(ratio):
     assert red(plan, train, samples, evidence) == [f"time of {PEER} over that of ddp flat"]
 
 
+def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
+    plan, train, samples, evidence = honest()
+    for s in steps(samples, PEER):
+        s["warmup"] = False
+        s["ended"] += 5.0 * (s["step"] == 0)
+    for s in steps(samples, "ddp flat"):
+        s["warmup"] = False
+    checks = training_checks.checks(replace(CONFIG, warmup=0), plan, train, samples, evidence)
+    (ratio,) = (c for c in checks if c.name == f"time of {PEER} over that of ddp flat")
+    assert ratio.passed
+    assert ratio.high < 2
+
+
 def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(tmp_path):
     random = np.random.default_rng(0)
     text = random.integers(97, 123, 20_000, dtype=np.uint8).tobytes()

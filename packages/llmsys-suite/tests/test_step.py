@@ -88,7 +88,6 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
 def test_a_case_runs_in_a_separate_process_and_writes_a_chrome_trace(tmp_path):
     ran = sweep.in_a_process(MINI, 120, profile=True, traces=tmp_path)
     assert len(ran["seconds"]) == 15
-    assert len(ran["clock"]) == 16
     (trace,) = tmp_path.iterdir()
     assert json.loads(trace.read_text())["traceEvents"]
     for phase in ran["operators"]:

@@ -64,7 +64,15 @@ def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[Plann
         budget, width, _ = run
         return budget / (26 * width**2 + 261 * width)
 
-    return sorted(planned, key=steps, reverse=True)[rank::world]
+    longest_first = sorted(planned, key=steps, reverse=True)
+    mine: list[PlannedRun] = []
+    for start in range(0, len(planned), world):
+        group = longest_first[start : start + world]
+        # Every other group is dealt in reverse, so that no rank always gets the longest run.
+        if start // world % 2:
+            group.reverse()
+        mine += group[rank : rank + 1]
+    return mine
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

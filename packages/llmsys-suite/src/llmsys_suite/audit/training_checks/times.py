@@ -13,6 +13,9 @@ from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
 
+#: A peer's ratio is compared with that of the audit if it has this number of rounds.
+LEAST_ROUNDS = 3
+
 
 def steps(record: Record) -> Iterator[Check]:
     """Compare the time of each step with another wall clock and with the thread's clock."""
@@ -108,7 +111,10 @@ def peers(record: Record) -> Iterator[Check]:
         peer = Sources("the run's variant", f"the audit's own {name}")
         yield peer.within(f"time of {name}", 1.0, medians["audit"], PEER_BAND)
         for other in medians.keys() - {"audit"}:
-            rounds = slowest[name].keys() & slowest[other].keys()
+            # The first step, if no warm-up precedes it, creates state and connections.
+            rounds = (slowest[name].keys() & slowest[other].keys()) - {0}
+            if len(rounds) < LEAST_ROUNDS:
+                continue
             ratios = sorted(slowest[name][r] / slowest[other][r] for r in rounds)
             tenth = len(ratios) // 10
             yield Sources("the audit's own timing", "rounds of the stage").between(
