@@ -53,8 +53,17 @@ def test_lines_keep_their_ends_and_long_ones_are_refused(monkeypatch, chunk):
     batches = [*tokens.batches_of_lines(b"ab\ncde\n\nfg\r\nh")]
     lines = [line for batch in batches for line in batch if line]
     assert lines == [b"ab\n", b"cde\n", b"\n", b"fg\r\n", b"h"]
-    with pytest.raises(ValueError, match="a line of the text is longer than"):
+    with pytest.raises(UsageError, match="a line of the text is longer than"):
         [*tokens.batches_of_lines(b"a" * 201)]
+
+
+def test_a_text_with_a_long_line_is_refused_before_the_run(monkeypatch, tmp_path):
+    (tmp_path / "text").write_text("a short line\n" + "a" * 300)
+    config = replace(CONFIG, data=tmp_path / "text")
+    tokens.require_tokenizer(config)
+    monkeypatch.setattr(tokens, "CHUNK_BYTES", 100)
+    with pytest.raises(UsageError, match="break it into lines"):
+        tokens.require_tokenizer(config)
 
 
 def test_a_tokenizer_whose_numbers_exceed_the_vocabulary_is_refused(encoded, tmp_path):

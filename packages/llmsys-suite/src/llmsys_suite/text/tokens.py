@@ -97,6 +97,10 @@ def require_tokenizer(config: RunConfig) -> None:
             f"{config.tokenizer} has tokens up to {size - 1}, which need more than --vocabulary "
             f"{config.vocabulary}; pass --vocabulary {size}"
         )
+    text = read_text(config.data)
+    for part in (text.train, text.heldout):
+        for _ in batches_of_lines(part):
+            pass  # raises for a line that is too long
 
 
 def write_tokens(config: RunConfig, folder: Path) -> None:
@@ -141,13 +145,13 @@ def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, those of one chunk at a time.
 
     Raises:
-        ValueError: a line is longer than a chunk.
+        UsageError: a line is longer than a chunk.
     """
     pending = b""
     for start in range(0, len(part), CHUNK_BYTES):
         *whole, pending = (pending + bytes(part[start : start + CHUNK_BYTES])).split(b"\n")
         if len(pending) > CHUNK_BYTES:
-            raise ValueError(
+            raise UsageError(
                 f"a line of the text is longer than {CHUNK_BYTES / 2**20:.0f} MiB, and tokenizers "
                 "encode whole lines; break it into lines, or train with --tokenizer bytes"
             )
