@@ -24,7 +24,7 @@ from llmsys_suite.variants.initial_weights import initial_weights
 #: Number of steps that the audit repeats in float64, and in float32.
 REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
 #: Seconds of matrix products, long enough that other programs slow some of them only.
-PRODUCT_SECONDS = 0.4
+PRODUCT_SECONDS = 1.0
 #: Side of the matrices. On a CPU a product is short enough to end before another program takes the
 #: core.
 SIDE = {"cpu": 512, "cuda": 8192}
