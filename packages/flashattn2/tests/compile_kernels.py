@@ -130,7 +130,6 @@ def types(job, meta):
         "dk": result,
         "dv": result,
         "lse": "*fp32",
-        "maxima": "constexpr",
         "p_sums": "*fp32",
         "dp_sums": "*fp32",
         "sums": ("*fp32", "*fp32", "*fp32" if meta.EXACT else "constexpr"),

@@ -5,7 +5,6 @@ import random
 import torch
 from against_float64 import textbook
 from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
-from flashattn2.spec import make_spec
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,7 +51,6 @@ def draw(seed, kernels):
     case["precision"] = "ieee"
     case["page_size"] = pick((None, 1, 7, 16))
     case["new"] = pick((0, 0, 1, 3))
-    case["largest"] = case["kind"] != "decode" and pick((True, False))
     return case, options
 
 
@@ -90,7 +88,7 @@ def laid_out(x, layout):
 
 
 def differentiated(run, case, options, leaves, dtype):
-    """Return the output, log-sum-exp, largest scores and gradients that the case requests."""
+    """Return the output, log-sum-exp and gradients that the case requests."""
     q, k, v, grad, sinks = (None if x is None else x.detach().to(dtype) for x in leaves)
     wanted = [
         x.requires_grad_()
@@ -100,14 +98,14 @@ def differentiated(run, case, options, leaves, dtype):
     if sinks is not None:
         sinks = leaves[-1].detach().to(torch.float64 if dtype == torch.float64 else torch.float32)
         wanted.append(sinks.requires_grad_())
-    out, lse, *rest = run(q, k, v, sinks=sinks, **options)
+    out, lse = run(q, k, v, sinks=sinks, **options)
     loss = (out * grad).double().sum()
     if case["lse_gradient"]:
         seen = lse.isfinite()
         loss = loss + (lse.double() * torch.linspace(-1, 1, lse.numel()).view_as(lse))[seen].sum()
     grads = torch.autograd.grad(loss, wanted, allow_unused=True)
     zeros = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
-    return [x.detach().double().nan_to_num(neginf=0.0) for x in (out, lse, *rest, *zeros)]
+    return [x.detach().double().nan_to_num(neginf=0.0) for x in (out, lse, *zeros)]
 
 
 def ours(case):
@@ -115,19 +113,18 @@ def ours(case):
     fixed = {
         "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
         "precision": case["precision"], "split_size": case["split_size"],
-        "return_max_logits": case["largest"],
     }  # fmt: skip
 
     def run(q, k, v, **options):
         if case["kind"] == "dense":
             return flash_attention(q, k, v, **fixed, **options)
         if case["kind"] == "flat":
-            out, lse, *rest = flash_attention(*(x[:, 0] for x in (q, k, v)), **fixed, **options)
-            return out[:, None], lse[:, None], *rest
+            out, lse = flash_attention(*(x[:, 0] for x in (q, k, v)), **fixed, **options)
+            return out[:, None], lse[:, None]
         rows = (x[0].transpose(0, 1) for x in (q, k, v))
         cu = (torch.tensor((0, *x)).cumsum(0).int() for x in zip(*case["lengths"], strict=True))
-        out, lse, *rest = flash_attention_varlen(*rows, *cu, **fixed, **options)
-        return out.transpose(0, 1)[None], lse[None], *rest
+        out, lse = flash_attention_varlen(*rows, *cu, **fixed, **options)
+        return out.transpose(0, 1)[None], lse[None]
 
     return run
 
@@ -137,10 +134,7 @@ def plainly(case):
 
     def attend_dense(q, k, v, **options):
         spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
-        out, lse = textbook(q, k, v, **spec, sinks=options["sinks"])
-        if not case["largest"]:
-            return out, lse
-        return out, lse, largest(q, k, spec)
+        return textbook(q, k, v, **spec, sinks=options["sinks"])
 
     def run(q, k, v, **options):
         if case["kind"] != "packed":
@@ -153,25 +147,10 @@ def plainly(case):
                 attend_dense(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options)
             )
             at_q, at_k = at_q + n_q, at_k + n_k
-        out, lse, *rest = zip(*parts, strict=True)
-        maxima = [torch.stack(part).amax(0) for part in rest]
-        return torch.cat(out, 2), torch.cat(lse, 2), *maxima
+        out, lse = zip(*parts, strict=True)
+        return torch.cat(out, 2), torch.cat(lse, 2)
 
     return run
-
-
-def largest(q, k, spec):
-    """Return the largest visible score of each head."""
-    if not (q.numel() and k.numel()):
-        return torch.full((q.shape[1],), -torch.inf, dtype=q.dtype)
-    band = make_spec(q.shape[-1], spec["is_causal"], None, spec["window"], None)
-    rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[2])
-    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    s = s * (q.shape[-1] ** -0.5 if spec["scale"] is None else spec["scale"])
-    if spec["softcap"]:
-        s = spec["softcap"] * torch.tanh(s / spec["softcap"])
-    hidden = band.hidden(rows, keys, len(keys) - len(rows))
-    return s.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
 
 
 def check(case, options):

@@ -67,30 +67,33 @@ def test_second_derivative_is_an_error(backend, method):
             torch.autograd.grad(first.sum(), q) if method == "grad" else first.sum().backward()
 
 
-@pytest.mark.parametrize("transform", ["dual", "jvp", "jacfwd", "grad of jvp", "jvp of grad"])
+def moved(function, q):
+    return torch.func.jvp(function, (q,), (torch.ones_like(q),))[1]
+
+
+def moved_dual(function, q):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+FORWARD_MODES = {
+    "dual": moved_dual,
+    "jvp": moved,
+    "jacfwd": lambda function, q: torch.func.jacfwd(function)(q),
+    "grad of jvp": lambda function, q: torch.func.grad(lambda x: moved(function, x))(q),
+    "jvp of grad": lambda function, q: moved(torch.func.grad(function), q),
+}
+
+
+@pytest.mark.parametrize("transform", FORWARD_MODES.values(), ids=FORWARD_MODES)
 @pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
 def test_forward_mode_is_refused(options, transform):
+    def loss(q):
+        return flash_attention(q, q, q, **options).square().sum()
+
     for seq in (5, 20, 20):  # the second call of 20 keys takes the fast path
-        q = torch.randn(1, 2, seq, 3)
-
-        def loss(q):
-            return flash_attention(q, q, q, **options).square().sum()
-
-        def moved(function, q):
-            return torch.func.jvp(function, (q,), (torch.ones_like(q),))[1]
-
         with pytest.raises(NotImplementedError, match=FORWARD):
-            if transform == "dual":
-                with forward_ad.dual_level():
-                    loss(forward_ad.make_dual(q, torch.ones_like(q)))
-            elif transform == "jvp":
-                moved(loss, q)
-            elif transform == "jacfwd":
-                torch.func.jacfwd(loss)(q)
-            elif transform == "grad of jvp":
-                torch.func.grad(lambda q: moved(loss, q))(q)
-            else:
-                moved(torch.func.grad(loss), q)
+            transform(loss, torch.randn(1, 2, seq, 3))
 
 
 @pytest.mark.parametrize("seq", [5, 20])

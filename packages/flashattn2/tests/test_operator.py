@@ -32,10 +32,10 @@ def tensors(layout="heads first", requires_grad=False):
 )
 def test_opcheck_of_dense_attention(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
-    method = (backend, "ieee", True, 0, False)
+    method = (backend, "ieee", True, 0)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse, _ = forward_op(q, k, v, None, None, *SCALARS, *method)
+    out, lse = forward_op(q, k, v, None, None, *SCALARS, *method)
     grads_lse = [torch.randn_like(lse)]
     if backend == "aten":
         # This backend has another path without a gradient of the log-sum-exp.
@@ -65,7 +65,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
     """Inductor compiles later operators for the strides of the fake results."""
     # The strides do not depend on the values, which the interpreter computes slowly.
     monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
-    method = (backend, "ieee", True, 0, False)
+    method = (backend, "ieee", True, 0)
 
     def layouts(run, *arguments):
         """Return the shapes, dtypes and strides; a dimension of one row may have any stride."""
@@ -93,7 +93,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
         q, k, v = (LAYOUTS[layout](x) for x in (q, k, v))
         for cu in (None, CU) if batch == 1 else (None,):
             assert_equal_layouts(forward_op, q, k, v, cu, cu)
-            out, lse, _ = forward_op(q, k, v, cu, cu, *SCALARS, *method)
+            out, lse = forward_op(q, k, v, cu, cu, *SCALARS, *method)
             for grad_lse in (None, torch.randn_like(lse)):
                 grad_out = LAYOUTS[layout](torch.randn_like(out))
                 assert_equal_layouts(backward_op, q, k, v, out, lse, grad_out, grad_lse, cu, cu)
@@ -102,7 +102,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_of_packed_sequences(interpreter, backend):
     q, k, v = (x[:1].detach().requires_grad_() for x in tensors())
-    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True, 0, False)
+    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True, 0)
     torch.library.opcheck(forward_op, arguments)
 
 

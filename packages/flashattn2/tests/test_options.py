@@ -1,4 +1,4 @@
-"""Sinks, largest scores, fixed splits and other head dims of values, on every backend."""
+"""Sinks, fixed splits and other head dims of values, on every backend."""
 
 import pytest
 import torch
@@ -13,48 +13,6 @@ from torch.autograd import gradcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("backend", "splits"), [("torch", 1), ("auto", 1), ("triton", 1), ("triton", 3)]
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"window": 4, "softcap": 2.0, "scale": 3.0}], ids=str
-)
-def test_largest_scores_equal_the_reference(interpreter, backend, splits, options):
-    interpreter(splits=splits)
-    q, k, v = tensors("fewer keys", 16)
-    expected = attention_reference(q, k, v, return_max_logits=True, **options)
-    out, largest = flash_attention(q, k, v, return_max_logits=True, backend=backend, **options)
-    assert largest.shape == (q.shape[1],)
-    torch.testing.assert_close(largest, expected[1], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
-    # If nothing is hidden, these are the largest entries of the product.
-    if not options:
-        scores = q @ k.repeat_interleave(2, 1).mT * 16**-0.5
-        torch.testing.assert_close(largest, scores.amax((0, 2, 3)), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
-def test_packed_sequences_return_largest_scores(interpreter, backend):
-    q = torch.randn(9, 2, 16, requires_grad=True)
-    out, lse, largest = flash_attention_varlen(
-        q, q, q, CU, CU, backend=backend, return_lse=True, return_max_logits=True
-    )
-    by_sequence = [
-        attention_reference(*(q[rows].transpose(0, 1)[None],) * 3, return_max_logits=True)[1]
-        for rows in (slice(0, 3), slice(3, 9))
-    ]
-    torch.testing.assert_close(largest, torch.stack(by_sequence).amax(0))
-    assert not largest.requires_grad
-    (out.sum() + lse.sum()).backward()
-    none = flash_attention(
-        torch.zeros(0, 2, 4, 16),
-        *(torch.zeros(0, 2, 4, 16),) * 2,
-        return_max_logits=True,
-        backend=backend,
-    )[1]
-    assert (none == -torch.inf).all()
 
 
 @pytest.mark.parametrize(

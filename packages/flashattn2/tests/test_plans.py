@@ -31,7 +31,7 @@ def first_and_second(run):
     as_torch_s=st.booleans(),
     options=st.sampled_from(
         ({}, {}, {"return_lse": True}, {"scale": 0.3}, {"window": 2}, {"softcap": 2.0},
-         {"return_max_logits": True}, {"sinks": torch.zeros(1)})
+         {"sinks": torch.zeros(1)})
     ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)

@@ -23,7 +23,7 @@ from flashattn2.validation import check_dense, check_sinks, check_tensors, check
 
 
 class Options(TypedDict, total=False):
-    """The options of both functions, without `return_lse` and `return_max_logits`."""
+    """The options of both functions, without `return_lse`."""
 
     is_causal: bool
     scale: float | None
@@ -44,16 +44,6 @@ def flash_attention(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
-@overload
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -65,12 +55,11 @@ def flash_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
     split_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention in memory linear in the sequence length.
 
     Args:
@@ -86,7 +75,6 @@ def flash_attention(
         sinks: One learned score per query head (gpt-oss).  Each row sees it as the score of an
             additional key whose value is zero.  The log-sum-exp includes it.
         return_lse: If True, also return the log-sum-exp of each row.
-        return_max_logits: If True, also return the largest score of each head.
         deterministic: If False, the Triton backward pass in half precision may accumulate dQ by
             atomic additions, whose order varies.
         precision: Precision of float32 matrix products in Triton: "ieee", "tf32x3" or "tf32".  None
@@ -109,7 +97,7 @@ def flash_attention(
     """
     options = (
         *(is_causal, scale, softcap, backend, precision, deterministic, split_size),
-        *(return_max_logits, type(window), *(window if isinstance(window, tuple) else (window,))),
+        *(type(window), *(window if isinstance(window, tuple) else (window,))),
     )
     signature, plan = look_up_plan(q, k, v, options)
     if plan is not None and plan.is_cpu_kernel and sinks is None:
@@ -140,20 +128,20 @@ def flash_attention(
             precision=precision,
             deterministic=deterministic,
             split_size=split_size,
-            max_logits=return_max_logits,
         )
         plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
         store_plan(signature, q, plan)
 
     # Run.
-    out, lse, max_logits = run_attention(q, k, v, None, None, plan.spec, plan.method)
+    out, lse = run_attention(q, k, v, None, None, plan.spec, plan.method)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
 
     # Format.
     if not has_heads:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    return _format(out, lse, max_logits, return_lse, return_max_logits)
+    # torch's CPU kernel returns a view with another order of dimensions.
+    return (out, lse.contiguous()) if return_lse else out
 
 
 def _call_cpu_kernel(
@@ -170,25 +158,6 @@ def _call_cpu_kernel(
     is_causal = plan.spec.right != UNBOUNDED
     out, lse = aten.forward(q, k, v, plan.spec.scale, is_causal)
     return (out, lse.contiguous()) if return_lse else out
-
-
-def _format(
-    out: Tensor,
-    lse: Tensor,
-    max_logits: Tensor | None,
-    return_lse: bool,
-    return_max_logits: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    """Return the requested results."""
-    if not (return_lse or return_max_logits):
-        return out
-    results = [out]
-    if return_lse:
-        # torch's CPU kernel returns a view with another order of dimensions.
-        results.append(lse.contiguous())
-    if return_max_logits and max_logits is not None:
-        results.append(max_logits)
-    return tuple(results)
 
 
 @overload
@@ -213,18 +182,6 @@ def flash_attention_varlen(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-@overload
-def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -238,12 +195,11 @@ def flash_attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
     split_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over sequences of different lengths that are packed without padding.
 
     Sequence `n` consists of the rows `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.  The Triton
@@ -260,8 +216,7 @@ def flash_attention_varlen(
     The remaining options are those of `flash_attention`.
 
     Returns:
-        The output `(total_q, heads, dim_v)`, and the log-sum-exp `(heads, total_q)` and largest
-        scores if requested.
+        The output `(total_q, heads, dim_v)` and, if requested, the log-sum-exp `(heads, total_q)`.
     """
     # Validate.
     check_tensors(q=q, k=k, v=v)
@@ -282,14 +237,14 @@ def flash_attention_varlen(
         deterministic=deterministic,
         packed=True,
         split_size=split_size,
-        max_logits=return_max_logits,
     )
 
     # Run.
-    out, lse, max_logits = run_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, spec, method)
+    out, lse = run_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, spec, method)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
 
     # Format.
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    return _format(out, lse, max_logits, return_lse, return_max_logits)
+    # torch's CPU kernel returns a view with another order of dimensions.
+    return (out, lse.contiguous()) if return_lse else out

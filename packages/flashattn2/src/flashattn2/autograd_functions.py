@@ -30,8 +30,8 @@ def run_attention(
     cu_k: Tensor | None,
     spec: AttentionSpec,
     method: Method,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the differentiable output and log-sum-exp, and the largest scores if requested.
+) -> tuple[Tensor, Tensor]:
+    """Return the differentiable output and log-sum-exp.
 
     A call that needs no derivative skips `torch.autograd.Function`, whose Python code takes longer
     than a small attention.
@@ -40,14 +40,14 @@ def run_attention(
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
             _refuse_forward_mode(None)
-        out, lse, max_logits = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+        out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     elif needs_no_autograd(q, k, v):
-        out, lse, max_logits = _run(q, k, v, cu_q, cu_k, spec, method)
+        out, lse = _run(q, k, v, cu_q, cu_k, spec, method)
     elif _are_functorch_transforms_active():
-        out, lse, max_logits = _Transformed.apply(q, k, v, cu_q, cu_k, spec, method)
+        out, lse = _Transformed.apply(q, k, v, cu_q, cu_k, spec, method)
     else:
-        out, lse, max_logits = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
-    return out, lse, max_logits
+        out, lse = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
+    return out, lse
 
 
 def needs_no_autograd(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -82,22 +82,19 @@ def _run(
     cu_k: Tensor | None,
     spec: AttentionSpec,
     method: Method,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Run the forward pass of the selected backend."""
     if _can_call_kernel_directly(method, cu_q):
-        out, lse = aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
-        return out, lse, None
+        return aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
-    out, lse, max_logits = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
-    return out, lse, max_logits
+    out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    return out, lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save the tensors that the derivatives need."""
     q, k, v, cu_q, cu_k, ctx.spec, ctx.method = inputs
-    out, lse, max_logits = output
-    if max_logits is not None:
-        ctx.mark_non_differentiable(max_logits)
+    out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
 
@@ -134,7 +131,7 @@ class _Attention(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         output = _run(*inputs)
         _save(ctx, inputs, output)
         return output
@@ -142,7 +139,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        grad_out, grad_lse, _ = grads
+        grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         run = _Gradients.apply if _is_differentiated_again() else _gradients
@@ -281,7 +278,7 @@ class _PaperFunction(torch.autograd.Function):
         spec = make_spec(Q.shape[-1], is_causal, None, None, None)
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
         method, _ = select_backend(q, k, v, spec, backend=backend)
-        out, lse, _ = forward_op(q, k, v, None, None, *spec.scalars(), *method)
+        out, lse = forward_op(q, k, v, None, None, *spec.scalars(), *method)
         ctx.spec, ctx.method = spec, method
         output: Tensor = out.squeeze(1)
         ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))

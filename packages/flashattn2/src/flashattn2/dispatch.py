@@ -28,7 +28,6 @@ class Method(NamedTuple):
     precision: str
     deterministic: bool
     split_size: int = 0
-    max_logits: bool = False
 
 
 class Choice(NamedTuple):
@@ -49,7 +48,6 @@ def select_backend(
     deterministic: bool = True,
     packed: bool = False,
     split_size: int | None = None,
-    max_logits: bool = False,
 ) -> Choice:
     """Select the method for `(batch, heads, seq, dim)` tensors.
 
@@ -65,9 +63,9 @@ def select_backend(
         )
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
-        if split_size is None and _is_gluon_faster(q, k, v, spec, packed, max_logits):
+        if split_size is None and _is_gluon_faster(q, k, v, spec, packed):
             preferred = "gluon"
-        obstacle = _find_obstacle(preferred, q, k, v, spec, packed, max_logits)
+        obstacle = _find_obstacle(preferred, q, k, v, spec, packed)
         if obstacle is None:
             backend = preferred
             reason = f"{preferred} is the preferred backend on {q.device.type}"
@@ -75,7 +73,7 @@ def select_backend(
             backend = "torch"
             reason = f"tiled PyTorch supports every input; {preferred} does not: {obstacle}"
     else:
-        obstacle = _find_obstacle(backend, q, k, v, spec, packed, max_logits)
+        obstacle = _find_obstacle(backend, q, k, v, spec, packed)
         reason = f'backend="{backend}" was requested'
         if obstacle is not None:
             raise ValueError(
@@ -84,18 +82,16 @@ def select_backend(
             )
     if split_size is not None:
         _check_split_size(split_size, backend)
-    method = Method(backend, precision, deterministic, split_size or 0, max_logits)
+    method = Method(backend, precision, deterministic, split_size or 0)
     return Choice(method, reason)
 
 
-def _is_gluon_faster(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, max_logits: bool
-) -> bool:
+def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
     """Return True if the Gluon kernels support the input and are faster than the Triton kernels.
 
     They do not split a few long sequences among all processors of a GPU, as the Triton kernels do.
     """
-    if _find_gluon_obstacle(q, v, spec, packed, max_logits) is not None:
+    if _find_gluon_obstacle(q, v, spec, packed) is not None:
         return False
     shortest = min(q.shape[2], k.shape[2])
     tiles = q.shape[0] * k.shape[1] * (shortest // 128)
@@ -109,15 +105,14 @@ def _find_obstacle(
     v: Tensor,
     spec: AttentionSpec,
     packed: bool,
-    max_logits: bool,
 ) -> str | None:
     """Return the reason why a backend does not support the input, or None if it does."""
     if backend == "triton":
         return _find_triton_obstacle(q, v)
     if backend == "gluon":
-        return _find_gluon_obstacle(q, v, spec, packed, max_logits)
+        return _find_gluon_obstacle(q, v, spec, packed)
     if backend == "aten":
-        return aten.find_obstacle(q, k, spec, packed, max_logits)
+        return aten.find_obstacle(q, k, spec, packed)
     return None
 
 
@@ -162,16 +157,12 @@ def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
     return obstacle
 
 
-def _find_gluon_obstacle(
-    q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, max_logits: bool
-) -> str | None:
+def _find_gluon_obstacle(q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> str | None:
     """Return the reason why the Gluon kernels do not support the input, or None if they do."""
     if packed:
         return "it supports neither packed sequences nor a cache"
     if spec.softcap:
         return "it has no softcap"
-    if max_logits:
-        return "it does not return the largest scores"
     if q.element_size() != 2:
         return f"expected bfloat16 or float16, got {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] not in (64, 128):

@@ -40,7 +40,6 @@ def explain(
     window: Window = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
     split_size: int | None = None,
@@ -83,7 +82,6 @@ def explain(
         deterministic=deterministic,
         packed=packed,
         split_size=split_size,
-        max_logits=return_max_logits,
     )
     return Explanation(method.backend, reason, _describe_tiles(q, k, v, spec, method, packed))
 

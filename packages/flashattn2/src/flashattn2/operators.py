@@ -34,51 +34,36 @@ def forward(
     precision: str,
     deterministic: bool,
     split_size: int,
-    max_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the log-sum-exp and, if requested, the largest score of each head."""
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp."""
     if cu_q is not None and cu_k is not None:
         waits = backend not in KERNEL_BACKENDS
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
         if cu_k is not cu_q or k.shape[2] != q.shape[2]:
             check_boundaries("cu_seqlens_k", cu_k, k.shape[2], waits)
     spec = AttentionSpec(scale, left, right, softcap)
-    maxima: Tensor | None = None
     if backend == "gluon":
         from flashattn2.hopper import forward as gluon_forward
 
         with torch.cuda.device_of(q):
-            out, lse = gluon_forward.forward(q, k, v, spec)
-    elif backend == "triton":
+            return gluon_forward.forward(q, k, v, spec)
+    if backend == "triton":
         from flashattn2.kernels import forward as triton_forward
 
         with torch.cuda.device_of(q):
-            out, lse, maxima = triton_forward.forward(
-                q, k, v, cu_q, cu_k, spec, precision, split_size, max_logits
-            )
-    elif backend == "aten":
-        out, lse = map_sequences(
-            lambda q, k, v: aten.forward_or_tiled(q, k, v, spec), [q], [k, v], cu_q, cu_k
-        )
-    else:
-        out, lse, maxima = map_sequences(
-            lambda q, k, v: tiled.forward(q, k, v, spec), [q], [k, v], cu_q, cu_k
-        )
-    if not max_logits or maxima is None:
-        return out, lse, lse.new_empty(0)
-    if maxima.numel() == 0:
-        return out, lse, lse.new_full(q.shape[1:2], -torch.inf)
-    return out, lse, maxima.amax((0, 2))
+            return triton_forward.forward(q, k, v, cu_q, cu_k, spec, precision, split_size)
+    run = aten.forward_or_tiled if backend == "aten" else tiled.forward
+    out, lse = map_sequences(lambda q, k, v: run(q, k, v, spec), [q], [k, v], cu_q, cu_k)
+    return out, lse
 
 
 forward_op = torch.library.custom_op("flashattn2::forward", forward, mutates_args=())
 
 
 @forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     cu_q = options[0]
     backend = options[6]
-    max_logits = options[10]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if backend in KERNEL_BACKENDS:
         from flashattn2.kernels import launch
@@ -87,7 +72,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, T
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
     if backend == "aten" and cu_q is None:
         out, lse = aten.forward_or_tiled(q, k, v, AttentionSpec(*options[2:6]))
-    return out, lse, lse.new_empty(q.shape[1] if max_logits else 0)
+    return out, lse
 
 
 def backward(
@@ -108,7 +93,6 @@ def backward(
     precision: str,
     deterministic: bool,
     split_size: int,
-    max_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     spec = AttentionSpec(scale, left, right, softcap)
@@ -167,15 +151,12 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_q, cu_k, *ctx.options = inputs
-    out, lse, max_logits = output
-    ctx.mark_non_differentiable(max_logits)
+    out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
 
 
-def _backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)

@@ -22,8 +22,7 @@ def attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    return_max_logits: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention from its definition, with the arguments of `flash_attention`.
 
     Products are computed in the dtype of the inputs.  On CPUs with AMX, torch's product in bfloat16
@@ -35,23 +34,16 @@ def attention_reference(
     check_sinks(sinks, q.shape[1] if has_heads else 1, q)
     if not has_heads:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    out, lse, max_logits = attend(q, k, v, spec, sinks)
+    out, lse = attend(q, k, v, spec, sinks)
     if not has_heads:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    if not (return_lse or return_max_logits):
-        return out
-    results = [out]
-    if return_lse:
-        results.append(lse)
-    if return_max_logits:
-        results.append(max_logits)
-    return tuple(results)
+    return (out, lse) if return_lse else out
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, log-sum-exp and largest score per head of `(batch, heads, seq, dim)`.
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of `(batch, heads, seq, dim)`.
 
     A row that sees no key has output 0 and log-sum-exp -inf.  A sink is the score of an additional
     key whose value is zero.
@@ -65,11 +57,6 @@ def attend(
     queries = torch.arange(seq_q, device=q.device)
     keys = torch.arange(seq_k, device=q.device)
     hidden = spec.hidden(queries, keys, seq_k - seq_q)
-    visible = s.detach().masked_fill(hidden, -torch.inf)
-    if visible.numel():
-        max_logits = visible.amax((0, 2, 3))
-    else:
-        max_logits = s.new_full(s.shape[1:2], -torch.inf)
     if sinks is not None:
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
         s = torch.cat((s, column), -1)
@@ -82,4 +69,4 @@ def attend(
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
     p = torch.exp(s - lse[..., None])
     out = (p @ v).masked_fill(is_empty[:, None], 0.0)
-    return out, lse.masked_fill(is_empty, -torch.inf), max_logits
+    return out, lse.masked_fill(is_empty, -torch.inf)

@@ -36,16 +36,12 @@ VECTOR = 16
 # log-sum-exp is still infinite; `kernel` detects these rows.
 
 
-def find_obstacle(
-    q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False, max_logits: bool = False
-) -> str | None:
+def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False) -> str | None:
     """Return the reason why the kernel does not support the input, or None if it does."""
     if q.device.type != "cpu":
         return f"it is torch's CPU kernel, and the tensors are on {q.device}"
     if spec.softcap:
         return "it has no softcap"
-    if max_logits:
-        return "it does not return the largest scores"
     # The kernel aligns causal attention at the top left: query i sees keys 0 to i.
     top_left = spec.right == q.shape[2] - k.shape[2]
     if spec.left != UNBOUNDED or (spec.right > 0 and not top_left):
@@ -123,7 +119,7 @@ def _restore_nan(
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp by the kernel, or tiled for unsupported inputs."""
     if find_obstacle(q, k, spec):
-        return tiled.forward(q, k, v, spec)[:2]
+        return tiled.forward(q, k, v, spec)
     # In a graph of dynamic lengths the bound is symbolic, but the kernel needs a bool.
     out, lse = forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
     # The kernel returns the log-sum-exp as a view, which an operator must not return.

@@ -21,8 +21,8 @@ from flashattn2.spec import AttentionSpec
 TILE = 256
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, log-sum-exp and row maxima of `(batch, heads, seq, dim)`: Algorithm 1."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of `(batch, heads, seq, dim)`: Algorithm 1."""
     tiles = Tiles(spec, q.shape[2], k.shape[2])
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
@@ -30,9 +30,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     # The results are not views: autograd refuses to change a view among several results in place.
     out = q_.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q_.new_full(q.shape[:-1], -torch.inf)
-    maxima = torch.full_like(lse, -torch.inf)
     out_ = out.view(*q_.shape[:-1], v.shape[-1])
-    lse_, maxima_ = lse.view(q_.shape[:-1]), maxima.view(q_.shape[:-1])
+    lse_ = lse.view(q_.shape[:-1])
     for rows in tiles.queries():
         q_i = q_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
         o_i = q_i.new_zeros(*q_i.shape[:-1], v.shape[-1])  # [n, g·t, d_v]
@@ -54,8 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         o_i /= l_i.masked_fill(l_i == 0, 1.0)[..., None]
         out_[:, :, rows] = o_i.view_as(out_[:, :, rows])
         lse_[:, :, rows] = (m_i + l_i.log()).view_as(lse_[:, :, rows])
-        maxima_[:, :, rows] = m_i.view_as(maxima_[:, :, rows])
-    return out.to(q.dtype), lse, maxima
+    return out.to(q.dtype), lse
 
 
 def backward(

@@ -31,7 +31,7 @@ from flashattn2.spec import AttentionSpec
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, maxima, strides, cuts, sizes, spec, meta: tl.constexpr
+    q, k, v, out, lse, strides, cuts, sizes, spec, meta: tl.constexpr
 ):  # fmt: skip
     """Compute the output of one tile of queries.
 
@@ -78,13 +78,10 @@ def forward_kernel(
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
     # Results are in base e, also if the scores are exponents of 2.
     if meta.EXACT:
-        sums, largest = maximum + tl.log(total), maximum
+        sums = maximum + tl.log(total)
     else:
         sums = (maximum + tl.log2(total)) * 0.6931471805599453
-        largest = maximum * 0.6931471805599453
     tl.store(lse + line, sums, mask=lines < seq_q)
-    if maxima is not None:
-        tl.store(maxima + line, largest, mask=lines < seq_q)
 
 
 @triton.jit
@@ -189,15 +186,15 @@ def combine_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
-    precision: str, split_size: int = 0, max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the output, the log-sum-exp and, if requested, the maximum of each row."""
+    precision: str, split_size: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output and the log-sum-exp."""
     v_dim = v.shape[-1]
     out = launch.empty_like_layout(q, v_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
-        return out.zero_(), lse, lse
+        return out.zero_(), lse
     q, k, v = launch.rows_contiguous(q, k, v)
     plan = launch.plan(
         "forward", precision, spec, q, k, v, packed=cu_q is not None, split_size=split_size
@@ -209,14 +206,13 @@ def forward(
     if splits > 1:
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
-    maxima = torch.empty_like(to_lse) if max_logits else None
     meta = plan.meta(q, v, spec, cu_q is not None)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
-        maxima, launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),
+        launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),
         (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
         launch.score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         combine(to_out, to_lse, out, lse, splits)
-    return out, lse, maxima
+    return out, lse

@@ -94,12 +94,12 @@ def _attend(
         spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
         return _attend_without_mask(q, k, v, spec, backend)
     if backend == "torch" or q.numel() == 0:
-        return tiled.forward(q, k, v, spec)[:2]
+        return tiled.forward(q, k, v, spec)
     if spec.right == 0 and seq_q == seq_k and spec.left == UNBOUNDED:
         return aten.forward_or_tiled(q, k, v, spec)
     is_too_long = seq_q * seq_k > MAX_MASK
     if is_too_long or spec.softcap or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
-        return tiled.forward(q, k, v, spec)[:2]
+        return tiled.forward(q, k, v, spec)
     queries, keys = torch.arange(seq_q), torch.arange(seq_k)
     hidden = spec.hidden(queries, keys, seq_k - seq_q)
     mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
@@ -117,7 +117,7 @@ def _attend_without_mask(
     kv_heads = k.shape[1]
     rows = q if heads == kv_heads else q.reshape(batch, kv_heads, heads // kv_heads * seq_q, dim)
     if backend == "torch" or spec.softcap or q.numel() == 0 or k.numel() == 0:
-        out, lse, _ = tiled.forward(rows, k, v, spec)
+        out, lse = tiled.forward(rows, k, v, spec)
     else:
         out, lse = aten.forward(rows, k, v, spec.scale, False)
     if rows is q:
