@@ -52,7 +52,7 @@ def interpreter(monkeypatch):
         paths = {"tma", "packed" if packed else "tma"}
 
         def choose(*arguments):
-            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(arguments[4]), arguments[1]
+            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(arguments[4])
 
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)

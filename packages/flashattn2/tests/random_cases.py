@@ -47,8 +47,6 @@ def draw(seed, kernels):
     }
     case["sinks"] = pick((True, False, False))
     case["deterministic"] = pick((True, False))
-    case["split_size"] = pick((None, 32, 50)) if kernels else None
-    case["precision"] = "ieee"
     case["page_size"] = pick((None, 1, 7, 16))
     case["new"] = pick((0, 0, 1, 3))
     return case, options
@@ -112,7 +110,6 @@ def ours(case):
     """Call the public function of the case."""
     fixed = {
         "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
-        "precision": case["precision"], "split_size": case["split_size"],
     }  # fmt: skip
 
     def run(q, k, v, **options):
@@ -215,8 +212,6 @@ def check_decode(case, options, leaves):
         cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new,
         sinks=sinks,
         backend=case["backend"],
-        split_size=case["split_size"],
-        precision="ieee",
         **options,
     )
     for b, count in enumerate(counts):

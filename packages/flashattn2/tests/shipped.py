@@ -41,8 +41,6 @@ SAMPLE = {
     ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
     ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
     ("pointers", "tf32"): (64, 80, PACKED),
-    ("tma", "tf32x3"): (16, 90, {}),
-    ("pointers", "tf32x3"): (64, 80, {}),
     ("pointers", "ieee"): (64, 90, {}),
 }
 

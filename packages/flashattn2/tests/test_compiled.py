@@ -154,7 +154,7 @@ def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
         ("dkdv", True, False),
         ("atomic", True, False),
     ):
-        tile, by_tma, _ = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
+        tile, by_tma = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
         assert tile == configs.Tile(*configs.find_sizes((path, "half", kernel), 128, rich))

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from triton.runtime import interpreter as triton_interpreter
 
 
 def paged(cache, page_size, spare=3):
@@ -53,11 +52,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, devic
     truth = expected(
         *(x.double() for x in (q, k, v)),
         [n + new for n in lengths],
-        **{
-            name: x.double() if isinstance(x, torch.Tensor) else x
-            for name, x in options.items()
-            if name != "split_size"
-        },
+        **{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()},
     )
     appended = [torch.stack([x[b, :, n : n + new] for b, n in enumerate(lengths)]) for x in (k, v)]
     for b, n in enumerate(lengths):
@@ -112,8 +107,7 @@ def splits_pages_and_dtypes():
 @pytest.mark.parametrize(("splits", "page_size", "dtype"), splits_pages_and_dtypes(), ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2},
-     {"is_causal": True, "split_size": 32}],
+    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2}],
     ids=str,
 )  # fmt: skip
 def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, dtype, options):
@@ -135,50 +129,6 @@ def test_new_keys_are_written_in_place_after_the_old(interpreter):
         assert torch.equal(v[1, :, 5:], new[1])
         assert k[0, :, 3:].abs().sum() == k[1, :, :5].abs().sum() == 0
         assert lengths.tolist() == [0, 5]
-
-
-def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
-    q = torch.randn(3, 4, 1, 16)
-    k, v = torch.randn(2, 3, 2, 90, 16)
-    lengths = torch.tensor([90, 41, 77], dtype=torch.int32)
-
-    def run(rows):
-        return flash_attention_with_kvcache(
-            q[rows], k[rows], v[rows], cache_seqlens=lengths[rows], split_size=32, backend="triton"
-        )
-
-    every = run(slice(None))
-    for b in range(3):
-        assert torch.equal(run(slice(b, b + 1)), every[b : b + 1])
-
-
-def test_tile_of_a_fixed_split_does_not_depend_on_other_queries(interpreter, monkeypatch):
-    """The order of a row's sums on a GPU depends on the tile, unlike in the interpreter."""
-    from flashattn2.kernels import decode
-
-    tiles = []
-
-    def record(rows, *others):
-        tiles.append(sizes(rows, *others))
-        return tiles[-1]
-
-    sizes = decode.tile_rows
-    monkeypatch.setattr(decode, "tile_rows", record)
-    # The tile does not depend on the values, which the interpreter computes slowly.
-    monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
-    cache = torch.randn(2, 2, 90, 16, dtype=torch.float16)
-    lengths = torch.tensor([90, 41], dtype=torch.int32)
-    for cu in ([0, 1, 2], [0, 1, 70]):
-        flash_attention_with_kvcache(
-            torch.randn(cu[-1], 4, 16, dtype=torch.float16),
-            cache,
-            cache,
-            cache_seqlens=lengths,
-            cu_seqlens_q=torch.tensor(cu, dtype=torch.int32),
-            split_size=32,
-            backend="triton",
-        )
-    assert tiles[0] == tiles[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (3, 0)}], ids=str)
@@ -290,7 +240,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
     q, k, v, new = pages_of_four()
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     spec = make_spec(16, False, None, None, None)
-    out, lse = decode.decode(q, k, v, lengths, table, None, spec, 0, 0)
+    out, lse = decode.decode(q, k, v, lengths, table, None, spec, 0)
     wrong = [
         not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
         for t, n in zip(table.tolist(), lengths.tolist(), strict=True)
@@ -375,11 +325,6 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
         ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),
         ({"block_table": TABLE + 2}, ValueError, "must name pages 0 to 1, got page 2"),
-        (
-            {"split_size": 4},
-            ValueError,
-            "split_size applies to the Triton kernels, got split_size=4",
-        ),
         ({"scale": True}, TypeError, "scale to be a float, .* got True"),
         ({"sinks": torch.full((4,), torch.inf)}, ValueError, r"finite sinks, got \[inf"),
         ({"q": Q[..., :0], "k_cache": CACHE[..., :0]}, ValueError, "got head dim 0"),
@@ -489,7 +434,7 @@ def test_opcheck_of_both_operators(interpreter, backend, page_size):
         cache, table = paged(cache, page_size)
         cache = cache.nan_to_num()
     lengths = torch.tensor([9, 5], dtype=torch.int32)
-    scalars = (0.25, -1, 0, 0.0, backend, 0, 2, True, True)
+    scalars = (0.25, -1, 0, 0.0, backend, 2, True, True)
     torch.library.opcheck(decode_op, (q, cache, cache, lengths, table, None, *scalars))
     rows, cu = q.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None], torch.tensor([0, 1, 6]).int()
     torch.library.opcheck(decode_op, (rows, cache, cache, lengths, table, cu, *scalars))

@@ -455,7 +455,6 @@ def test_compiled_backward_overlaps_products_with_exponentials(compiled_code):
         ({"softcap": 2.0}, "it has no softcap"),
         ({"dim": 80}, "head dims of 64 or 128, equal for q and v, got 80 and 80"),
         ({"dtype": torch.float32}, "expected bfloat16 or float16, got torch.float32"),
-        ({"split_size": 64}, "split_size applies to the Triton kernels, got split_size=64"),
     ],
 )
 def test_unsupported_input_of_gluon_is_refused_with_the_reason(machine, change, reason):

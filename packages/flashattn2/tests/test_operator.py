@@ -32,7 +32,7 @@ def tensors(layout="heads first", requires_grad=False):
 )
 def test_opcheck_of_dense_attention(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
-    method = (backend, "ieee", True, 0)
+    method = (backend, "ieee", True)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = forward_op(q, k, v, None, None, *SCALARS, *method)
@@ -65,7 +65,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
     """Inductor compiles later operators for the strides of the fake results."""
     # The strides do not depend on the values, which the interpreter computes slowly.
     monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
-    method = (backend, "ieee", True, 0)
+    method = (backend, "ieee", True)
 
     def layouts(run, *arguments):
         """Return the shapes, dtypes and strides; a dimension of one row may have any stride."""
@@ -102,7 +102,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_of_packed_sequences(interpreter, backend):
     q, k, v = (x[:1].detach().requires_grad_() for x in tensors())
-    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True, 0)
+    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True)
     torch.library.opcheck(forward_op, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Sinks, fixed splits and other head dims of values, on every backend."""
+"""Sinks and other head dims of values, on every backend."""
 
 import pytest
 import torch
@@ -6,55 +6,12 @@ from flashattn2 import (
     attention_reference,
     flash_attention,
     flash_attention_varlen,
-    flash_attention_with_kvcache,
 )
 from option_pairs import SHAPES, tensors
 from torch.autograd import gradcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(32, marks=pytest.mark.exhaustive),
-        33,
-        pytest.param(100, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
-    """A row is computed alone, in a batch, and together with other queries of its sequence."""
-    q = torch.randn(2, 1, 40, 16)
-    k, v = torch.randn(2, 2, 1, 90, 16)
-
-    def run(q, k, v):
-        return flash_attention(q, k, v, is_causal=True, split_size=size, backend="triton")
-
-    every = run(q, k, v)
-    torch.testing.assert_close(
-        every, attention_reference(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5
-    )
-    assert torch.equal(run(q[1:2], k[1:2], v[1:2]), every[1:2])
-    for last in (1, 17, 33):
-        assert torch.equal(run(q[:, :, -last:], k, v), every[:, :, -last:])
-
-
-def test_unsupported_split_size_is_an_error(interpreter):
-    q = torch.randn(1, 1, 40, 16)
-    for split_size in (0, -3, 1.5, True):
-        with pytest.raises(ValueError, match=r"split_size, .* an int of at least 1"):
-            flash_attention(q, q, q, split_size=split_size, backend="triton")
-    for backend in ("auto", "torch", "aten"):
-        with pytest.raises(ValueError, match=r"applies to the Triton kernels, .* leave it out"):
-            flash_attention(q, q, q, split_size=8, backend=backend)
-    long = torch.zeros(1, 1, 32 * 1024 + 1, 16)
-    with pytest.raises(ValueError, match=r"at most 1024 splits, got 1025 .* pass split_size=33"):
-        flash_attention(q, long, long, split_size=32, backend="triton")
-    with pytest.raises(ValueError, match=r"at most 1024 splits, got 1025 .* pass split_size=33"):
-        flash_attention_with_kvcache(
-            q[:, :, :1], long, long, cache_seqlens=9, split_size=32, backend="triton"
-        )
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])

@@ -31,8 +31,7 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
     cu = torch.tensor((0, *counts)).cumsum(0).int()
     q = torch.randn(int(cu[-1]), heads[0], dims[0]).to(dtype)
     k, v = (torch.randn(len(counts), heads[1], max(lengths) + 3, d).to(dtype) for d in dims)
-    reference_options = {n: x for n, x in options.items() if n != "split_size"}
-    expected = reference(q, k, v, cu.tolist(), lengths, **reference_options)
+    expected = reference(q, k, v, cu.tolist(), lengths, **options)
     for b, length in enumerate(lengths):
         k[b, :, length:] = v[b, :, length:] = torch.nan
     table = None
@@ -89,7 +88,6 @@ def test_cpu_backends_equal_the_reference_in_float64(backend, heads, sinks, **ca
         {},
         {"is_causal": True, "softcap": 2.0},
         {"window": (20, 3), "sinks": torch.arange(6.0) - 2},
-        {"is_causal": True, "split_size": 32},
     ],
     ids=str,
 )

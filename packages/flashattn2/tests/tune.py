@@ -127,16 +127,16 @@ def milliseconds(result, rounds=5):
         "is_causal": True, "deterministic": result["kernel"] != "atomic",
         "window": (1024, None) if result.get("left") else None,
         "softcap": 30.0 if result.get("softcap") else None,
-        "precision": None if result["dtype"] == "bf16" else result["kind"],
     }  # fmt: skip
     chosen = launch.choose
 
     def choose(kernel, precision, *rest):
         if kernel != result["kernel"]:
             return chosen(kernel, precision, *rest)
-        return configs.Tile(*result["tile"]), result["tma"], result["precision"]
+        return configs.Tile(*result["tile"]), result["tma"]
 
     launch.choose = choose
+    torch.set_float32_matmul_precision("high" if result["kind"] == "tf32" else "highest")
     try:
         out = attention(q, k, v, **requested)
         if result["kernel"] == "forward":

@@ -31,8 +31,6 @@ class Options(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     deterministic: bool
-    precision: str | None
-    split_size: int | None
     backend: str
 
 
@@ -56,11 +54,12 @@ def flash_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
-    precision: str | None = None,
-    split_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention in memory linear in the sequence length.
+
+    The products of the Triton kernels in float32 are exact float32 products if
+    `torch.get_float32_matmul_precision` is "highest", and tf32 products otherwise.
 
     Args:
         q: Queries `(batch, heads, seq_q, dim)` or `(batch, seq_q, dim)`.
@@ -77,12 +76,6 @@ def flash_attention(
         return_lse: If True, also return the log-sum-exp of each row.
         deterministic: If False, the Triton backward pass in half precision may accumulate dQ by
             atomic additions, whose order varies.
-        precision: Precision of float32 matrix products in Triton: "ieee", "tf32x3" or "tf32".  None
-            follows `torch.get_float32_matmul_precision`: "highest" is ieee, any other setting tf32.
-            A head dim without a tile for that precision runs in ieee, which `explain` reports.
-        split_size: Number of keys per split of the Triton forward pass, rounded up to whole tiles.
-            A fixed size makes a result independent of its batch.  None splits the keys only if the
-            GPU would otherwise be idle.
         backend: "triton", "gluon" (kernels for Hopper), "aten" (torch's CPU kernel), "torch"
             (tiled PyTorch), or "auto".
 
@@ -96,7 +89,7 @@ def flash_attention(
             Dropout and additive masks are not supported.
     """
     options = (
-        *(is_causal, scale, softcap, backend, precision, deterministic, split_size),
+        *(is_causal, scale, softcap, backend, deterministic),
         *(type(window), *(window if isinstance(window, tuple) else (window,))),
     )
     signature, plan = look_up_plan(q, k, v, options)
@@ -125,9 +118,7 @@ def flash_attention(
             v,
             spec,
             backend=backend,
-            precision=precision,
             deterministic=deterministic,
-            split_size=split_size,
         )
         plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
         store_plan(signature, q, plan)
@@ -196,8 +187,6 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
-    precision: str | None = None,
-    split_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over sequences of different lengths that are packed without padding.
@@ -233,10 +222,8 @@ def flash_attention_varlen(
         v,
         spec,
         backend=backend,
-        precision=precision,
         deterministic=deterministic,
         packed=True,
-        split_size=split_size,
     )
 
     # Run.

@@ -13,7 +13,6 @@ from flashattn2.spec import AttentionSpec
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
 #: Backends whose results have the strides of their inputs.
 KERNEL_BACKENDS = ("triton", "gluon")
-PRECISIONS = ("ieee", "tf32x3", "tf32")
 SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
 #: The least number of queries and keys for which the Gluon kernels were measured to be faster.  At
@@ -27,7 +26,6 @@ class Method(NamedTuple):
     backend: str
     precision: str
     deterministic: bool
-    split_size: int = 0
 
 
 class Choice(NamedTuple):
@@ -44,10 +42,8 @@ def select_backend(
     spec: AttentionSpec,
     *,
     backend: str = "auto",
-    precision: str | None = None,
     deterministic: bool = True,
     packed: bool = False,
-    split_size: int | None = None,
 ) -> Choice:
     """Select the method for `(batch, heads, seq, dim)` tensors.
 
@@ -55,15 +51,9 @@ def select_backend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if precision is None:
-        precision = _default_precision()
-    elif precision not in PRECISIONS:
-        raise ValueError(
-            f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}"
-        )
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
-        if split_size is None and _is_gluon_faster(q, k, v, spec, packed):
+        if _is_gluon_faster(q, k, v, spec, packed):
             preferred = "gluon"
         obstacle = _find_obstacle(preferred, q, k, v, spec, packed)
         if obstacle is None:
@@ -80,10 +70,7 @@ def select_backend(
                 f'backend "{backend}" does not support this input: {obstacle}; pass '
                 'backend="torch" or "auto"'
             )
-    if split_size is not None:
-        _check_split_size(split_size, backend)
-    method = Method(backend, precision, deterministic, split_size or 0)
-    return Choice(method, reason)
+    return Choice(Method(backend, _float32_precision(), deterministic), reason)
 
 
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
@@ -116,23 +103,9 @@ def _find_obstacle(
     return None
 
 
-def _check_split_size(split_size: int, backend: str) -> None:
-    """Raise ValueError unless the backend can honor `split_size`."""
-    if not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1:
-        raise ValueError(
-            "expected split_size, the number of keys per split, to be an int of at least 1, or "
-            f"None to split only for an idle GPU, got {split_size!r}"
-        )
-    if backend != "triton":
-        raise ValueError(
-            f"split_size applies to the Triton kernels, got split_size={split_size} with backend "
-            f'"{backend}"; leave it out, or pass backend="triton"'
-        )
-
-
 @constant_in_graphs
-def _default_precision() -> str:
-    """Return the float32 precision that torch's settings select."""
+def _float32_precision() -> str:
+    """Return the precision of float32 products that torch's settings select."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

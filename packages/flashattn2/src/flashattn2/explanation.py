@@ -41,15 +41,12 @@ def explain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool = True,
-    precision: str | None = None,
-    split_size: int | None = None,
     backend: str = "auto",
 ) -> Explanation:
     """Return the backend that `flash_attention` would select for these arguments.
 
     With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.  It
-    names the tile of each kernel, and the precision of float32 products if it is not the requested
-    one: a head dim without a tile of that precision runs in ieee.
+    names the tile of each kernel and the precision of float32 products.
 
     The arguments `attn_mask` and `dropout_p` are those of `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
@@ -78,10 +75,8 @@ def explain(
         v,
         spec,
         backend=backend,
-        precision=precision,
         deterministic=deterministic,
         packed=packed,
-        split_size=split_size,
     )
     return Explanation(method.backend, reason, _describe_tiles(q, k, v, spec, method, packed))
 
@@ -177,13 +172,10 @@ def _describe_kernel(
         spec,
         *launch.rows_contiguous(*tensors),
         packed=packed,
-        split_size=method.split_size,
     )
     products = ""
     if tensors[0].element_size() == 4:
-        products = f", {plan.precision} products"
-        if plan.precision != method.precision:
-            products += f" since {method.precision} has no tile for this head dim on this GPU"
+        products = f", {method.precision} products"
     tile = plan.tile
     loads = "TMA descriptors" if plan.tma else "pointers"
     return (

@@ -33,7 +33,6 @@ def forward(
     backend: str,
     precision: str,
     deterministic: bool,
-    split_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp."""
     if cu_q is not None and cu_k is not None:
@@ -51,7 +50,7 @@ def forward(
         from flashattn2.kernels import forward as triton_forward
 
         with torch.cuda.device_of(q):
-            return triton_forward.forward(q, k, v, cu_q, cu_k, spec, precision, split_size)
+            return triton_forward.forward(q, k, v, cu_q, cu_k, spec, precision)
     run = aten.forward_or_tiled if backend == "aten" else tiled.forward
     out, lse = map_sequences(lambda q, k, v: run(q, k, v, spec), [q], [k, v], cu_q, cu_k)
     return out, lse
@@ -92,7 +91,6 @@ def backward(
     backend: str,
     precision: str,
     deterministic: bool,
-    split_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     spec = AttentionSpec(scale, left, right, softcap)
@@ -109,7 +107,7 @@ def backward(
         with torch.cuda.device_of(q):
             return triton_backward.backward(
                 *(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k),
-                *(spec, precision, deterministic, split_size),
+                *(spec, precision, deterministic),
             )
     run = aten.backward if backend == "aten" else tiled.backward
     dq, dk, dv = map_sequences(

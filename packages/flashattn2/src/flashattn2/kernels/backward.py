@@ -19,7 +19,7 @@ from flashattn2.spec import AttentionSpec
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
-    precision: str, deterministic: bool, split_size: int = 0,
+    precision: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
     dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
@@ -32,13 +32,13 @@ def backward(
     kv_heads, seq_k = k.shape[1:3]
     by_key = launch.plan(
         "atomic" if atomic else "dkdv", precision, spec, q, k, v, grad_out,
-        packed=packed, split_size=split_size,
+        packed=packed,
     )  # fmt: skip
     lse = lse.contiguous()
     meta = by_key.meta(q, v, spec, packed, atomic)
     if meta.EXACT:
         norm, delta = row_sums.norm_and_delta(
-            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, spec, precision, split_size
+            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, spec, precision
         )
     else:
         norm, delta = None, row_sums.delta(out, grad_out, grad_lse, lse)
@@ -63,9 +63,7 @@ def backward(
     if atomic:
         return dq.copy_(dq_sum), dk, dv
 
-    by_query = launch.plan(
-        "dq", precision, spec, q, k, v, grad_out, packed=packed, split_size=split_size
-    )
+    by_query = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=packed)
     tile, splits = by_query.tile, by_query.splits
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_dq = launch.split_outputs(dq, splits)

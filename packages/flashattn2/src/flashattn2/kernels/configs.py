@@ -86,20 +86,17 @@ def choose(
     paths: tuple[str, ...],
     shared_bytes: int,
     rich: bool = False,
-) -> tuple[Tile, bool, str]:
-    """Return the tile for a kernel, True if it loads by TMA, and its float32 precision.
+) -> tuple[Tile, bool]:
+    """Return the tile for a kernel, and True if it loads by TMA.
 
-    The `paths` are in order of preference; the last one, "pointers", has every head dim.  The
-    precision is ieee if the requested precision has no tile for the head dim for lack of registers.
+    The `paths` are in order of preference; the last one, "pointers", has every head dim.
     """
     kind = "half" if element_bytes == 2 else precision
-    if block_d not in TILES["pointers", kind, kernel]:
-        kind = precision = "ieee"
     for path in paths:
         sizes = find_sizes((path, kind, kernel), block_d, rich)
         if sizes is not None:
             tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
-            return tile, path in TMA_PATHS, precision
+            return tile, path in TMA_PATHS
     raise ValueError(f"expected a tile for head dim {block_d} in one of the tables {paths}")
 
 

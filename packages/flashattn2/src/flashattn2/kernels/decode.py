@@ -35,7 +35,7 @@ from flashattn2.spec import AttentionSpec
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, cu_q: Tensor | None,
-    spec: AttentionSpec, split_size: int, new: int,
+    spec: AttentionSpec, new: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and log-sum-exp of `q` over the first `lengths + new` keys.
 
@@ -56,20 +56,12 @@ def decode(
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
     cuts = None if cu_q is None else (cu_q * group,) * 2
     rows_per_sequence = rows if cu_q is None else launch.cdiv(rows, len(lengths))
-    if split_size:
-        # A row's bits depend on the tile, which therefore must not depend on the other queries.
-        rows_per_sequence = group
     block_m, block_n = tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
     tiles = launch.tiles_of(by_row, cu_q, block_m)
     loop = launch.cdiv(capacity, block_n)
-    if split_size:
-        flag = -launch.cdiv(split_size, block_n) * block_n
-        splits = launch.cdiv(capacity, -flag)
-        launch.check_fixed_splits(splits, split_size, capacity)
-    else:
-        processors = launch.device_of(q.device).processors
-        flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
+    processors = launch.device_of(q.device).processors
+    splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = out, lse
@@ -80,7 +72,7 @@ def decode(
     exact = q.dtype == torch.float32
     meta = launch.Meta(
         dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
-        spec.left >= 0, spec.right >= 0, spec.softcap > 0, flag, cu_q is not None, EXACT=exact,
+        spec.left >= 0, spec.right >= 0, spec.softcap > 0, splits, cu_q is not None, EXACT=exact,
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         by_row, k, v, to_out, to_lse, lengths, table, launch.strides(by_row, k, v, to_out),

@@ -186,7 +186,7 @@ def combine_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
-    precision: str, split_size: int = 0,
+    precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the log-sum-exp."""
     v_dim = v.shape[-1]
@@ -196,9 +196,7 @@ def forward(
         lse.fill_(-math.inf)
         return out.zero_(), lse
     q, k, v = launch.rows_contiguous(q, k, v)
-    plan = launch.plan(
-        "forward", precision, spec, q, k, v, packed=cu_q is not None, split_size=split_size
-    )
+    plan = launch.plan("forward", precision, spec, q, k, v, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.splits
     tiles = launch.tiles_of(q, cu_q, tile.block_m)

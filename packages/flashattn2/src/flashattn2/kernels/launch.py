@@ -24,8 +24,6 @@ MAX_SPLITS = 16
 #: Exclusive upper bound of row strides.  The kernels multiply a row index within a tile, at most
 #: 255, by the row stride in int32.
 MAX_ROW_STRIDE = 2**22
-#: Maximum number of splits of a fixed size; each split has a separate float32 output.
-MAX_FIXED_SPLITS = 1024
 
 
 class Meta(NamedTuple):
@@ -53,7 +51,7 @@ class Meta(NamedTuple):
     RIGHT: bool
     #: True if the scores have a softcap.
     SOFTCAP: bool
-    #: Number of splits, or minus the fixed split size: see `flashattn2.kernels.tiles.split_range`.
+    #: Number of even splits.
     SPLITS: int
     #: True for packed sequences.
     PACKED: bool = False
@@ -80,13 +78,6 @@ class Plan:
     #: True if the kernel loads by TMA.
     tma: bool
     precision: str
-    #: Number of keys per split, or 0 if the splits are even.
-    split_size: int = 0
-
-    @property
-    def split_flag(self) -> int:
-        """Return the value of `Meta.SPLITS`."""
-        return -self.split_size if self.split_size else self.splits
 
     def meta(
         self, q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, atomic: bool = False
@@ -97,7 +88,7 @@ class Plan:
             q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
             self.tile.block_m, self.tile.block_n,
             spec.left >= 0, spec.right >= 0, spec.softcap > 0,
-            self.split_flag, packed, self.tma, self.precision, exact, atomic,
+            self.splits, packed, self.tma, self.precision, exact, atomic,
         )  # fmt: skip
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
@@ -126,7 +117,6 @@ def plan(
     v: Tensor,
     *others: Tensor,
     packed: bool,
-    split_size: int = 0,
 ) -> Plan:
     """Return the launch parameters of `kernel`: "forward", "dq", "dkdv" or "atomic"."""
     device = device_of(q.device)
@@ -135,13 +125,10 @@ def plan(
     block_dv = power_of_two(v.shape[-1])
     paths = _paths(device, packed, by_key, (q, k, v, *others))
     heads = (k if by_key else q).shape[1]
-    # With a split size, results must not depend on the batch: the forward pass is split at fixed
-    # keys, and the other kernels are not split.
-    fixed = split_size if kernel == "forward" and not packed else 0
     has_options = spec.left >= 0 or spec.softcap > 0
     # Splits need registers too: a split launch is planned a second time with the rich tile.
     for rich in (has_options, True):
-        tile, tma, products = choose(
+        tile, tma = choose(
             *(kernel, precision, q.element_size(), max(block_d, block_dv), paths),
             *(device.shared_bytes, rich),
         )
@@ -150,25 +137,11 @@ def plan(
         if by_key:
             tiles, loop = loop, tiles
         splits = 1
-        if fixed:
-            fixed = cdiv(split_size, tile.block_n) * tile.block_n
-            splits = cdiv(k.shape[2], fixed)
-        elif not (packed or split_size):
+        if not packed:
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    if fixed:
-        check_fixed_splits(splits, split_size, k.shape[2])
-    return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
-
-
-def check_fixed_splits(splits: int, split_size: int, keys: int) -> None:
-    """Raise `ValueError` if `split_size` divides the keys into too many splits."""
-    if splits > MAX_FIXED_SPLITS:
-        raise ValueError(
-            f"expected at most {MAX_FIXED_SPLITS} splits, got {splits} of split_size {split_size} "
-            f"for {keys} keys; pass split_size={cdiv(keys, MAX_FIXED_SPLITS)} or more"
-        )
+    return Plan(tile, block_d, block_dv, splits, tma, precision)
 
 
 def _paths(

@@ -66,7 +66,7 @@ def _write_delta(
 
 def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str, split_size: int,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return 1 / rowsum(P) and D, both from sums over P and dP."""
     plan = launch.plan(
@@ -78,7 +78,6 @@ def norm_and_delta(
         v,
         grad_out,
         packed=cu_q is not None,
-        split_size=split_size,
     )
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.splits

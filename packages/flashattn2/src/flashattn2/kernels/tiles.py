@@ -220,18 +220,11 @@ def query_ranges(
 
 @triton.jit
 def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the part of a range that belongs to one split.
-
-    A positive SPLITS is the number of even parts.  A negative SPLITS is minus the number of keys
-    per part: the parts do not depend on the band, so a row's sums do not depend on other rows.
-    """
+    """Return the part of a range that belongs to one of SPLITS even parts."""
     if SPLITS > 1:
         part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
         lo = lo + split * part
         hi = tl.minimum(hi, lo + part)
-    if SPLITS < 0:
-        hi = tl.minimum(hi, (split + 1) * -SPLITS)
-        lo = tl.maximum(lo, split * -SPLITS)
     hi = tl.maximum(hi, lo)
     all_lo = tl.minimum(tl.maximum(all_lo, lo), hi)
     all_hi = tl.maximum(tl.minimum(all_hi, hi), all_lo)

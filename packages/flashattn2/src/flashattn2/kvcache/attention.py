@@ -33,8 +33,6 @@ def flash_attention_with_kvcache(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    precision: str | None = None,
-    split_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of new queries over the first keys of a cache.
@@ -69,7 +67,7 @@ def flash_attention_with_kvcache(
     """
     is_paged = block_table is not None
     options = (
-        *(is_causal, scale, softcap, backend, precision, split_size, is_paged),
+        *(is_causal, scale, softcap, backend, is_paged),
         *(_signature_of_new_rows(k, v), type(cu_seqlens_q), getattr(cu_seqlens_q, "shape", None)),
         *(type(window), *(window if isinstance(window, tuple) else (window,))),
     )
@@ -95,7 +93,7 @@ def flash_attention_with_kvcache(
     if plan is None:
         (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-        method = _select_method(q, k_cache, v_cache, spec, backend, precision, split_size)
+        method = _select_method(q, k_cache, v_cache, spec, backend)
         is_cpu_kernel = (
             not is_paged
             and cu_seqlens_q is None
@@ -117,7 +115,7 @@ def flash_attention_with_kvcache(
     out, lse = run(
         *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
         *plan.spec.scalars(),
-        *(plan.method.backend, plan.method.split_size, new),
+        *(plan.method.backend, new),
         # Appending has checked the lengths and pages.
         check_lengths=check_lengths and k is None,
         check_pages=k is None,
@@ -137,8 +135,6 @@ def _select_method(
     v_cache: Tensor,
     spec: AttentionSpec,
     backend: str,
-    precision: str | None,
-    split_size: int | None,
 ) -> Method:
     """Return the method; on a CPU, "aten" means that `eager.py` selects a kernel per sequence."""
     is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
@@ -148,9 +144,7 @@ def _select_method(
         v_cache,
         spec,
         backend="torch" if is_per_sequence else backend,
-        precision=precision,
         packed=True,
-        split_size=split_size,
     )
     return method._replace(backend="aten") if is_per_sequence else method
 

@@ -24,7 +24,6 @@ def attend(
     right: int,
     softcap: float,
     backend: str,
-    split_size: int,
     new: int,
     check_lengths: bool,
     check_pages: bool,
@@ -41,9 +40,7 @@ def attend(
         from flashattn2.kernels import decode
 
         with torch.cuda.device_of(q):
-            return decode.decode(
-                q, k_cache, v_cache, lengths, block_table, cu_q, spec, split_size, new
-            )
+            return decode.decode(q, k_cache, v_cache, lengths, block_table, cu_q, spec, new)
     counts = [count + new for count in counts]
     bounds = None if cu_q is None else cu_q.cpu().tolist()
     out, lse = eager.attend_sequences(
