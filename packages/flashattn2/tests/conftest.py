@@ -48,11 +48,9 @@ def interpreter(monkeypatch):
 
     monkeypatch.setattr(of_triton.InterpretedFunction, "__call__", call)
 
-    def use(*, splits=1, tma=True, packed=False):
-        paths = {"tma", "packed" if packed else "tma"}
-
+    def use(*, splits=1, tma=True):
         def choose(*arguments):
-            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(arguments[4])
+            return configs.Tile(16, 32, 4, 1), "tma" in arguments[4]
 
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)

@@ -11,7 +11,6 @@ from flashattn2.kernels import configs
 ARCHITECTURES = {
     ("tma", True): (90,),
     ("tma", False): (90,),
-    ("packed", True): (90,),
     ("hopper", True): (90,),
     ("pointers", True): (80,),
     ("pointers", False): (90, 80),
@@ -36,7 +35,6 @@ OPTIONS = (
 # Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}),
-    ("packed", "half"): (128, 90, PACKED),
     ("hopper", "half"): (128, 90, PACKED),
     ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
     ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
@@ -45,21 +43,9 @@ SAMPLE = {
 }
 
 
-def tables():
-    """Return the shipped tiles, and TMA tiles for packed sequences that a GPU may select.
-
-    At head dim 256 those of dQ would spill 80 bytes.
-    """
-    may_be = {}
-    for kernel in ("forward", "dq"):
-        tiles = configs.TILES["tma", "half", kernel]
-        may_be["packed", "half", kernel] = {dim: tiles[dim] for dim in tiles if dim <= 128}
-    return configs.TILES | may_be
-
-
 def exhaustive():
     """Return each tile with each of `OPTIONS`, on the architectures that it serves."""
-    for key, tiles in tables().items():
+    for key, tiles in configs.TILES.items():
         for block_d in tiles:
             for options in OPTIONS:
                 if can_occur(key[0], block_d, options):
@@ -69,7 +55,7 @@ def exhaustive():
 
 def sample():
     """Return the tiles for the head dims and options of `SAMPLE`."""
-    for key, tiles in tables().items():
+    for key, tiles in configs.TILES.items():
         block_d, arch, options = SAMPLE[key[:2]]
         if block_d not in tiles:
             continue
@@ -78,8 +64,8 @@ def sample():
 
 
 def can_occur(path, block_d, options):
-    """Return True if a path serves the options; packed sequences have a separate TMA path."""
-    if path in configs.TMA_PATHS and bool(options.get("packed")) != (path == "packed"):
+    """Return True if a path serves the options; packed sequences are not loaded by TMA."""
+    if path == "tma" and options.get("packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 
@@ -92,8 +78,6 @@ def serving(key, block_d, options):
         kinds = (rich,)
     elif options.get("splits"):
         kinds = (True,)
-    if block_d not in configs.TILES.get(key, {}):
-        key = ("tma", *key[1:])
     # In order, each once.
     tiles = dict.fromkeys(configs.find_sizes(key, block_d, kind) for kind in kinds)
     return [tile for tile in tiles if tile is not None]
@@ -112,7 +96,7 @@ def jobs(key, block_d, tile, options):
             "tile": tile,
             "dim": dim,
             "arch": arch,
-            "tma": path in configs.TMA_PATHS,
+            "tma": path == "tma",
             "kind": kind,
             "precision": "ieee" if half else kind,
             "dtype": "bf16" if half else "fp32",

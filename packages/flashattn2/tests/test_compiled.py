@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import shipped
-import torch
 import triton
 import tune
-from flashattn2.kernels import configs, launch
-from flashattn2.spec import AttentionSpec
+from flashattn2.kernels import configs
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -161,29 +159,6 @@ def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
-
-
-def test_packed_sequences_load_by_tma_if_the_tables_have_a_tile(monkeypatch):
-    """No shipped table loads them by TMA, and the kernels by key never do."""
-    gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
-    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
-    x = torch.empty(1, 4, 4096, 64, dtype=torch.bfloat16)
-    kernels = ("forward", "dq", "dkdv", "atomic")
-
-    def by_tma():
-        plans = [
-            launch.plan(kernel, "ieee", AttentionSpec(0.1), x, x, x, packed=True)
-            for kernel in kernels
-        ]
-        return [plan.tma for plan in plans]
-
-    assert by_tma() == [False] * 4
-    for kernel in kernels:
-        tiles = configs.TILES["tma", "half", kernel]
-        monkeypatch.setitem(configs.TILES, ("packed", "half", kernel), tiles)
-    assert by_tma() == [True, True, False, False]
-    x = x[..., 1:]
-    assert by_tma() == [False] * 4
 
 
 def test_smaller_shared_memory_prunes_stages_then_rows():

@@ -1,6 +1,5 @@
 """`explain` names the backend and the tiles that run."""
 
-
 import pytest
 import torch
 from flashattn2 import explain, flash_attention

@@ -15,5 +15,5 @@ SAMPLE = [pytest.param(range(2)), *(
 def test_random_combinations_of_all_options_equal_the_reference(interpreter, kernels, seeds):
     for seed in seeds:
         case, options = random_cases.draw(seed, kernels)
-        interpreter(splits=case["splits"], tma=case["tma"], packed=case["tma"])
+        interpreter(splits=case["splits"], tma=case["tma"])
         random_cases.check(case, options)

@@ -51,20 +51,6 @@ def test_entry_without_a_valid_tile_is_unchanged():
     assert json.loads(tune.written(table)) == json.loads(text)
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_packed_sequences_use_tma_if_faster(faster):
-    def speed(job):
-        return float(job["tma"] != faster)
-
-    def wanted(entry):
-        return entry[0][0] == "packed" and entry[1:] == (64, False)
-
-    table = tune.table(90, compiler_facts, speed, wanted)
-    for name in ("packed half forward", "packed half dq"):
-        assert (name in table) == faster
-        assert not faster or [*table[name]["tiles"]] == ["64"]
-
-
 def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
     job = {
         "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",

@@ -36,7 +36,7 @@ def tensors(dim=16, dtype=torch.float32):
     return [x.to(dtype) for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch", "triton", "triton by TMA"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,9 +47,8 @@ def tensors(dim=16, dtype=torch.float32):
     ids=str,
 )
 def test_packed_attention_is_attention_over_each_sequence(interpreter, backend, options):
-    interpreter(packed=backend == "triton by TMA")
     assert_as_good_as_plain(
-        packed(backend.split()[0]),
+        packed(backend),
         tensors(),
         one_by_one=one_by_one,
         lse_shape=(2, 90),
@@ -68,10 +67,8 @@ def test_atomic_backward_is_as_good_as_plain(interpreter):
     )
 
 
-@pytest.mark.parametrize("by_tma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_many_sequences_of_any_lengths_are_located(interpreter, by_tma):
+def test_many_sequences_of_any_lengths_are_located(interpreter):
     """Sequences are empty, shorter than a tile, or end at the edge of a tile."""
-    interpreter(packed=by_tma)
     lengths = torch.tensor(
         [[0, 16, 1, 0, 0, 32, 33, 15, 17, 0, 48, 5], [3, 16, 0, 7, 0, 32, 31, 9, 9, 9, 9, 9]]
     )
@@ -110,7 +107,6 @@ def test_values_of_other_sequences_are_not_read(interpreter):
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("odd", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize("by_tma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)],
@@ -124,9 +120,8 @@ def test_values_of_other_sequences_are_not_read(interpreter):
     ],
     ids=str,
 )
-def test_values_of_other_sequences_change_no_bit(interpreter, by_tma, dtype, options, odd):
+def test_values_of_other_sequences_change_no_bit(interpreter, dtype, options, odd):
     """NaN and infinities are in the other sequences, whose rows are in the same tiles."""
-    interpreter(packed=by_tma)
     q, k, v = tensors(dtype=dtype)
     inputs = [q[:, :1], k, v, torch.randn(90, 1, 16, dtype=dtype)]
     rows = [torch.repeat_interleave(torch.arange(4), cu.diff()) for cu in (CU_Q, CU_K, CU_K, CU_Q)]

@@ -3,8 +3,7 @@
 Every tile that might serve is compiled with the options that ask the most of it.  One that does
 work twice, spills, overflows shared memory or leaves the matrix units idle is out.  Of the others
 the fastest is taken: by time, with --measure on that GPU, where all of it takes minutes; by a model
-of its cost elsewhere.  An entry that has no tile left keeps the one it has.  Packed sequences go by
-TMA where that was measured to be faster than pointers, of which no model can tell.
+of its cost elsewhere.  An entry that has no tile left keeps the one it has.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import shipped
 from compile_kernels import compile_job
 from flashattn2.kernels import configs
 
-PATHS = {90: ("tma", "packed", "hopper"), 80: ("pointers",)}
+PATHS = {90: ("tma", "hopper"), 80: ("pointers",)}
 # The most that a block may have, and what a multiprocessor does in a cycle: FLOPs of its matrix
 # units in half precision, exponentials, and bytes from the second cache.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -33,7 +32,7 @@ FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
 
 def entries(arch):
     """Yield each table and head dim, with True for the tile of the options with most registers."""
-    for key, tiles in shipped.tables().items():
+    for key, tiles in configs.TILES.items():
         if key[0] in PATHS[arch]:
             for block_d in tiles:
                 for rich in (False, True):
@@ -46,7 +45,7 @@ def options(path, rich):
     if rich:
         choices = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
     packed = [choice | shipped.PACKED for choice in choices if "splits" not in choice]
-    return {"tma": choices, "packed": packed}.get(path, choices + packed)
+    return choices if path == "tma" else choices + packed
 
 
 def candidates(key, block_d, arch):
@@ -165,15 +164,6 @@ def best(key, block_d, rich, arch, compiled, speed):
     return min(ranked)[1] if ranked else None
 
 
-def beats_pointers(key, block_d, rich, tile, speed):
-    """Return True if packed sequences are faster by TMA in this tile than by pointers."""
-    paths = {path: (path, *key[1:]) for path in ("packed", "hopper")}
-    tiles = {"packed": tile, "hopper": configs.find_sizes(paths["hopper"], block_d, rich)}
-    first = options("packed", rich)[0]
-    times = [speed(*shipped.jobs(paths[path], block_d, tiles[path], first)) for path in paths]
-    return times[0] < times[1]
-
-
 def table(arch, compiled, speed, wanted=lambda entry: True):
     """Return a new table with a tile for every entry, in the form of a file in `tables`."""
     choices = {}
@@ -183,10 +173,6 @@ def table(arch, compiled, speed, wanted=lambda entry: True):
             tile = configs.RICH.get(key, {}).get(block_d, tile)
         if wanted((key, block_d, rich)):
             tile = best(key, block_d, rich, arch, compiled, speed) or tile
-            if key[0] == "packed" and not (
-                tile and beats_pointers(key, block_d, rich, tile, speed)
-            ):
-                tile = None
         entry = choices.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
         if not rich and tile:
             entry["tiles"][str(block_d)] = tile
@@ -224,9 +210,7 @@ def main(argv=None):
 
     def wanted(entry):
         key, block_d, _ = entry
-        return arguments.only in " ".join((*key, str(block_d))) and (
-            arguments.measure or key[0] != "packed"
-        )
+        return arguments.only in " ".join((*key, str(block_d)))
 
     jobs = [
         job

@@ -42,9 +42,6 @@ class Tile:
 #: Maximum number of registers per thread.  By default ptxas stops many kernels at 80, 128 or 168 to
 #: fit more programs on a processor, and spills a few bytes to do so: see `find_sizes`.
 ALL_REGISTERS = 255
-#: Paths that load by TMA descriptors.
-TMA_PATHS = ("tma", "packed")
-
 Sizes = tuple[int, ...]
 Key = tuple[str, str, str]
 
@@ -52,9 +49,9 @@ Key = tuple[str, str, str]
 def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
     """Read the tables of one kind: a tile per head dim, keyed by path, precision and kernel.
 
-    A path is a loading method.  "tma" loads by TMA on Hopper.  "packed" does so for packed
-    sequences if a GPU measured it to be faster.  "hopper" loads by pointers on Hopper: for packed
-    sequences, for strides that TMA does not support and for head dims without a tile under "tma".
+    A path is a loading method.  "tma" loads by TMA on Hopper.  "hopper" loads by pointers on
+    Hopper: for packed sequences, for strides that TMA does not support and for head dims without a
+    tile under "tma".
     "pointers" is for all other GPUs.  The precision "half" is bfloat16 and float16, and "ieee" is
     float32 without matrix units, which does not benefit from TMA.
     """
@@ -96,7 +93,7 @@ def choose(
         sizes = find_sizes((path, kind, kernel), block_d, rich)
         if sizes is not None:
             tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
-            return tile, path in TMA_PATHS
+            return tile, path == "tma"
     raise ValueError(f"expected a tile for head dim {block_d} in one of the tables {paths}")
 
 

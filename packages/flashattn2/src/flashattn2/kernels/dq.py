@@ -79,11 +79,11 @@ def _add_dq(
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
             k, k_strides, sequence, start,
-            meta.BLOCK_N, meta.D, meta.BLOCK_D, meta.TMA, not MASKED, meta.PACKED,
+            meta.BLOCK_N, meta.D, meta.BLOCK_D, meta.TMA, not MASKED,
         )  # fmt: skip  # [N, D]
         v_tile = load_tile(
             v, v_strides, sequence, start,
-            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
+            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED,
         )  # fmt: skip  # [N, DV]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
         if meta.SOFTCAP:

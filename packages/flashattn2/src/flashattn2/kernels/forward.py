@@ -117,7 +117,7 @@ def _attend(
         # Rows of k after the sequence are masked above, but 0 times a NaN of v would be NaN.
         v_tile = load_tile(
             v, v_strides, sequence, start,
-            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
+            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED,
         )  # fmt: skip  # [N, DV]
         acc = acc * rescale[:, None]  # [M, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=meta.PRECISION)

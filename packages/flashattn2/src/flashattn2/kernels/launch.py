@@ -123,7 +123,7 @@ def plan(
     by_key = kernel in ("dkdv", "atomic")
     block_d = power_of_two(q.shape[-1])
     block_dv = power_of_two(v.shape[-1])
-    paths = _paths(device, packed, by_key, (q, k, v, *others))
+    paths = _paths(device, packed, (q, k, v, *others))
     heads = (k if by_key else q).shape[1]
     has_options = spec.left >= 0 or spec.softcap > 0
     # Splits need registers too: a split launch is planned a second time with the rich tile.
@@ -144,17 +144,14 @@ def plan(
     return Plan(tile, block_d, block_dv, splits, tma, precision)
 
 
-def _paths(
-    device: "Device", packed: bool, by_key: bool, tensors: tuple[Tensor, ...]
-) -> tuple[str, ...]:
+def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """Return the tables of tiles to search, in order of preference."""
     if not device.has_tma:
         return ("pointers",)
-    # TMA reads past the end of a packed sequence.  Kernels for a tile of queries set those rows to
-    # zero in registers; kernels for a tile of keys have no registers left to do so.
-    if (packed and by_key) or not all(can_use_tma(x) for x in tensors):
+    # TMA would read past the end of a packed sequence.
+    if packed or not all(can_use_tma(x) for x in tensors):
         return ("hopper", "pointers")
-    return ("packed" if packed else "tma", "hopper", "pointers")
+    return ("tma", "hopper", "pointers")
 
 
 def split_count(programs: int, loop: int, processors: int) -> int:

@@ -72,7 +72,7 @@ def locate_tile(
 @triton.jit
 def load_tile(
     source, strides, sequence, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr = False, WHOLE: tl.constexpr = False, PACKED: tl.constexpr = False,
+    TMA: tl.constexpr = False, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
@@ -81,9 +81,6 @@ def load_tile(
     batch, head, begin, length = sequence
     if TMA:
         tile = source.load([batch, head, begin + start, 0]).reshape(ROWS, BLOCK_D)
-        if PACKED and not WHOLE:
-            # TMA reads rows of the next sequence, and zeros only after the last sequence.
-            tile = tl.where((start + tl.arange(0, ROWS) < length)[:, None], tile, 0.0)
     else:
         base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
         base += tl.cast(begin + start, tl.int64) * strides[2]
