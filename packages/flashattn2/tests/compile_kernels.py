@@ -26,7 +26,6 @@ KERNELS = {
     "sums": row_sums.sums_kernel,
     "dq": dq.dq_kernel,
     "dkdv": dkdv.dkdv_kernel,
-    "atomic": dkdv.dkdv_kernel,
 }
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -49,7 +48,6 @@ def compile_job(job):
         job["tma"],
         job["precision"],
         EXACT=job["kind"] == "ieee",
-        ATOMIC=job["kernel"] == "atomic",
     )
     signature = {name: types(job, meta)[name] for name in kernel.arg_names}
     places = dict(leaves(tuple(signature.values())))
@@ -101,8 +99,8 @@ def issued_flops(ptx, num_warps):
 
 
 def flops_of_a_tile(job, tile):
-    """Return the FLOPs that the algorithm needs for one tile of scores: two to five products."""
-    products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4, "atomic": 5}[job["kernel"]]
+    """Return the FLOPs that the algorithm needs for one tile of scores: two to four products."""
+    products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4}[job["kernel"]]
     return products * 2 * tile.block_m * tile.block_n * block_d(job)
 
 
@@ -123,10 +121,10 @@ def types(job, meta):
         tile = f"tensordesc<{job['dtype']}[1,1,{block},{meta.BLOCK_D}]>"
         operands[name] = tile if meta.TMA else f"*{job['dtype']}"
     result = f"*{job['dtype']}" if meta.SPLITS == 1 else "*fp32"
-    tensors = {"forward": 4, "sums": 4, "dq": 5, "dkdv": 7, "atomic": 7}[job["kernel"]]
+    tensors = {"forward": 4, "sums": 4, "dq": 5, "dkdv": 6}[job["kernel"]]
     return operands | {
         "out": result,
-        "dq": "*fp32" if meta.ATOMIC else result,
+        "dq": result,
         "dk": result,
         "dv": result,
         "lse": "*fp32",

@@ -28,11 +28,13 @@ def interpreter(monkeypatch):
 
     Returns a function that sets the choices of a GPU: the splits, and TMA or pointers.
     """
+    from flashattn2 import dispatch
     from flashattn2.kernels import configs, launch
     from triton.runtime import interpreter as of_triton
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter is off where there is a GPU; test_gpu.py runs the kernels")
+    monkeypatch.setattr(dispatch, "IS_BFLOAT16_INTERPRETED", True)
     builder = of_triton.InterpreterBuilder
     monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)
     monkeypatch.setattr(builder, "cast_impl", _cast_as_a_gpu_does(builder.cast_impl))

@@ -23,7 +23,6 @@ OPTIONS = {
     "shape": tuple(SHAPES),
     "tma": (True, False),
     "splits": (1, 3),
-    "deterministic": (True, False),
 }
 
 

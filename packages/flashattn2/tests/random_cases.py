@@ -46,7 +46,6 @@ def draw(seed, kernels):
         "scale": pick((None, None, 0.05, 1.0)),
     }
     case["sinks"] = pick((True, False, False))
-    case["deterministic"] = pick((True, False))
     case["page_size"] = pick((None, 1, 7, 16))
     case["new"] = pick((0, 0, 1, 3))
     return case, options
@@ -109,7 +108,7 @@ def differentiated(run, case, options, leaves, dtype):
 def ours(case):
     """Call the public function of the case."""
     fixed = {
-        "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
+        "backend": case["backend"], "return_lse": True,
     }  # fmt: skip
 
     def run(q, k, v, **options):

@@ -18,7 +18,6 @@ def test_every_case_reports_its_rows(rows):
     for row in rows:
         if row["case"] in ("flash", "train"):
             assert row["time_ms"] > 0
-            assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
     assert report.table(rows).count("\n\n") == 3
@@ -30,8 +29,8 @@ def test_device_without_a_clock_is_refused():
 
 
 def test_work_is_counted_by_the_stated_formula():
-    assert rounds.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
-    assert rounds.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
+    assert cases.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
+    assert cases.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
 
 
 def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
@@ -41,42 +40,25 @@ def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
         assert row["held_mib"] == pytest.approx(row["predicted_mib"], rel=0.01)
 
 
-def test_implementation_out_of_memory_is_reported_in_its_row():
-    def too_large(q, k, v):
-        raise torch.OutOfMemoryError("no")
-
-    first = implementations.causal("cpu", True)["ours"]
-    every = {"ours": first, "big": too_large}
-    rows = list(rounds.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
-    assert {r["time_ms"] for r in rows if r["impl"] == "big"} == {rounds.OUT_OF_MEMORY}
-    assert len(rows) == 6
-
-
-@pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_failure_of_ours_is_reported_and_the_others_are_timed(error):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("no"), rounds.OUT_OF_MEMORY),
+        (ValueError("expected another shape\nin detail"), "expected another shape"),
+    ],
+)
+def test_failure_of_ours_is_reported_and_the_others_are_timed(error, reason):
     def refused(q, k, v):
-        raise error("expected another shape\nin detail")
+        raise error
 
     every = {"ours": refused, "other": implementations.naive}
-    rows = list(rounds.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
-    assert [row["impl"] for row in rows] == ["ours", "other"] * 3
-    for ours, other in zip(rows[::2], rows[1::2], strict=True):
-        assert ours["time_ms"] == ours["peak_mib"] == "expected another shape"
+    rows = list(cases.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
+    assert [row["impl"] for row in rows] == ["other", "ours"] * 3
+    for other, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["time_ms"] == ours["peak_mib"] == reason
         assert other["time_ms"] > 0
-        assert {other[name] for name in rounds.RATIOS} == {rounds.OURS_FAILED}
+        assert other["ratio_p50"] == rounds.OURS_FAILED
         assert tuple(ours) == tuple(other)
-
-
-def test_failure_of_ours_in_decoding_is_reported(monkeypatch):
-    def refused(*_, **__):
-        raise ValueError("expected fewer keys")
-
-    monkeypatch.setattr(cases, "flash_attention_with_kvcache", refused)
-    ours, sdpa = cases.decode("cpu", quick=True)
-    assert (ours["impl"], ours["time_ms"]) == ("ours", "expected fewer keys")
-    assert sdpa["time_ms"] > 0
-    assert sdpa["ratio_p50"] == rounds.OURS_FAILED
-    assert tuple(ours) == tuple(sdpa)
 
 
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):

@@ -54,22 +54,21 @@ REPEATS_PRODUCTS = {
     ids=["sample", "exhaustive"],
 )
 def every_result(request):
-    jobs = [*request.param(), REPEATS_PRODUCTS, *sizes_of_one(packed=True)]
+    jobs = [*request.param(), REPEATS_PRODUCTS, *sizes_of_one()]
     results = compiled(jobs)
     assert len(results) == len(jobs)
     return results
 
 
-def sizes_of_one(packed):
+def sizes_of_one():
     """Return launches whose sizes are all 1, such as one head or one row.
 
     Triton compiles these sizes as constants.
     """
     return [
-        {**job, "of_one": True, "packed": packed}
+        {**job, "of_one": True, "packed": True}
         for job in shipped.sample()
-        if job["arch"] == 90
-        and (job["kind"] == "ieee" or (job["kernel"], job["tma"]) == ("atomic", False))
+        if job["arch"] == 90 and job["kind"] == "ieee"
     ]
 
 
@@ -107,7 +106,7 @@ def test_matrix_instructions_do_the_products_of_all_but_ieee_float32(results):
 
 def test_hopper_tiles_use_wgmma_and_tma(results):
     hopper = [r for r in results if r["tma"]]
-    assert {r["kernel"] for r in hopper} == {"forward", "dq", "dkdv", "atomic"}
+    assert {r["kernel"] for r in hopper} == {"forward", "dq", "dkdv"}
     for r in hopper:
         assert r["wgmma"] > 0, r
         assert r["tma_loads"] > 0, r
@@ -123,7 +122,7 @@ def test_hopper_half_precision_computes_no_product_twice(results):
 
 def test_ampere_half_precision_computes_no_product_twice(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 80 and r["dim"] <= 128]
-    assert {r["kernel"] for r in half} == {"forward", "dq", "dkdv", "atomic"}
+    assert {r["kernel"] for r in half} == {"forward", "dq", "dkdv"}
     for r in half:
         assert r["work"] <= tune.MOST_WORK[80], r
 
@@ -136,39 +135,19 @@ def test_work_gate_detects_a_product_computed_twice(every_result):
 
 def test_kernels_compile_for_sizes_of_one(every_result):
     kernels = {r["kernel"] for r in every_result if r.get("of_one")}
-    assert kernels == {"forward", "sums", "dq", "dkdv", "atomic"}
-
-
-@pytest.mark.exhaustive
-def test_dense_kernels_compile_for_sizes_of_one():
-    kernels = {r["kernel"] for r in compiled(sizes_of_one(packed=False))}
-    assert kernels == {"forward", "sums", "dq", "dkdv", "atomic"}
+    assert kernels == {"forward", "sums", "dq", "dkdv"}
 
 
 def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
-    for kernel, rich, tma in (
-        ("dkdv", False, True),
-        ("dkdv", True, False),
-        ("atomic", True, False),
-    ):
-        tile, by_tma = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
+    for rich, tma in ((False, True), (True, False)):
+        tile, by_tma = configs.choose("dkdv", "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
-        assert tile == configs.Tile(*configs.find_sizes((path, "half", kernel), 128, rich))
+        assert tile == configs.Tile(*configs.find_sizes((path, "half", "dkdv"), 128, rich))
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
-
-
-def test_smaller_shared_memory_prunes_stages_then_rows():
-    tile = configs.Tile(128, 128, 8, 2)
-    whole = configs.buffers("forward", tile, 2, 128)
-    assert configs.prune("forward", tile, 2, 128, whole) == tile
-    assert configs.prune("forward", tile, 2, 128, whole - 1) == configs.Tile(128, 128, 8, 1)
-    small = configs.prune("forward", tile, 2, 128, 64 * 1024)
-    assert configs.buffers("forward", small, 2, 128) <= 64 * 1024
-    assert min(small.block_m, small.block_n) >= 16
 
 
 def narrow_tiles():
@@ -176,8 +155,8 @@ def narrow_tiles():
 
     At smaller head dims the exponentials limit a kernel, not its products.
     """
-    for kernel in ("forward", "dq", "dkdv", "atomic"):
-        key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1
+    for kernel in ("forward", "dq", "dkdv"):
+        key, side = ("tma", "half", kernel), 0 if kernel == "dkdv" else 1
         for block_d, rich in itertools.product((64, 128), (False, True)):
             tile = configs.find_sizes(key, block_d, rich)
             if tile is not None and tile[side] < 64:
@@ -187,14 +166,9 @@ def narrow_tiles():
 def test_hopper_instructions_are_64_columns_wide_if_tile_and_head_dim_are(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     for r in half:
-        block_m, block_n, num_warps, *_ = r["tile"]
-        side, columns = block_n, r["dim"]
-        if r["kernel"] in ("dkdv", "atomic"):
-            side = block_m
-        if r["kernel"] == "atomic":
-            # Warpgroups share the columns of dQ where it has too few rows for each.
-            columns //= max(1, 16 * num_warps // block_m)
-        assert min(r["widths"]) >= min(64, side, columns), r
+        block_m, block_n, *_ = r["tile"]
+        side = block_m if r["kernel"] == "dkdv" else block_n
+        assert min(r["widths"]) >= min(64, side, r["dim"]), r
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from flashattn2 import attention_reference, flash_attention_with_kvcache
 from flashattn2.backends import aten
 from flashattn2.kvcache.eager import attend_sequences
 from flashattn2.kvcache.operators import append_op, decode_op
-from flashattn2.kvcache.validation import assert_values
+from flashattn2.kvcache.validation import check_values
 from flashattn2.spec import AttentionSpec, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,10 +226,10 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
 def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
     _, k, _, _ = pages_of_four()
     good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
-    assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good, True, True)
+    check_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good, False, True, True)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     with pytest.raises(RuntimeError, match=r"block_table must name|cache_seqlens must be"):
-        assert_values(lengths, 0, k, table, True, True)
+        check_values(lengths, 0, k, table, False, True, True)
 
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
@@ -324,7 +324,11 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ),
         ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
         ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),
-        ({"block_table": TABLE + 2}, ValueError, "must name pages 0 to 1, got page 2"),
+        (
+            {"block_table": TABLE + 2},
+            ValueError,
+            r"must name pages 0 to 1, got .* block_table \[\[2, 2",
+        ),
         ({"scale": True}, TypeError, "scale to be a float, .* got True"),
         ({"sinks": torch.full((4,), torch.inf)}, ValueError, r"finite sinks, got \[inf"),
         ({"q": Q[..., :0], "k_cache": CACHE[..., :0]}, ValueError, "got head dim 0"),
@@ -420,9 +424,6 @@ def test_shapes_of_a_cache_on_the_meta_device():
         ("torch", 4),
         ("aten", 4),
         ("triton", 4),
-        pytest.param("triton", None, marks=pytest.mark.exhaustive),
-        pytest.param("torch", None, marks=pytest.mark.exhaustive),
-        pytest.param("aten", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_opcheck_of_both_operators(interpreter, backend, page_size):
@@ -513,38 +514,32 @@ def test_different_keys_and_values_in_one_cache_are_refused(interpreter, length,
     assert torch.equal(buffer[:, :, length, :32], torch.cat((q, q), -1)[:, :, 0])
 
 
-def overlapping_pairs():
-    """Yield pairs of caches that are parts of one tensor, and True if they overlap."""
-    pairs = torch.zeros(3, 2, 6, 8, 2)
-    yield pairs[..., 0], pairs[..., 1], False
-    pool = torch.zeros(5, 2, 6, 8)
-    yield pool[:3], pool[2:], True
-    yield pool[:2], pool[2:4], False
-    rows = torch.zeros(3, 2, 12, 8)
-    yield rows[:, :, :6], rows[:, :, 6:], False
-    yield rows[:, :, :6], rows[:, :, 5:11], True
-    yield rows[:, :, :6, :4], rows[:, :, 5:11, 4:], False
-    yield rows[:, :, 1:7, :5], rows[:, :, :6, 4:], True
-    rows_first = torch.zeros(7, 3, 2, 8).movedim(0, 2)
-    yield rows_first[:, :, :6], rows_first[:, :, 1:], True
-    pages = torch.zeros(3, 2 * 6 * 8 + 2 * 6 * 4)
-    keys, values = pages[:, : 2 * 6 * 8], pages[:, 2 * 6 * 8 :]
-    yield keys.view(3, 2, 6, 8), values.view(3, 2, 6, 4), False
-    single = torch.zeros(1, 2, 6, 16)
-    yield single[..., :8], single[..., 8:], False
-
-
 @pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("index", range(10))
-def test_caches_are_refused_if_and_only_if_they_overlap(index, order):
-    k_cache, v_cache, overlap = list(overlapping_pairs())[index]
-    new = [torch.ones(*x.shape[:2], 1, x.shape[3]) for x in (k_cache, v_cache)][::order]
-    k_cache, v_cache = (k_cache, v_cache)[::order]
-    q = torch.randn(k_cache.shape[0], 2, 1, k_cache.shape[3])
+@pytest.mark.parametrize("is_overlapping", [False, True])
+@pytest.mark.parametrize("layout", ["pairs", "pool", "rows", "head dims"])
+def test_caches_are_refused_if_and_only_if_they_overlap(layout, is_overlapping, order):
+    if layout == "pairs":
+        memory = torch.zeros(3, 2, 6, 9, 2)
+        caches = (
+            memory[..., :8, 0],
+            memory[..., :8, 1] if not is_overlapping else memory[..., 1:, 0],
+        )
+    elif layout == "pool":
+        memory = torch.zeros(6, 2, 6, 8)
+        caches = memory[:3], memory[2:5] if is_overlapping else memory[3:]
+    elif layout == "rows":
+        memory = torch.zeros(3, 2, 12, 8)
+        caches = memory[:, :, :6], memory[:, :, 5:11] if is_overlapping else memory[:, :, 6:]
+    else:
+        memory = torch.zeros(3, 2, 6, 13)
+        caches = memory[..., :8], memory[..., 7:12] if is_overlapping else memory[..., 8:]
+    k_cache, v_cache = caches[::order]
+    new = [torch.ones(*x.shape[:2], 1, x.shape[3]) for x in (k_cache, v_cache)]
+    q = torch.randn(3, 2, 1, k_cache.shape[3])
     refusal = pytest.raises(ValueError, match="got caches that overlap")
-    with refusal if overlap else contextlib.nullcontext():
+    with refusal if is_overlapping else contextlib.nullcontext():
         flash_attention_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=5)
-    assert int(k_cache.sum() + v_cache.sum()) == (0 if overlap else sum(x.numel() for x in new))
+    assert int(memory.sum()) == (0 if is_overlapping else sum(x.numel() for x in new))
 
 
 def test_one_packed_query_gives_the_same_result_twice():

@@ -1,10 +1,13 @@
-"""`explain` names the backend and the tiles that run."""
+"""`explain` names the backend that runs, and the kernels' tiles follow the options."""
 
 import pytest
 import torch
 from flashattn2 import explain, flash_attention
 from flashattn2.backends import aten, tiled
+from flashattn2.dispatch import select_backend
+from flashattn2.kernels import configs, launch
 from flashattn2.kernels import forward as kernels
+from flashattn2.spec import AttentionSpec
 
 
 def q(dim=16, dtype=torch.float32, seq=8):
@@ -44,16 +47,6 @@ def test_explanation_names_the_backend_that_runs(
     assert ran == [backend]
 
 
-def test_explained_tiles_are_those_of_the_launch(interpreter):
-    interpreter(splits=3, tma=False)
-    x = q(dim=24)
-    text = str(explain(x, x, x, backend="triton"))
-    assert text.count("16 queries by 32 keys by head dim 32") == 3
-    assert text.count("3 splits, pointers") == 3
-    half = explain(*(x.half(),) * 3, backend="triton", deterministic=False)
-    assert [tile.split(":")[0] for tile in half.tiles] == ["forward", "atomic"]
-
-
 def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
     x, packed = q(dim=64), torch.randn(9, 2, 16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -61,57 +54,40 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
         half = explain(x, x, x, backend="triton")
     assert half == explain(*(x.bfloat16(),) * 3, backend="triton")
     boundaries = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-    kernels_of = explain(packed, packed, packed, backend="triton", **boundaries).tiles
-    assert len(kernels_of) == 3
-    assert all("1 splits, pointers" in tile for tile in kernels_of)
     # Each sequence by itself may be causal, where dense input of other lengths would be tiled.
     assert explain(packed, packed, packed, is_causal=True, **boundaries).backend == "aten"
 
 
 def test_precision_follows_the_setting_of_torch():
     def chosen():
-        tiles = explain(q(), q(), q(), backend="triton").tiles
-        assert len({tile.split(", ")[-1] for tile in tiles}) == 1
-        return tiles[0].split(", ")[-1]
+        return select_backend(q(), q(), q(), AttentionSpec(1.0)).method.precision
 
-    assert chosen() == "ieee products"
+    assert chosen() == "ieee"
     torch.set_float32_matmul_precision("high")
     try:
-        assert chosen() == "tf32 products"
+        assert chosen() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_left_window_or_softcap_selects_the_rich_tile(monkeypatch):
-    from flashattn2.kernels import configs, launch
-
-    monkeypatch.setattr(
-        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
-    )
-    x = q(dim=64, dtype=torch.float16)
-    plain = configs.TILES["tma", "half", "dkdv"][64]
-    for options, sizes in (
-        ({}, plain),
-        ({"window": (None, 3)}, plain),
-        ({"softcap": 2.0, "window": 3}, configs.RICH["tma", "half", "dkdv"][64]),
-    ):
-        block_m, block_n, *_ = sizes
-        tile = explain(x, x, x, backend="triton", **options).tiles[1]
-        assert f"dkdv: {block_m} queries by {block_n} keys" in tile
-
-
-def test_splits_select_the_rich_tile(monkeypatch):
-    from flashattn2.kernels import configs, launch
-
-    monkeypatch.setattr(
-        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
-    )
-    # Two heads of 32 tiles of keys, and 132 processors.
-    x = q(dim=64, dtype=torch.float16, seq=4096)
-    tile = explain(x, x, x, backend="triton").tiles[1]
-    block_m, block_n, *_ = configs.RICH["tma", "half", "dkdv"][64]
-    assert f"dkdv: {block_m} queries by {block_n} keys" in tile
-    assert "2 splits" in tile
+@pytest.mark.parametrize(
+    ("spec", "seq", "table"),
+    [
+        (AttentionSpec(1.0), 8, configs.TILES),
+        (AttentionSpec(1.0, right=3), 8, configs.TILES),
+        (AttentionSpec(1.0, left=3, softcap=2.0), 8, configs.RICH),
+        # Two heads of 32 tiles of keys, and 132 processors: the keys are split.
+        (AttentionSpec(1.0), 4096, configs.RICH),
+    ],
+)
+def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, seq, table):
+    gpu = launch.Device("Hopper", 227 * 1024, 132, has_tma=True)
+    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    x = q(dim=64, dtype=torch.float16, seq=seq)
+    plan = launch.plan("dkdv", "ieee", spec, x, x, x, packed=False)
+    assert plan.tile == configs.Tile(*table["tma", "half", "dkdv"][64])
+    splits = plan.meta.SPLITS
+    assert splits == (2 if seq == 4096 else 1)
 
 
 def test_sdpa_arguments_that_torch_computes_are_explained():
@@ -123,13 +99,10 @@ def test_sdpa_arguments_that_torch_computes_are_explained():
 
 
 def test_auto_does_not_select_the_kernels_on_rocm(monkeypatch):
-    from flashattn2 import dispatch
-    from flashattn2.spec import AttentionSpec
-
     monkeypatch.setattr(torch.version, "hip", "6.4")
     x = torch.empty(1, 2, 8, 16, device="meta")
-    method, reason = dispatch.select_backend(x, x, x, AttentionSpec(1.0))
+    method, reason = select_backend(x, x, x, AttentionSpec(1.0))
     assert method.backend == "torch"
     assert "ROCm" in reason
     with pytest.raises(ValueError, match="never compiled for ROCm"):
-        dispatch.select_backend(x, x, x, AttentionSpec(1.0), backend="triton")
+        select_backend(x, x, x, AttentionSpec(1.0), backend="triton")

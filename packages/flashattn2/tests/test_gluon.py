@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from flashattn2 import (
     flash_attention_with_kvcache,
 )
 from flashattn2.hopper import backward, forward
+from flashattn2.spec import AttentionSpec
 from gluon_machine import Machine
 from gluon_schedules import explore
 from triton.experimental.gluon import language as gl
@@ -99,30 +99,6 @@ def test_gluon_lines_compute_attention(machine, consumers, lengths, band):
         assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(100))
-def test_gluon_lines_compute_attention_in_random_cases(machine, consumers, seed):
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-
-    def side():
-        return draw.choice([None, 0, 1, 127, 128, draw.randint(0, 50), draw.randint(0, 400)])
-
-    dtype, kv_heads = draw.choice([torch.bfloat16, torch.float16]), draw.choice([1, 2])
-    inputs = tensors(
-        draw.choice([1, 64, 128, draw.randint(1, 300)]),
-        draw.choice([1, 128, 256, draw.randint(1, 600)]),
-        draw.choice([64, 128]),
-        dtype,
-        kv_heads * draw.choice([1, 3]),
-        kv_heads,
-        draw.choice([1, 2]),
-    )
-    window, scale = draw.choice([None, (side(), side())]), draw.choice([None, 0.3])
-    ours, exact = errors(*inputs, is_causal=draw.random() < 0.4, window=window, scale=scale)
-    assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
-
-
 def orders_lengths_and_bands():
     """Return the cases of the backward pass.
 
@@ -148,36 +124,6 @@ def test_gluon_gradients_are_as_good_as_plain(back, deterministic, lengths, band
     torch.manual_seed(len(band))
     dim = 64 if (lengths[0] > lengths[1]) == deterministic else 128
     assert_as_good_as_plain(run, tensors(*lengths, dim), **BANDS[band])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(100))
-def test_gluon_gradients_are_as_good_as_plain_in_random_cases(back, seed):
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-
-    def side():
-        return draw.choice([None, 0, 1, 127, 128, draw.randint(0, 50), draw.randint(0, 400)])
-
-    deterministic, kv_heads = draw.random() < 0.5, draw.choice([1, 2])
-    inputs = tensors(
-        draw.choice([1, 64, 128, draw.randint(1, 300)]),
-        draw.choice([16, 128, 256, draw.randint(16, 400)]),
-        draw.choice([64, 128]),
-        draw.choice([torch.bfloat16, torch.float16]),
-        kv_heads * draw.choice([1, 3]),
-        kv_heads,
-        draw.choice([1, 2]),
-    )
-    assert_as_good_as_plain(
-        lambda *args, **options: flash_attention(
-            *args, backend="gluon", deterministic=deterministic, **options
-        ),
-        inputs,
-        is_causal=draw.random() < 0.4,
-        window=draw.choice([None, (side(), side())]),
-        scale=draw.choice([None, 0.3]),
-    )
 
 
 def test_any_strides_and_one_head_dimension(machine):
@@ -331,18 +277,6 @@ def test_every_injected_barrier_fault_of_the_forward_pass_is_detected(machine):
             print(fault, explore(traces, program.arrivals))
 
 
-@pytest.mark.parametrize(
-    "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
-)
-def test_every_injected_barrier_fault_of_the_backward_pass_is_detected(back, which):
-    program = one_program_back(back, 128, backward.TILES[128].stages + 2, which)
-    injected = dict(faults(program.traces))
-    assert len(injected) == 3 * 2 + 3 + 2 + 2 + 3 * 3
-    for fault, traces in injected.items():
-        with pytest.raises(RuntimeError):
-            print(fault, explore(traces, program.arrivals))
-
-
 def compiled(jobs):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -473,12 +407,7 @@ def test_gluon_needs_hopper_and_dense_input(machine, monkeypatch):
     with pytest.raises(ValueError, match="it supports neither packed sequences nor a cache"):
         flash_attention_with_kvcache(x, x, x, cache_seqlens=4, backend="gluon")
     assert explain(x, x, x).backend == "aten"
-    explanation = explain(x, x, x, backend="gluon")
-    assert explanation.backend == "gluon"
-    assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "dkdv", "dq"]
-    explanation = explain(x, x, x, backend="gluon", deterministic=False)
-    assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "atomic"]
-    assert "128 queries by 128 keys" in explanation.tiles[0]
+    assert explain(x, x, x, backend="gluon").backend == "gluon"
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"GPU of compute capability 9\.0, got cpu"):
         flash_attention(x, x, x, backend="gluon")
@@ -493,8 +422,8 @@ def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkey
 
     explanation = selected(8, 2048, 2048, is_causal=True)
     assert explanation.backend == "gluon"
-    assert "192 queries" in explanation.tiles[0]
-    assert "128 queries" in selected(8, 2048, 2048, window=(100, 0)).tiles[0]
+    assert forward.choose(64, 2048, AttentionSpec(1.0, right=0)) == forward.LONG_TILE
+    assert forward.choose(64, 2048, AttentionSpec(1.0, left=100)) == forward.TILES[64]
     for other in (
         {"seq_k": 2047},
         {"seq_q": 2047},

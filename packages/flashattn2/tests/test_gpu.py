@@ -47,14 +47,10 @@ HEAD_DIMS = (16, 24, 32, 64, 80, 128, 192, 256)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize(
-    ("dtype", "deterministic"),
-    [*((dtype, flag) for dtype in HALF for flag in (True, False)), (torch.float32, True)],
-    ids=str,
-)
-def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype, deterministic):
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype):
     """Each pair of lengths is combined with each kind of options for some head dim."""
-    fixed = run(backend="triton", deterministic=deterministic)
+    fixed = run(backend="triton")
     kinds = ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0})
     for i, lengths in enumerate(((333, 333), (100, 700), (700, 100))):
         options = kinds[(i + HEAD_DIMS.index(dim)) % 3]

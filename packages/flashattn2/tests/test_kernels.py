@@ -13,31 +13,28 @@ from flashattn2.kernels import launch
 from option_pairs import OPTIONS, cases_of_pairs, sinks, tensors
 
 
-def triton(deterministic=True):
-    return lambda *a, **o: flash_attention(*a, **o, backend="triton", deterministic=deterministic)
+def triton(*arguments, **options):
+    return flash_attention(*arguments, **options, backend="triton")
 
 
 @pytest.mark.parametrize("case", cases_of_pairs(OPTIONS), ids=str)
 def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     case = dict(case)
     interpreter(splits=case.pop("splits"), tma=case.pop("tma"))
-    run = triton(case.pop("deterministic"))
     case |= sinks(case.pop("sinks"), case["shape"])
-    assert_as_good_as_plain(run, tensors(case.pop("shape"), case.pop("dim")), **case)
+    assert_as_good_as_plain(triton, tensors(case.pop("shape"), case.pop("dim")), **case)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "deterministic", "options"),
+    ("dtype", "options"),
     [
-        (torch.bfloat16, True, {"is_causal": True}),
-        (torch.bfloat16, False, {"window": (19, 3), "softcap": 2.0}),
-        (torch.float16, True, {"window": (19, 3), "softcap": 2.0}),
-        (torch.float16, False, {"is_causal": True}),
+        (torch.bfloat16, {"is_causal": True}),
+        (torch.float16, {"window": (19, 3), "softcap": 2.0}),
     ],
     ids=str,
 )
-def test_half_precision_is_as_good_as_plain(interpreter, dtype, deterministic, options):
-    assert_as_good_as_plain(triton(deterministic), tensors("more keys", 24, dtype), **options)
+def test_half_precision_is_as_good_as_plain(interpreter, dtype, options):
+    assert_as_good_as_plain(triton, tensors("more keys", 24, dtype), **options)
 
 
 @pytest.mark.parametrize("draws", [3, pytest.param(9, marks=pytest.mark.exhaustive)])
@@ -45,7 +42,7 @@ def test_largest_float32_error_of_the_median_draw_is_at_most_twice_that_of_plain
     interpreter, draws
 ):
     inputs = [x[:, : x.shape[1] // 2] for x in tensors("more keys", 24)]
-    assert_as_good_as_plain(triton(), inputs, draws=draws, is_causal=True, softcap=2.0)
+    assert_as_good_as_plain(triton, inputs, draws=draws, is_causal=True, softcap=2.0)
 
 
 @pytest.mark.parametrize(
@@ -65,23 +62,18 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        # Only half precision has another kernel for atomic additions.
-        for deterministic in (True, False) if dtype == torch.float16 else (True,):
-            assert_as_good_as_plain(
-                triton(deterministic), tensors("fewer keys", 24, dtype), is_causal=True
-            )
+        assert_as_good_as_plain(triton, tensors("fewer keys", 24, dtype), is_causal=True)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch, deterministic):
+def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch):
     """Triton's host functions took half of the time before a launch."""
     interpreter(splits=2)
     for name in ("cdiv", "next_power_of_2"):
         monkeypatch.setattr(f"triton.{name}", None)
     q, k, v = (x.requires_grad_() for x in tensors("more keys", 24, torch.float16))
-    triton(deterministic)(q, k, v, is_causal=True).sum().backward()
+    triton(q, k, v, is_causal=True).sum().backward()
     with torch.no_grad():
         flash_attention_with_kvcache(q[:, :, :1], k, v, cache_seqlens=5, backend="triton")
 
@@ -92,7 +84,7 @@ def test_two_deterministic_runs_are_bit_equal(interpreter):
     k, v = torch.randn(2, 1, 1, 70, 16).requires_grad_()
     runs = []
     for _ in range(2):
-        out = triton()(q, k, v, is_causal=True)
+        out = triton(q, k, v, is_causal=True)
         runs.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
@@ -100,7 +92,7 @@ def test_two_deterministic_runs_are_bit_equal(interpreter):
 
 def test_rows_that_see_no_key_give_zero_and_no_gradient(interpreter):
     q, k, v = (x.requires_grad_() for x in tensors("fewer keys", 16))
-    out, lse = triton()(q, k, v, is_causal=True, return_lse=True)
+    out, lse = triton(q, k, v, is_causal=True, return_lse=True)
     blind = q.shape[2] - k.shape[2]
     (grad,) = torch.autograd.grad(out.sum() + lse[:, :, blind:].sum(), q)
     assert (out[:, :, :blind] == 0).all()

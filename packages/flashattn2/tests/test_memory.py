@@ -6,12 +6,6 @@ import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention
 from flashattn2.bench.measure import peak_extra_bytes
-from torch.autograd import forward_ad
-
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own forward mode still scripts a few of its rules.
-    "ignore:.torch.jit.script. is deprecated:FutureWarning"
-)
 
 
 def inputs(seq):
@@ -23,18 +17,6 @@ def gradient(function, **options):
         torch.autograd.grad(function(q, k, v, is_causal=True, **options).sum(), (q, k, v))
 
     return run
-
-
-def double_backward(q, k, v):
-    out = flash_attention(q, k, v, is_causal=True, backend="torch")
-    grads = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
-    torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))
-
-
-def forward_mode(q, k, v):
-    with forward_ad.dual_level():
-        duals = (forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in (q, k, v))
-        flash_attention(*duals, is_causal=True, backend="torch")
 
 
 def test_every_byte_is_counted_also_inside_kernels():
@@ -58,10 +40,8 @@ def test_every_byte_is_counted_also_inside_kernels():
     [
         gradient(flash_attention, backend="torch"),
         gradient(flash_attention, backend="aten"),
-        double_backward,
-        forward_mode,
     ],
-    ids=["tiled", "aten", "double backward", "forward mode"],
+    ids=["tiled", "aten"],
 )
 def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
     # Both lengths are several tiles, so the memory of a tile is a part of both peaks.

@@ -51,8 +51,8 @@ def test_every_option_equals_the_reference_in_float64(backend):
     check()
 
 
-# Only the kernels have splits, TMA and atomic additions.
-TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", "deterministic")}
+# Only the kernels have splits and TMA.
+TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma")}
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -55,11 +55,11 @@ def candidates(key, block_d, arch):
     sides = (16, 32, 64, 128)
     for m, n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
         tile = configs.Tile(m, n, warps, stages)
-        first = n if kernel in ("dkdv", "atomic") else m
+        first = n if kernel == "dkdv" else m
         if arch == 90 and kind == "half" and first < 16 * warps:
             continue
         # Sums stand in float32 registers, of which a thread has 255 and needs some for scores.
-        rows, sums = first, 2 if kernel in ("dkdv", "atomic") else 1
+        rows, sums = first, 2 if kernel == "dkdv" else 1
         if (sums * rows * block_d + m * n) / (32 * warps) > 255:
             continue
         if configs.buffers(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
@@ -85,12 +85,12 @@ def cost(result):
     exponentials wait for each other; among several they overlap, and so do loads with stages.
     """
     tile, dim = configs.Tile(*result["tile"]), result["dim"]
-    products = {"forward": 2, "dq": 3, "dkdv": 4, "atomic": 5, "sums": 2}[result["kernel"]]
+    products = {"forward": 2, "dq": 3, "dkdv": 4, "sums": 2}[result["kernel"]]
     flops = products * 2 * tile.block_m * tile.block_n * dim
     width = min(1.0, min(result["widths"], default=64) / 64)
     multiply = flops * result["work"] / (FLOPS[result["arch"]] * width)
     exponentiate = tile.block_m * tile.block_n / EXPONENTIALS
-    by_key = result["kernel"] in ("dkdv", "atomic")
+    by_key = result["kernel"] == "dkdv"
     streamed = 2 * (tile.block_m if by_key else tile.block_n) * dim
     load = streamed * (2 if result["dtype"] == "bf16" else 4) / BYTES
     programs = min(
@@ -123,7 +123,7 @@ def milliseconds(result, rounds=5):
         attention = functools.partial(flash_attention_varlen, cu_seqlens_q=cu, cu_seqlens_k=cu)
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
     requested = {
-        "is_causal": True, "deterministic": result["kernel"] != "atomic",
+        "is_causal": True,
         "window": (1024, None) if result.get("left") else None,
         "softcap": 30.0 if result.get("softcap") else None,
     }  # fmt: skip

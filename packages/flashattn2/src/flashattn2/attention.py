@@ -74,8 +74,8 @@ def flash_attention(
         sinks: One learned score per query head (gpt-oss).  Each row sees it as the score of an
             additional key whose value is zero.  The log-sum-exp includes it.
         return_lse: If True, also return the log-sum-exp of each row.
-        deterministic: If False, the Triton backward pass in half precision may accumulate dQ by
-            atomic additions, whose order varies.
+        deterministic: If False, the backward pass of the backend "gluon" accumulates dQ by atomic
+            additions, whose order varies.
         backend: "triton", "gluon" (kernels for Hopper), "aten" (torch's CPU kernel), "torch"
             (tiled PyTorch), or "auto".
 
@@ -112,14 +112,7 @@ def flash_attention(
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     if plan is None:
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-        method, _ = select_backend(
-            q,
-            k,
-            v,
-            spec,
-            backend=backend,
-            deterministic=deterministic,
-        )
+        method, _ = select_backend(q, k, v, spec, backend=backend, deterministic=deterministic)
         plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
         store_plan(signature, q, plan)
 

@@ -6,24 +6,20 @@ import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.backends.tiled import TILE
-from flashattn2.dispatch import Method, select_backend
-from flashattn2.spec import FLOAT32_RANGE, AttentionSpec, Window, make_spec
+from flashattn2.dispatch import select_backend
+from flashattn2.spec import FLOAT32_RANGE, Window, make_spec
 from flashattn2.validation import DTYPES, check_dense, check_sinks, check_tensors, check_varlen
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The backend, the reason for its selection, and the tiles of each kernel that would run."""
+    """The backend of a call and the reason for its selection."""
 
     backend: str
     reason: str
-    tiles: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.backend}: {self.reason}"]
-        lines += [f"  {tile}" for tile in self.tiles]
-        return "\n".join(lines)
+        return f"{self.backend}: {self.reason}"
 
 
 def explain(
@@ -45,8 +41,7 @@ def explain(
 ) -> Explanation:
     """Return the backend that `flash_attention` would select for these arguments.
 
-    With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.  It
-    names the tile of each kernel and the precision of float32 products.
+    With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.
 
     The arguments `attn_mask` and `dropout_p` are those of `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
@@ -54,8 +49,8 @@ def explain(
     Raises the errors that the call itself would raise.
     """
     if attn_mask is not None or dropout_p:
-        reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale)
-        return Explanation("torch.nn.functional", str(reason), ())
+        reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale, enable_gqa=True)
+        return Explanation("torch.nn.functional", str(reason))
     check_tensors(q=q, k=k, v=v)
     q, k, v = cast_for_autocast(q, k, v)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -78,7 +73,7 @@ def explain(
         deterministic=deterministic,
         packed=packed,
     )
-    return Explanation(method.backend, reason, _describe_tiles(q, k, v, spec, method, packed))
+    return Explanation(method.backend, reason)
 
 
 def find_torch_reason(
@@ -88,6 +83,7 @@ def find_torch_reason(
     attn_mask: Tensor | None,
     dropout_p: float,
     scale: float | None,
+    enable_gqa: bool,
 ) -> str | None:
     """Return the reason why `sdpa` calls torch's own function, or None if it does not."""
     if attn_mask is not None:
@@ -99,14 +95,18 @@ def find_torch_reason(
         return scale_reason
     tensors = (query, key, value)
     for x in tensors:
-        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:
-            return "sdpa passes tensors that are not dense, or vectors, to torch's own function"
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
+            return "sdpa passes tensors without four dense dimensions to torch's own function"
         if 0 in x.shape:
             return "sdpa passes empty tensors to torch's own function"
         if _is_mapped(x):
             return "sdpa passes tensors inside torch.func.vmap to torch's own function"
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
+    heads, kv_heads = query.shape[1], key.shape[1]
+    are_heads_valid = heads % kv_heads == 0 if enable_gqa else heads == kv_heads
+    if not are_heads_valid or query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
+        return "sdpa passes dimensions that broadcast or do not match to torch's own function"
     return None
 
 
@@ -120,11 +120,11 @@ def _find_scale_reason(scale: float | None) -> str | None:
             "flashattn2 needs a float"
         )
     low, high = FLOAT32_RANGE
-    if scale == 0 or low <= abs(scale) <= high:
+    if low <= scale <= high:
         return None
     return (
-        f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a normal number of "
-        "float32"
+        f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a positive normal "
+        "number of float32"
     )
 
 
@@ -137,49 +137,3 @@ def _is_mapped(x: Tensor) -> bool:
             return True
         x = torch._C._functorch.get_unwrapped(x)
     return False
-
-
-def _describe_tiles(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method, packed: bool
-) -> tuple[str, ...]:
-    """Return one line per kernel of the selected backend."""
-    if method.backend == "torch":
-        return (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
-    if method.backend == "gluon":
-        from flashattn2.hopper import backward as gluon_backward
-        from flashattn2.hopper import forward as gluon_forward
-
-        dim = q.shape[-1]
-        backward = gluon_backward.describe(dim, method.deterministic)
-        return (gluon_forward.describe(dim, q.shape[2], spec), *backward)
-    if method.backend == "triton":
-        kernels = ["forward", "dkdv", "dq"]
-        if not method.deterministic and q.element_size() == 2:
-            kernels = ["forward", "atomic"]
-        return tuple(_describe_kernel(x, method, spec, packed, q, k, v) for x in kernels)
-    return ()
-
-
-def _describe_kernel(
-    kernel: str, method: Method, spec: AttentionSpec, packed: bool, *tensors: Tensor
-) -> str:
-    """Return the tile, splits and loads of one Triton kernel."""
-    from flashattn2.kernels import launch
-
-    plan = launch.plan(
-        kernel,
-        method.precision,
-        spec,
-        *launch.rows_contiguous(*tensors),
-        packed=packed,
-    )
-    products = ""
-    if tensors[0].element_size() == 4:
-        products = f", {method.precision} products"
-    tile = plan.tile
-    loads = "TMA descriptors" if plan.tma else "pointers"
-    return (
-        f"{kernel}: {tile.block_m} queries by {tile.block_n} keys by head dim {plan.block_d}, "
-        f"{tile.num_warps} warps, {tile.num_stages} stages, {plan.splits} splits, "
-        f"{loads}{products}"
-    )

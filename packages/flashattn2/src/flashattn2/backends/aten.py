@@ -29,7 +29,7 @@ VECTOR = 16
 # scalar instructions for the keys that do not fill a vector, which drop NaN.  If all other scores
 # of the row are hidden, or none exist, the maximum stays -inf.  The kernel then treats the row as
 # one that sees no key: it returns zeros and a log-sum-exp of exactly 0 instead of NaN.  This
-# requires a mask or fewer keys than a vector holds; `forward` detects these rows and restores NaN.
+# requires fewer keys than a vector holds; `forward` detects these rows and restores NaN.
 #
 # In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
 # A row with an infinite score then has a finite output where softmax(inf) is NaN, but its
@@ -66,11 +66,9 @@ def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
     return not is_converted(q.dtype) and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
-def kernel(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
-    out, lse = _kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = _kernel(q, k, v, 0.0, causal, scale=scale)
     # The comparison is also False for NaN.  Fake tensors, which have another type, have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
         # Change `out` in place, so that a compiled graph gets the strides of the fake result.
@@ -78,39 +76,32 @@ def kernel(
     return out, lse
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of an input that the kernel supports."""
     if is_converted(q.dtype):
-        wide = None if mask is None else mask.float()
-        out, lse = forward(q.float(), k.float(), v.float(), scale, causal, wide)
+        out, lse = forward(q.float(), k.float(), v.float(), scale, causal)
         return out.to(q.dtype), lse
     dim = v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = _rows_contiguous(q, k, v)
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
-    out, lse = kernel(q, k, v, causal, scale, mask)
+    out, lse = kernel(q, k, v, causal, scale)
     # Fake tensors have no values to test, and another type, which is checked first: a comparison
     # of their lengths would fix the range of lengths of an exported program.
-    may_lose_nan = type(lse) is Tensor and (mask is not None or k.shape[2] < VECTOR)
+    may_lose_nan = type(lse) is Tensor and k.shape[2] < VECTOR
     if may_lose_nan and int(lse.count_nonzero()) < lse.numel():
-        _restore_nan(q, k, out, lse, causal, mask)
+        _restore_nan(q, k, out, lse, causal)
     # Copy the view, because autograd does not allow an in-place change of a result that is a view.
     return (out if out.shape[-1] == dim else out[..., :dim].clone()), lse
 
 
-def _restore_nan(
-    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
-) -> None:
+def _restore_nan(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool) -> None:
     """Restore NaN in the kernel's results in place.  See Note [Lost NaN]."""
     rows = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, seq_q, dim]
     is_nan = (rows.double() @ k.double().mT[:, :, None]).isnan().flatten(1, 2)
     if causal:
         is_nan = is_nan.tril()
-    if mask is not None:
-        is_nan = is_nan & (mask != -torch.inf)
     lost = (lse == 0) & is_nan.any(-1)
     out.masked_fill_(lost[..., None], torch.nan)
     lse.masked_fill_(lost, torch.nan)

@@ -1,9 +1,12 @@
-"""The cases: `flash` (batch 1), `train` (a full GPU), `packed`, `decode` and `naive_memory`."""
+"""The cases: `flash` (batch 1), `train` (a full GPU), `packed`, `decode` and `naive_memory`.
+
+The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
+causal, and 2.5 times that backward.
+"""
 
 import datetime
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,25 +16,20 @@ from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels, naive
-from flashattn2.bench.measure import elapsed_ms, graph_ms, processor, saved_bytes
-from flashattn2.bench.rounds import (
-    FAILURES,
-    OURS_FAILED,
-    OUT_OF_MEMORY,
-    PASSES,
-    Row,
-    compare,
-    describe_failure,
-    flops,
-    interleave,
-    make_failed_row,
-    make_row,
-    prepare_runs,
+from flashattn2.bench.measure import (
+    elapsed_ms,
+    graph_ms,
+    peak_extra_bytes,
+    processor,
+    saved_bytes,
+    time_ms,
 )
+from flashattn2.bench.rounds import OUT_OF_MEMORY, Rate, Row, attempt, time_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 
 DEVICES = ("cpu", "cuda")
 CASES = ("flash", "train", "packed", "decode", "naive_memory")
+PASSES = ("forward", "backward", "both")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
@@ -71,6 +69,13 @@ def machine(device: str) -> Row:
     }
 
 
+def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) -> float:
+    """Return the FLOPs of one pass by the formula in the module docstring."""
+    batch, heads, seq, dim = shape
+    forward = 4.0 * batch * heads * seq * seq * dim * (0.5 if is_causal else 1.0)
+    return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
+
+
 def flash(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for batch 1, one head, causal."""
     if device == "cuda":
@@ -99,6 +104,65 @@ def train(device: str, quick: bool) -> Iterator[Row]:
         yield from compare("train", every, shape, torch.bfloat16, device, quick, is_causal)
 
 
+def compare(
+    case: str,
+    every: dict[str, Attention],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    quick: bool,
+    is_causal: bool = True,
+) -> Iterator[Row]:
+    """Yield the rows of all implementations of one shape, and the peak memory of both passes."""
+    batch, heads, seq, dim = shape
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    head: Row = {
+        "case": case,
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch": batch,
+        "heads": heads,
+        "seq": seq,
+        "dim": dim,
+        "causal": str(is_causal).lower(),
+    }
+    prepared, failures = prepare_passes(every, (q, k, v), grad)
+    both = {name: runs["both"] for name, runs in prepared.items()}
+    peaks = {name: peak_extra_bytes(run, device) / 2**20 for name, run in both.items()}
+    # On a GPU, each time is already a median of many runs.
+    rounds = 3 if quick or device == "cuda" else 5
+    for which in PASSES:
+        rate = Rate("tflops", flops(shape, which, is_causal) / 1e9)
+        runs = {name: passes[which] for name, passes in prepared.items()}
+        timer = functools.partial(time_ms, device=device)
+        for row in time_rows({**head, "pass": which}, runs, failures, rate, rounds, timer):
+            yield {**row, "peak_mib": peaks.get(str(row["impl"]), row["time_ms"])}
+
+
+def prepare_passes(
+    every: dict[str, Attention], inputs: tuple[Tensor, ...], grad: Tensor
+) -> tuple[dict[str, dict[str, Callable[[], Any]]], dict[str, str]]:
+    """Return the passes of each implementation after one run of each, and the failures."""
+    leaves = tuple(x.requires_grad_() for x in inputs)
+
+    def prepare(attention: Attention) -> dict[str, Callable[[], Any]]:
+        out = attention(*leaves)
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return attention(*leaves)
+
+        passes: dict[str, Callable[[], Any]] = {
+            "forward": forward,
+            "backward": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+            "both": lambda: torch.autograd.grad(attention(*leaves), leaves, grad),
+        }
+        for run in passes.values():
+            run()
+        return passes
+
+    return attempt({name: functools.partial(prepare, f) for name, f in every.items()})
+
+
 def packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
@@ -112,27 +176,24 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
     lengths = [*(16 * [128]), *(8 * [512]), *(3 * [2048]), 4096]
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     tokens, longest = sum(lengths), max(lengths)
+    every: dict[str, Attention] = {
+        "ours": lambda q, k, v: flash_attention_varlen(q, k, v, cu, cu, is_causal=True),
+        "varlen_attn": lambda q, k, v: varlen_attn(
+            q, k, v, cu, cu, longest, longest, window_size=(-1, 0)
+        ),
+    }
     for dim in (64,) if quick else (64, 128):
-        every: dict[str, Attention] = {
-            "ours": lambda q, k, v: flash_attention_varlen(q, k, v, cu, cu, is_causal=True),
-            "varlen_attn": lambda q, k, v: varlen_attn(
-                q, k, v, cu, cu, longest, longest, window_size=(-1, 0)
-            ),
-        }
+        heads = 2048 // dim
         q, k, v, grad = (
-            torch.randn(tokens, 2048 // dim, dim, device=device, dtype=torch.bfloat16)
-            for _ in range(4)
+            torch.randn(tokens, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
         )
-        leaves = tuple(x.requires_grad_() for x in (q, k, v))
-        runs, failures, _ = prepare_runs(every, leaves, grad, device)
-        times = interleave(runs, 3, device)
-        for which, name in itertools.product(PASSES, every):
-            head: Row = {"case": "packed", "dim": dim, "pass": which, "impl": name}
-            work = sum(flops((1, 2048 // dim, n, dim), which) for n in lengths)
-            if name in failures:
-                yield make_failed_row(head, failures[name])
-            else:
-                yield make_row(head, work, times[name, which], times.get(("ours", which)))
+        prepared, failures = prepare_passes(every, (q, k, v), grad)
+        for which in PASSES:
+            work = sum(flops((1, heads, n, dim), which) for n in lengths)
+            head: Row = {"case": "packed", "dim": dim, "pass": which}
+            runs = {name: passes[which] for name, passes in prepared.items()}
+            timer = functools.partial(time_ms, device=device)
+            yield from time_rows(head, runs, failures, Rate("tflops", work / 1e9), 3, timer)
 
 
 def decode(device: str, quick: bool) -> Iterator[Row]:
@@ -158,18 +219,8 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
             ),
             "sdpa": functools.partial(_append_and_attend, q, k, v, new, keys),
         }
-        failures = _remove_failing(runs)
-        if device == "cuda":
-            times = interleave(runs, 9, device)
-        else:
-            rounds = [
-                {n: elapsed_ms(r, 10, device) / 10 for n, r in runs.items()} for _ in range(31)
-            ]
-            times = {name: [round[name] for round in rounds] for name in runs}
-        graph_times = {}
-        if device == "cuda":
-            graph_times = {name: [graph_ms(run) for _ in range(3)] for name, run in runs.items()}
-        size = 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize
+        results, failures = attempt(runs)
+        runs = {name: runs[name] for name in results}
         head: Row = {
             "case": "decode",
             "dtype": str(dtype).removeprefix("torch."),
@@ -179,39 +230,19 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
             "keys": keys,
             "dim": dim,
         }
-        for name, reason in failures.items():
-            columns = dict.fromkeys(("time_ms", "gbps", "ratio_p50"), reason)
-            yield {**head, "impl": name, **columns}
-        for group, suffix in ((times, ""), (graph_times, ", CUDA graph")):
-            for name, values in group.items():
-                milliseconds = statistics.median(values)
-                yield {
-                    **head,
-                    "impl": name + suffix,
-                    "time_ms": milliseconds,
-                    "gbps": size / milliseconds / 1e6,
-                    "ratio_p50": _median_ratio(values, group.get("ours")),
-                }
+        rate = Rate("gbps", 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize / 1e6)
+        if device == "cpu":
+            yield from time_rows(head, runs, failures, rate, 31, _decoding_ms)
+            continue
+        timer = functools.partial(time_ms, device=device)
+        yield from time_rows(head, runs, failures, rate, 9, timer)
+        for row in time_rows(head, runs, {}, rate, 3, graph_ms):
+            yield {**row, "impl": f"{row['impl']}, CUDA graph"}
 
 
-def _remove_failing(runs: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Call each run once; remove those that fail and return their reasons."""
-    failures = {}
-    for name, run in runs.items():
-        try:
-            run()
-        except FAILURES as error:
-            failures[name] = describe_failure(error)
-    for name in failures:
-        del runs[name]
-    return failures
-
-
-def _median_ratio(times: list[float], reference_times: list[float] | None) -> float | str:
-    """Return the median of the times divided by those of ours."""
-    if reference_times is None:
-        return OURS_FAILED
-    return statistics.median(t / r for t, r in zip(times, reference_times, strict=True))
+def _decoding_ms(run: Callable[[], Any]) -> float:
+    """Return the mean time of ten runs, because one run on a CPU is too short to be timed."""
+    return elapsed_ms(run, 10, "cpu") / 10
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:

@@ -375,13 +375,3 @@ def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 def row_layout() -> gl.NVMMASharedLayout:
     """Return the layout of the numbers of one line in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-def describe(dim: int, deterministic: bool) -> tuple[str, ...]:
-    """Return the lines that `explain` prints for the backward pass."""
-    rows, stages = TILES[dim]
-    tail = f"by head dim {dim}, 2 warpgroups and a loading warp, {stages} stages, TMA descriptors"
-    by_key = f"{rows} queries by {RESIDENT} keys {tail}"
-    if not deterministic:
-        return (f"atomic: {by_key}",)
-    return f"dkdv: {by_key}", f"dq: {RESIDENT} queries by {rows} keys {tail}"

@@ -373,13 +373,3 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the layout of tiles in shared memory: rows of 128 bytes, swizzled by 16 bytes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
-
-
-def describe(dim: int, seq_q: int, spec: AttentionSpec) -> str:
-    """Return the line that `explain` prints for the forward pass."""
-    tile = choose(dim, seq_q, spec)
-    return (
-        f"forward: {tile.consumers * ROWS} queries by {tile.keys} keys by head dim {dim}, "
-        f"{tile.consumers} warpgroups and a loading warp, {tile.stages} stages, 1 splits, TMA "
-        "descriptors"
-    )

@@ -7,7 +7,6 @@ is a tensor subclass without storage.  Operations that copy it or cut it along i
 return another `AttentionMask`; every other operation raises ValueError and names the model.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,50 +184,6 @@ class AttentionMask(Tensor):
         bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (counts_q, counts_k)]
         return Packing(queries, keys, *bounds)
 
-    def split_at(self, cu_seqlens: Tensor) -> "AttentionMask":
-        """Return the mask that also separates the packed sequences with these boundaries."""
-        if self._cache.get("cu_seqlens") is not cu_seqlens:
-            self._cache["split"] = self._split(cu_seqlens)
-            self._cache["cu_seqlens"] = cu_seqlens
-        mask: AttentionMask = self._cache["split"]
-        return mask
-
-    def _split(self, cu_seqlens: Tensor) -> "AttentionMask":
-        """Return the mask with the sequences that the boundaries separate."""
-        batch, _, seq_q, seq_k = self.shape
-        bounds = cu_seqlens.to(self.sequence.device)
-        ends = torch.arange(0, batch + 1, device=bounds.device) * seq_k
-        is_valid = seq_q == seq_k and self.rule.first == 0 and bounds.dim() == 1 and len(bounds) > 0
-        if is_valid:
-            # Each batch entry must end at a boundary.
-            is_valid = bool(
-                bounds[0] == 0
-                and bounds[-1] == ends[-1]
-                and (bounds.diff() >= 0).all()
-                and torch.isin(ends, bounds).all()
-            )
-        if not is_valid:
-            raise ValueError(
-                "expected cu_seq_lens to rise from 0 to the number of rows, without a cache, got "
-                f"{cu_seqlens.tolist()} for {batch} x {seq_q} queries and {seq_k} keys"
-            )
-        rows = torch.arange(batch * seq_k, device=bounds.device)
-        number = (
-            torch.bucketize(rows, bounds[1:].contiguous(), right=True).int().view(batch, -1) + 1
-        )
-        if self.rule.is_packed:
-            neighbors = [x[:, 1:] == x[:, :-1] for x in (number, self.sequence)]
-            if not torch.equal(*neighbors):
-                raise ValueError(
-                    "cu_seq_lens and position_ids separate the packed sequences differently; "
-                    "pass the ones that your data collator made together"
-                )
-            return self
-        if len(number.unique()) == batch:
-            return self
-        rule = replace(self.rule, is_plain=False, is_packed=True)
-        return AttentionMask(number * (self.sequence > 0), rule)
-
     def check_positions(self, position_ids: Tensor) -> None:
         """Raise ValueError if the positions restart within a sequence of the mask."""
         batch, _, seq_q, _ = self.shape
@@ -245,7 +200,7 @@ class AttentionMask(Tensor):
                 raise ValueError(
                     "position_ids restart within a sequence, as for packed sequences, but "
                     "transformers made a mask of one sequence; to pack, pass position_ids without "
-                    "attention_mask and with use_cache=False, or cu_seq_lens_q and cu_seq_lens_k"
+                    "attention_mask and with use_cache=False"
                 )
         self._cache["position_ids"] = position_ids
 
@@ -288,15 +243,6 @@ def _slice(
     return AttentionMask(mask.sequence[:, start:end], replace(mask.rule, first=first - start))
 
 
-def _split(mask: AttentionMask, sizes: Any, dim: int = 0) -> list[AttentionMask | None]:
-    """Cut the mask into consecutive parts along one dimension."""
-    length = mask.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    ends = itertools.accumulate(sizes)
-    return [_slice(mask, dim, end - n, end) for n, end in zip(sizes, ends, strict=True)]
-
-
 def _expand(mask: AttentionMask, size: Any, **_: Any) -> AttentionMask | None:
     """Broadcast batch entries and heads; None for any other shape."""
     if len(size) != 4:
@@ -323,8 +269,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.lift_fresh.default: _copy,
     _aten._to_copy.default: _to,
     _aten.slice.Tensor: _slice,
-    _aten.split.Tensor: _split,
-    _aten.split_with_sizes.default: _split,
     _aten.expand.default: _expand,
     _aten.view.default: _view,
     _aten._unsafe_view.default: _view,

@@ -1,7 +1,5 @@
 """A drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,38 +21,27 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention of `(..., heads, seq_q, dim)` with torch's signature and alignment.
+    """Compute attention of `(batch, heads, seq_q, dim)` with torch's signature and alignment.
 
     Causal attention is aligned at the top left, as in torch: query `i` sees keys 0 to `i`
-    (`flash_attention` aligns the last query with the last key).  Leading dimensions broadcast, and
-    `key` and `value` may have fewer heads only with `enable_gqa`.
+    (`flash_attention` aligns the last query with the last key).  The `key` and `value` may have
+    fewer heads only with `enable_gqa`.
 
-    A call with an `attn_mask`, dropout or another argument that flashattn2 does not support runs
-    torch's own function, without an error.  `explain(..., attn_mask=..., dropout_p=...)` returns
-    the reason.
+    A call with an `attn_mask`, dropout, other dimensions or another argument that flashattn2 does
+    not support runs torch's own function, without an error.  `explain(..., attn_mask=...,
+    dropout_p=...)` returns the reason.
     """
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    reason = find_torch_reason(query, key, value, attn_mask, dropout_p, scale)
+    reason = find_torch_reason(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
     # torch refuses a number as `is_causal`.
-    is_ours = reason is None and isinstance(is_causal, (bool, torch.SymBool))
-    if not is_ours or (enable_gqa and not _is_grouped(query, key, value)):
+    if reason is not None or not isinstance(is_causal, (bool, torch.SymBool)):
         return scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if isinstance(scale, (int, float)) and scale <= 0:
-        # `flash_attention` needs a positive scale: apply the sign, or zero, to the queries.
-        if scale == 0:
-            query, scale = query * 0.0, 1.0
-        else:
-            query, scale = -query, -scale
-    is_batched = query.dim() == key.dim() == 4 and query.shape[0] == key.shape[0]
-    is_batched = is_batched and key.shape[:-1] == value.shape[:-1]
-    if not is_batched or (query.shape[1] != key.shape[1] and not enable_gqa):
-        return _broadcast(query, key, value, is_causal, scale, enable_gqa)
     if not is_causal:
         return flash_attention(query, key, value, scale=scale)
     seq_q, seq_k = query.shape[2], key.shape[2]
@@ -78,34 +65,3 @@ def _check_lengths(key: Tensor, value: Tensor) -> None:
             f"expected as many values as keys, got {key.shape[-2]} keys in shape "
             f"{tuple(key.shape)} and {value.shape[-2]} values in shape {tuple(value.shape)}"
         )
-
-
-def _is_grouped(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if all heads of the keys serve the same number of query heads."""
-    if min(x.dim() for x in (query, key, value)) < 3 or key.shape[-3] != value.shape[-3]:
-        return False
-    return query.shape[-3] % key.shape[-3] == 0
-
-
-def _broadcast(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Broadcast the leading dimensions, call `sdpa` on four dimensions and restore them."""
-    tensors = (query, key, value)
-    # With grouped-query attention, the dimension of heads does not broadcast.
-    num_trailing = 3 if enable_gqa else 2
-    leading = torch.broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
-    expanded = []
-    for x in tensors:
-        shape = (*leading, *x.shape[-num_trailing:])
-        batch = math.prod(shape[:-3])
-        ones = (1,) * (3 - len(shape))
-        expanded.append(x.expand(shape).reshape(batch, *ones, *shape[-3:]))
-    q, k, v = expanded
-    out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
-    return out.reshape(*leading, *query.shape[-num_trailing:-1], value.shape[-1])

@@ -24,7 +24,7 @@ REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "s
 #: Configurations whose recurrent layers carry the output of left padding into the tokens after it.
 READS_PADDING = ("RecurrentGemmaConfig",)
 #: Names of tensors that models pass to attention functions, which do not need them.
-IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
+IGNORED = ("num_items_in_batch", "cache_position", "seq_idx")
 #: Names that models with a table of classes already refuse.
 _refused_names: set[str] = set()
 
@@ -86,8 +86,6 @@ def attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`."""
@@ -104,22 +102,24 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = None if sliding_window is None else sliding_window - 1
         right = 0 if causal else left
-        if cu_seq_lens_q is None and cu_seq_lens_k is None:
-            out = flash_attention(query, key, value, window=(left, right), **options)
-            return _rows_first(out), None
-        seq_q, seq_k = query.shape[2], key.shape[2]
-        sequence = torch.ones((len(query), seq_k), dtype=torch.int32, device=query.device)
-        mask = AttentionMask(sequence, Rule(seq_q, seq_k - seq_q, left, right, True))
+        out = flash_attention(query, key, value, window=(left, right), **options)
+        return _rows_first(out), None
     if not isinstance(mask, AttentionMask):
         raise ValueError(
             f"expected a mask made by flashattn2, got a tensor of shape {tuple(mask.shape)}; pass "
             'padding as a mask of shape (batch, seq), or use attn_implementation="sdpa"'
         )
-    return _attend(query, key, value, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, options)
+    return _attend(query, key, value, mask, position_ids, options)
 
 
 def _check_options(others: dict[str, Any]) -> None:
     """Raise ValueError for options of the attention function that would change its result."""
+    if any(others.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+        raise ValueError(
+            "expected packed sequences without cu_seq_lens, got cu_seq_lens_q or cu_seq_lens_k; "
+            "leave them out (return_flash_attn_kwargs=False) and pass position_ids with "
+            "use_cache=False"
+        )
     for option, value in others.items():
         is_unknown = isinstance(value, Tensor) and option not in IGNORED
         if value is not None and (option in REFUSED or is_unknown):
@@ -137,8 +137,6 @@ def _attend(
     value: Tensor,
     mask: AttentionMask,
     position_ids: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Compute attention under a mask of `make_mask`."""
@@ -153,17 +151,6 @@ def _attend(
             f"expected a mask of shape {expected}, or with one head, for queries "
             f"{tuple(query.shape)} and keys {tuple(key.shape)}, got {tuple(mask.shape)}"
         )
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        if (
-            cu_seqlens_q is None
-            or cu_seqlens_k is None
-            or not torch.equal(cu_seqlens_q, cu_seqlens_k)
-        ):
-            raise ValueError(
-                f"expected cu_seq_lens_q and cu_seq_lens_k to be equal, got {cu_seqlens_q} and "
-                f"{cu_seqlens_k}"
-            )
-        mask = mask.split_at(cu_seqlens_q)
     if position_ids is not None:
         mask.check_positions(position_ids)
     count, left, right = mask.span()

@@ -1,13 +1,11 @@
-"""The backward pass: Algorithm 2 as two kernels, or as one kernel with atomic additions.
+"""The backward pass: Algorithm 2 as two kernels, one per tile of keys and one per tile of queries.
 
-The deterministic backward pass runs `dkdv_kernel` and `dq_kernel` with seven matrix products, and
-in float32 without matrix units two more products before them (`row_sums.py`).  The atomic backward
-pass, for half precision, accumulates dQ in `dkdv_kernel`: five products, and sums in varying order.
-With fewer tiles than processors, the loop of each tile is split among several programs that write
-partial sums in float32, which are added in a fixed order.
+The two kernels compute seven matrix products, and in float32 without matrix units two more products
+precede them (`row_sums.py`).  One kernel with five products and atomic additions to dQ was slower
+in every measured case.  With fewer tiles than processors, the loop of each tile is split among
+several programs that write partial sums in float32, which are added in a fixed order.
 """
 
-import torch
 from torch import Tensor
 
 from flashattn2.kernels import launch, row_sums
@@ -19,7 +17,7 @@ from flashattn2.spec import AttentionSpec
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
-    precision: str, deterministic: bool,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
     dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
@@ -27,44 +25,37 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
     packed = cu_q is not None
-    atomic = not deterministic and q.element_size() == 2
     batch, heads, rows = q.shape[:3]
     kv_heads, seq_k = k.shape[1:3]
-    by_key = launch.plan(
-        "atomic" if atomic else "dkdv", precision, spec, q, k, v, grad_out,
-        packed=packed,
-    )  # fmt: skip
+    by_key = launch.plan("dkdv", precision, spec, q, k, v, grad_out, packed=packed)
     lse = lse.contiguous()
-    meta = by_key.meta(q, v, spec, packed, atomic)
-    if meta.EXACT:
+    is_exact = by_key.meta.EXACT
+    if is_exact:
         norm, delta = row_sums.norm_and_delta(
             q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, spec, precision
         )
     else:
         norm, delta = None, row_sums.delta(out, grad_out, grad_lse, lse)
     sums, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
-    numbers = launch.score_factors(spec, meta.EXACT)
+    numbers = launch.score_factors(spec, is_exact)
 
-    dq_sum = torch.zeros_like(dq, dtype=torch.float32) if atomic else dq
-    tile, splits = by_key.tile, by_key.splits
+    tile, splits = by_key.tile, by_key.meta.SPLITS
     tiles = launch.tiles_of(k, cu_k, tile.block_n)
     to_dk, to_dv = launch.split_outputs(dk, splits), launch.split_outputs(dv, splits)
     dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         *by_key.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        sums, dq_sum, to_dk, to_dv, launch.strides(q, k, v, grad_out, dq_sum, to_dk, to_dv),
-        launch.sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, meta,
+        sums, to_dk, to_dv, launch.strides(q, k, v, grad_out, to_dk, to_dv),
+        launch.sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, by_key.meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         dk.copy_(to_dk.unflatten(0, (splits, batch)).sum(0))
         dv.copy_(to_dv.unflatten(0, (splits, batch)).sum(0))
-    if atomic:
-        return dq.copy_(dq_sum), dk, dv
 
     by_query = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=packed)
-    tile, splits = by_query.tile, by_query.splits
+    tile, splits = by_query.tile, by_query.meta.SPLITS
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_dq = launch.split_outputs(dq, splits)
     dq_kernel[launch.grid(tiles, batch * heads, splits)](
@@ -72,7 +63,7 @@ def backward(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
         sums, to_dq, launch.strides(q, k, v, grad_out, to_dq), launch.sequence_bounds(cu_q, cu_k),
-        (tiles, heads, *sizes), numbers, by_query.meta(q, v, spec, packed),
+        (tiles, heads, *sizes), numbers, by_query.meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:

@@ -132,6 +132,5 @@ def buffers(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
         "forward": (m, 2 * n),
         "dq": (2 * m, 2 * n),
         "dkdv": (2 * n, 2 * m),
-        "atomic": (2 * n, 2 * m),
     }[kernel]
     return (resident + tile.num_stages * streamed) * element_bytes

@@ -1,7 +1,6 @@
 """The gradients of k and v: one tile of keys against the queries that see it.
 
 Scores are transposed, [keys, queries], so that P and dS are left operands that remain in registers.
-With ATOMIC the same kernel also accumulates dQ by atomic additions.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -25,14 +24,14 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, sums, dq, dk, dv, strides, cuts, sizes, spec,
+    q, k, v, grad_out, sums, dk, dv, strides, cuts, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys.
 
     Grid: (key tiles · batch · kv_heads, splits of the queries).
     """
-    _, k_strides, v_strides, _, _, dk_strides, dv_strides = strides
+    _, k_strides, v_strides, _, dk_strides, dv_strides = strides
     tiles, kv_heads, group, rows, seq_k = sizes
     scale, _, _, left, right = spec
     # With a causal mask the first tiles are seen by the most queries; they start first.
@@ -64,7 +63,7 @@ def dkdv_kernel(
         for region in tl.static_range(3 if meta.LEFT else 2):
             start, stop = select_region(lo, all_lo, all_hi, hi, region)
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides,
+                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides,
                 (batch, head, q_begin, seq_q), line, first,
                 start, stop,
                 seq_k, spec, meta, region != 1,
@@ -77,13 +76,13 @@ def dkdv_kernel(
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides, sequence, line, first, lo, hi,
+    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides, sequence, line, first, lo, hi,
     seq_k, spec, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
-    q_strides, _, _, grad_out_strides, dq_strides, _, _ = strides
-    batch, head, q_begin, seq_q = sequence
-    scale, inner, outer, left, right = spec
+    q_strides, _, _, grad_out_strides, _, _ = strides
+    seq_q = sequence[3]
+    _, inner, outer, left, right = spec
     for start in tl.range(lo, hi, meta.BLOCK_M):
         q_tile = load_tile(
             q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
@@ -112,13 +111,4 @@ def _add_dkdv(
             ds *= 1.0 - raw * raw
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=meta.PRECISION)
-        if meta.ATOMIC:
-            part = tl.dot(tl.trans(ds), k_tile, input_precision=meta.PRECISION) * scale  # [M, D]
-            base = tl.cast(batch, tl.int64) * dq_strides[0]
-            base += tl.cast(head, tl.int64) * dq_strides[1]
-            base += tl.cast(q_begin + start, tl.int64) * dq_strides[2]
-            columns = tl.arange(0, meta.BLOCK_D)
-            offsets = tl.arange(0, meta.BLOCK_M)[:, None] * dq_strides[2] + columns[None, :]
-            inside = (lines < seq_q)[:, None] & (columns < meta.D)[None, :]
-            tl.atomic_add(dq + base + offsets, part, mask=inside, sem="relaxed")
     return dk_acc, dv_acc

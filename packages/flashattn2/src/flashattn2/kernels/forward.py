@@ -198,13 +198,13 @@ def forward(
     q, k, v = launch.rows_contiguous(q, k, v)
     plan = launch.plan("forward", precision, spec, q, k, v, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
-    tile, splits = plan.tile, plan.splits
+    tile, meta = plan
+    splits = meta.SPLITS
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_out, to_lse = out, lse
     if splits > 1:
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
-    meta = plan.meta(q, v, spec, cu_q is not None)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
         launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),

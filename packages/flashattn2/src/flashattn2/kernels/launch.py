@@ -61,39 +61,17 @@ class Meta(NamedTuple):
     PRECISION: str = "ieee"
     #: True for float32 products without matrix units: see `flashattn2.kernels.tiles`.
     EXACT: bool = False
-    #: True if `dkdv_kernel` also accumulates dQ.
-    ATOMIC: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The launch parameters of one kernel."""
 
     tile: Tile
-    #: Head dim of q and k, rounded up to a power of two.
-    block_d: int
-    #: Head dim of v, rounded up to a power of two.
-    block_dv: int
-    splits: int
-    #: True if the kernel loads by TMA.
-    tma: bool
-    precision: str
-
-    def meta(
-        self, q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, atomic: bool = False
-    ) -> Meta:
-        """Return the compile-time constants for this input."""
-        exact = q.dtype == torch.float32 and self.precision == "ieee"
-        return Meta(
-            q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
-            self.tile.block_m, self.tile.block_n,
-            spec.left >= 0, spec.right >= 0, spec.softcap > 0,
-            self.splits, packed, self.tma, self.precision, exact, atomic,
-        )  # fmt: skip
+    meta: Meta
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Return each `(tensor, rows)` as the tensor or as a descriptor of tiles of `rows` rows."""
-        if not self.tma:
+        if not self.meta.TMA:
             return [tensor for tensor, _ in tensors]
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -118,9 +96,9 @@ def plan(
     *others: Tensor,
     packed: bool,
 ) -> Plan:
-    """Return the launch parameters of `kernel`: "forward", "dq", "dkdv" or "atomic"."""
+    """Return the launch parameters of `kernel`: "forward", "dq" or "dkdv"."""
     device = device_of(q.device)
-    by_key = kernel in ("dkdv", "atomic")
+    by_key = kernel == "dkdv"
     block_d = power_of_two(q.shape[-1])
     block_dv = power_of_two(v.shape[-1])
     paths = _paths(device, packed, (q, k, v, *others))
@@ -141,7 +119,13 @@ def plan(
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    return Plan(tile, block_d, block_dv, splits, tma, precision)
+    is_exact = q.dtype == torch.float32 and precision == "ieee"
+    meta = Meta(
+        q.shape[-1], block_d, v.shape[-1], block_dv, tile.block_m, tile.block_n,
+        spec.left >= 0, spec.right >= 0, spec.softcap > 0,
+        splits, packed, tma, precision, is_exact,
+    )  # fmt: skip
+    return Plan(tile, meta)
 
 
 def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:

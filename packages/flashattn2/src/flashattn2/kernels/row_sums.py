@@ -69,24 +69,15 @@ def norm_and_delta(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return 1 / rowsum(P) and D, both from sums over P and dP."""
-    plan = launch.plan(
-        "dq",
-        precision,
-        spec,
-        q,
-        k,
-        v,
-        grad_out,
-        packed=cu_q is not None,
-    )
+    plan = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
-    tile, splits = plan.tile, plan.splits
+    tile, splits = plan.tile, plan.meta.SPLITS
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
         launch.sequence_bounds(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.score_factors(spec, True), plan.meta(q, v, spec, cu_q is not None),
+        launch.score_factors(spec, True), plan.meta,
         **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)

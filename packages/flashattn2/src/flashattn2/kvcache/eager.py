@@ -9,10 +9,6 @@ from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
-#: Maximum number of scores for which torch's kernel is called with a mask: it computes hidden
-#: scores too.
-MAX_MASK = 2**22
-
 
 def attend_sequences(
     q: Tensor,
@@ -84,7 +80,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp for sequences of one length."""
-    seq_q, seq_k = q.shape[2], k.shape[2]
+    seq_q = q.shape[2]
     if seq_q == 1 and spec.left != UNBOUNDED:
         # The query is at the last key, so a window is a slice of the keys.
         k = k[:, :, -spec.left - 1 :]
@@ -93,17 +89,8 @@ def _attend(
     if q.shape[1] and sees_all_keys:
         spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
         return _attend_without_mask(q, k, v, spec, backend)
-    if backend == "torch" or q.numel() == 0:
-        return tiled.forward(q, k, v, spec)
-    if spec.right == 0 and seq_q == seq_k and spec.left == UNBOUNDED:
-        return aten.forward_or_tiled(q, k, v, spec)
-    is_too_long = seq_q * seq_k > MAX_MASK
-    if is_too_long or spec.softcap or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
-        return tiled.forward(q, k, v, spec)
-    queries, keys = torch.arange(seq_q), torch.arange(seq_k)
-    hidden = spec.hidden(queries, keys, seq_k - seq_q)
-    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-    return aten.forward(q, k, v, spec.scale, False, mask)
+    run = tiled.forward if backend == "torch" else aten.forward_or_tiled
+    return run(q, k, v, spec)
 
 
 def _attend_without_mask(
@@ -116,10 +103,8 @@ def _attend_without_mask(
     batch, heads, seq_q, dim = q.shape
     kv_heads = k.shape[1]
     rows = q if heads == kv_heads else q.reshape(batch, kv_heads, heads // kv_heads * seq_q, dim)
-    if backend == "torch" or spec.softcap or q.numel() == 0 or k.numel() == 0:
-        out, lse = tiled.forward(rows, k, v, spec)
-    else:
-        out, lse = aten.forward(rows, k, v, spec.scale, False)
+    run = tiled.forward if backend == "torch" else aten.forward_or_tiled
+    out, lse = run(rows, k, v, spec)
     if rows is q:
         return out, lse
     return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])

@@ -30,18 +30,19 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp over the first `lengths + new` keys of each sequence.
 
-    The arguments `check_lengths` and `check_pages` are those of `assert_values`.
+    The arguments `check_lengths` and `check_pages` are those of `check_values`.
     """
-    counts = check_values(lengths, new, k_cache, block_table, backend, check_lengths, check_pages)
+    waits = _waits(backend, lengths)
+    check_values(lengths, new, k_cache, block_table, waits, check_lengths, check_pages)
     if cu_q is not None:
-        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], backend != "triton")
+        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "triton":
         from flashattn2.kernels import decode
 
         with torch.cuda.device_of(q):
             return decode.decode(q, k_cache, v_cache, lengths, block_table, cu_q, spec, new)
-    counts = [count + new for count in counts]
+    counts = [count + new for count in lengths.cpu().tolist()]
     bounds = None if cu_q is None else cu_q.cpu().tolist()
     out, lse = eager.attend_sequences(
         q, k_cache, v_cache, counts, block_table, bounds, spec, backend
@@ -70,7 +71,8 @@ def append(
     check_lengths: bool,
 ) -> None:
     """Write the new rows after the first `lengths` rows of each sequence."""
-    check_values(lengths, k.shape[2], k_cache, block_table, backend, check_lengths, True)
+    waits = _waits(backend, lengths)
+    check_values(lengths, k.shape[2], k_cache, block_table, waits, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
     if backend == "triton":
         from flashattn2.kernels import decode
@@ -90,3 +92,8 @@ append_op = torch.library.custom_op(
 @append_op.register_fake
 def _(k_cache: Tensor, v_cache: Tensor, *others: object) -> None:
     return None
+
+
+def _waits(backend: str, lengths: Tensor) -> bool:
+    """Return False if the backend does not wait for the values of a GPU."""
+    return backend != "triton" or lengths.device.type == "cpu"

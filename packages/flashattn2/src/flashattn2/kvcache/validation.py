@@ -1,7 +1,9 @@
 """Validation of the arguments of `flash_attention_with_kvcache`."""
 
 import operator
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,22 +172,8 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
         return
     first = k_cache if distance >= 0 else v_cache
     extent = sum(map(operator.mul, first.stride(), first.shape))
-    if abs(distance) < extent * first.element_size() and k.numel():
-        _check_separate(k_cache, v_cache, distance)
-
-
-def _check_separate(k_cache: Tensor, v_cache: Tensor, distance: int) -> None:
-    """Raise ValueError if rows of the caches, `distance` bytes apart, have memory in common."""
-    elements, rest = divmod(distance, k_cache.element_size())
-    dims = []
-    for k_stride, k_size, v_stride, v_size in zip(
-        k_cache.stride(), k_cache.shape, v_cache.stride(), v_cache.shape, strict=True
-    ):
-        # The stride of a dimension of size 1 has no meaning.
-        strides = (v_stride if k_size == 1 else k_stride, k_stride if v_size == 1 else v_stride)
-        if max(k_size, v_size) > 1:
-            dims.append((strides[0], k_size, strides[1], v_size))
-    if rest or _may_overlap(elements, sorted(dims, reverse=True)):
+    is_apart = abs(distance) >= extent * first.element_size() or not k.numel()
+    if not is_apart and np.shares_memory(_addresses(k_cache), _addresses(v_cache)):
         raise ValueError(
             "expected separate memory for k_cache and v_cache, got caches that overlap: new values "
             "would overwrite keys; allocate the caches separately, or as parts of one tensor such "
@@ -193,32 +181,17 @@ def _check_separate(k_cache: Tensor, v_cache: Tensor, distance: int) -> None:
         )
 
 
-def _may_overlap(distance: int, dims: list[tuple[int, int, int, int]]) -> bool:
-    """Return True if two tensors that are `distance` elements apart may have an element in common.
-
-    The `dims` are (stride, size) of both tensors in the order of decreasing strides.  The result is
-    exact for strides that both tensors share and that are no smaller than the extent of the
-    dimensions inside; for other strides, only the first and last elements are compared.
-    """
-    extents = [1 + sum((size - 1) * stride for stride, size in sides) for sides in _sides(dims)]
-    if not -extents[1] < distance < extents[0]:
-        return False
-    if not dims:
-        return True
-    (k_stride, k_size, v_stride, v_size), *inner = dims
-    inner_extents = [1 + sum((n - 1) * stride for stride, n in sides) for sides in _sides(inner)]
-    if k_stride != v_stride or k_stride < max(inner_extents):
-        return True
-    # Inside the extent of the inner dimensions, only two differences of this index are possible.
-    return any(
-        -v_size < difference < k_size and _may_overlap(distance - difference * k_stride, inner)
-        for difference in (distance // k_stride, distance // k_stride + 1)
-    )
-
-
-def _sides(dims: list[tuple[int, int, int, int]]) -> tuple[list[tuple[int, int]], ...]:
-    """Return the strides and sizes of each of the two tensors."""
-    return [dim[:2] for dim in dims], [dim[2:] for dim in dims]
+def _addresses(x: Tensor) -> np.ndarray:
+    """Return an array with the addresses of a tensor on any device; its values are not readable."""
+    size = x.element_size()
+    interface = {
+        "version": 3,
+        "shape": tuple(x.shape),
+        "strides": tuple(stride * size for stride in x.stride()),
+        "typestr": f"|V{size}",
+        "data": (x.data_ptr(), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _is_expanded(x: Tensor) -> bool:
@@ -262,64 +235,36 @@ def check_values(
     new: int,
     cache: Tensor,
     table: Tensor | None,
-    backend: str,
-    check_lengths: bool,
-    check_pages: bool,
-) -> list[int]:
-    """Check the lengths and the pages in use; return the lengths, if the backend reads them.
-
-    The Triton kernels do not wait for a GPU: there the check is a device-side assertion.
-    """
-    if backend == "triton" and lengths.device.type != "cpu":
-        assert_values(lengths, new, cache, table, check_lengths, check_pages)
-        return []
-    counts: list[int] = lengths.cpu().tolist()
-    check_counts(counts, new, cache, table)
-    return counts
-
-
-def assert_values(
-    lengths: Tensor,
-    new: int,
-    cache: Tensor,
-    table: Tensor | None,
+    waits: bool,
     check_lengths: bool,
     check_pages: bool,
 ) -> None:
-    """Assert on the device, without waiting, that lengths fit and that pages in use exist.
+    """Raise ValueError for lengths above the capacity, and for pages in use that do not exist.
 
-    Each assertion takes several kernels, so `check_lengths` and `check_pages` are False for values
-    that were checked before.
+    On a GPU, each check is a device-side assertion unless the caller `waits` for values.  It takes
+    several kernels, so `check_lengths` and `check_pages` are False for values that were checked
+    before.
     """
+    if waits:
+        lengths, table = lengths.cpu(), None if table is None else table.cpu()
+
+    def require(is_valid: Tensor, rule: str) -> None:
+        if not waits:
+            torch._assert_async(is_valid, rule)
+        elif not is_valid:
+            pages = "" if table is None else f" and block_table {table.tolist()}"
+            raise ValueError(f"{rule}, got cache_seqlens {lengths.tolist()}{pages}")
+
     if check_lengths:
         is_valid = (lengths == lengths.clamp(0, _capacity(cache, table) - new)).all()
-        torch._assert_async(is_valid, _length_rule(new, cache, table))
+        require(is_valid, _length_rule(new, cache, table))
     if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
         is_unused = first_rows >= (lengths + new)[:, None]
         is_valid = (is_unused | ((table >= 0) & (table < len(cache)))).all()
-        torch._assert_async(is_valid, f"block_table must name pages 0 to {len(cache) - 1}")
+        require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}")
         if new:
-            torch._assert_async(_are_distinct(lengths, new, cache, table), _SHARED_ROWS)
-
-
-def check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | None) -> None:
-    """Raise ValueError for lengths above the capacity, or for pages in use that do not exist."""
-    if counts and not (min(counts) >= 0 and max(counts) <= _capacity(cache, table) - new):
-        raise ValueError(f"{_length_rule(new, cache, table)}, got {counts}")
-    if table is None:
-        return
-    table = table.cpu()
-    pages = -(-(torch.tensor(counts, dtype=torch.int32) + new) // cache.shape[2])
-    is_used = torch.arange(table.shape[1]) < pages[:, None]
-    wrong = table[is_used & ((table < 0) | (table >= len(cache)))]
-    if len(wrong):
-        raise ValueError(
-            f"block_table must name pages 0 to {len(cache) - 1}, got page {wrong[0]} in use"
-        )
-    lengths = torch.tensor(counts, dtype=torch.int32)
-    if new and not _are_distinct(lengths, new, cache, table):
-        raise ValueError(f"{_SHARED_ROWS}, got cache_seqlens {counts} and pages {table.tolist()}")
+            require(_are_distinct(lengths, new, cache, table), _SHARED_ROWS)
 
 
 _SHARED_ROWS = (
