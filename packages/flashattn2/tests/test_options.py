@@ -85,6 +85,20 @@ def test_row_that_sees_no_key_sees_its_sink():
         assert all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
+def test_second_derivative_of_sinks_is_right_for_any_distance_from_scores(sink):
+    """The rows include one that sees no key, whose log-sum-exp is -inf without its sink."""
+    q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 4, 8)
+    sinks = torch.full((1,), sink, requires_grad=True)
+    seconds = []
+    for function in (flash_attention, attention_reference):
+        out, lse = function(q, k, k, sinks=sinks, is_causal=True, return_lse=True)
+        loss = out.sin().sum() + lse.sin().sum()
+        (grad,) = torch.autograd.grad(loss, sinks, create_graph=True)
+        seconds += torch.autograd.grad(grad.square().sum(), sinks)
+    torch.testing.assert_close(*seconds)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])

@@ -126,7 +126,7 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torch_casts(dtypes):
 
 def test_arguments_that_torch_refuses_are_refused():
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    with pytest.raises(RuntimeError, match="size of tensor|broadcast"):
+    with pytest.raises(RuntimeError, match=r"size of tensor|broadcast"):
         sdpa(q, k, k)
     both = {"attn_mask": torch.zeros(5, 5), "is_causal": True}
     try:

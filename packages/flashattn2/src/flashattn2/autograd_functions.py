@@ -67,11 +67,15 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     so no kernel is needed, and its gradient follows from those of O and L.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
+    excess = lse - sink
     # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ) because
     # the gradient of σ, σ (1 - σ), rounds to 0 for a small sink, and that of log σ does not.
+    log_weight = F.logsigmoid(excess)
     # An infinite sink gives NaN: only eager calls on a CPU check the values of sinks.
-    weight = F.logsigmoid(lse - sink).exp() + sink * 0
-    return (out * weight[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
+    weight = log_weight.exp() + sink * 0
+    # The second derivative of `torch.logaddexp` is NaN if exp(L - s) or exp(s - L) overflows.
+    total = torch.where(excess > 0, lse - log_weight, sink - F.logsigmoid(-excess))
+    return (out * weight[..., None]).to(out.dtype), total
 
 
 def _run(
