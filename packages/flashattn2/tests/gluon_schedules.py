@@ -1,11 +1,11 @@
-"""Every order in which the partitions of a Gluon kernel and its copies could happen.
+"""Exploration of every order in which the partitions of a Gluon kernel and its copies may run.
 
-`explore` takes the traces that `gluon_machine.py` wrote down, and visits each state that any order
-leads to, once.  A product may read its operands at any time until it was waited for, and a copy may
-arrive at any time after it was ordered.
+`explore` takes the traces that `gluon_machine.py` records, and visits each reachable state once.  A
+product may read its operands at any time until the wait for it, and a copy may finish at any time
+after it was issued.
 
-A partition is one thread here, though a consumer has four warps: those meet before one of them
-arrives at a barrier for all, which the compiled code is held to.
+A partition is one thread here.  The four warps of a consumer synchronize before one of them arrives
+at a barrier for all of them; the tests of the compiled code check this.
 """
 
 

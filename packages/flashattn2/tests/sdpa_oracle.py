@@ -3,8 +3,8 @@
 Pytest does not collect this file: `test_torch_sdpa` runs it in a separate process, with ORACLE
 (torch or flashattn2), ORACLE_FOLDER and TORCH_SDPA_TESTS (the file test/test_transformers.py) set.
 
-Ours stands in for every call that it takes: those without a mask and dropout, of dense tensors on
-the CPU, and not those that a test makes of torch's own arithmetic to compare with.
+Our function replaces torch's for dense tensors without a mask and dropout.  It does not replace the
+calls by which a test computes its expected result with torch's math backend.
 """
 
 import os

@@ -14,7 +14,7 @@ import triton
 import tune
 from flashattn2.kernels import configs
 
-# The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
+# The shared memory that a program may request on each architecture.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
@@ -150,39 +150,12 @@ def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
             assert tile != configs.TILES[key][dim]
 
 
-def narrow_tiles():
-    """Yield the TMA tiles at head dims 64 and 128 whose first product is below 64 columns.
-
-    At smaller head dims the exponentials limit a kernel, not its products.
-    """
-    for kernel in ("forward", "dq", "dkdv"):
-        key, side = ("tma", "half", kernel), 0 if kernel == "dkdv" else 1
-        for block_d, rich in itertools.product((64, 128), (False, True)):
-            tile = configs.find_sizes(key, block_d, rich)
-            if tile is not None and tile[side] < 64:
-                yield key, block_d, rich, tile, side
-
-
 def test_hopper_instructions_are_64_columns_wide_if_tile_and_head_dim_are(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     for r in half:
         block_m, block_n, *_ = r["tile"]
         side = block_m if r["kernel"] == "dkdv" else block_n
         assert min(r["widths"]) >= min(64, side, r["dim"]), r
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("narrow", [*narrow_tiles()], ids=str)
-def test_wider_first_products_would_spill(narrow):
-    """The same tile with that side doubled spills, repeats a product or overflows."""
-    key, block_d, rich, tile, side = narrow
-    wider = [*tile]
-    wider[side] *= 2
-    options = tune.options(key[0], rich)
-    results = compiled(
-        [job for option in options for job in shipped.jobs(key, block_d, tuple(wider), option)]
-    )
-    assert not all(tune.passes(r) for r in results), results
 
 
 @pytest.mark.parametrize(

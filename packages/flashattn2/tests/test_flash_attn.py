@@ -1,8 +1,8 @@
-"""A judge that nobody here wrote: flash-attention's own tests of its Python interface, on a CPU.
+"""An independent reference: flash-attention's tests of its Python interface, on a CPU.
 
-FLASH_ATTN_TESTS names their file, tests/test_flash_attn.py of a checkout.  It is read with the CPU
-in place of the GPU and with the functions below in place of that package's, which pass each call on
-to ours.  Of each test's combinations a hundred thousand are too many: some are drawn.
+FLASH_ATTN_TESTS is the path of tests/test_flash_attn.py in a checkout.  Its code runs with the CPU
+in place of the GPU, and with the functions below in place of those of flash-attention; they call
+ours.  Each test has up to a hundred thousand combinations of arguments, of which some are drawn.
 """
 
 import math
@@ -28,12 +28,12 @@ THEIRS = (
     "splitkv", "kvcache", "race_condition", "bwd_overflow", "bwd_transpose", "bwd_varlen_overflow",
     "deterministic", "varlen_deterministic", "kvcache_paged_block_table_bounds",
 )  # fmt: skip
-# Tests of what lies below their Python interface.
+# Tests of functions below the Python interface.
 PRIVATE = ("varlen_paged_kv_num_splits", "generator_arg_must_be_none")
 # flashattn2 does not support dropout, biases, rotary embeddings, keys that start late and pages of
 # packed sequences.  Tests with such an argument run with the value that flashattn2 supports.
 OURS = {"dropout_p": 0.0, "alibi": False, "rotary_fraction": 0.0, "has_leftpad": False}
-# A repetition shows on a GPU what depends on the order of its programs.
+# Repetitions would find results that depend on the order of the programs of a GPU.
 SUBSTITUTES = {'"cuda"': '"cpu"', "range(250)": "range(2)", "range(50)": "range(2)"}
 
 

@@ -23,7 +23,6 @@ from flashattn2.hopper import backward, forward
 from flashattn2.spec import AttentionSpec
 from gluon_machine import Machine
 from gluon_schedules import explore
-from triton.experimental.gluon import language as gl
 
 
 @pytest.fixture
@@ -348,7 +347,7 @@ def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(comp
         # One exponential for each score that a thread has, and one for each of its two rows.
         assert len(result["under_products"]) == result["consumers"] * (3 if result["left"] else 2)
         assert min(result["under_products"]) >= 66, result
-        # By this warning ptxas reports that it waits for each product.
+        # With this warning ptxas reports that it waits for each product.
         assert "C75" not in result["warnings"], result
         assert result["unguarded_arrivals"] == [], result
         order = ["write", "fence", "meet", "copy", "wait"]
@@ -434,8 +433,3 @@ def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkey
     ):
         case = {"heads": 8, "seq_q": 2048, "seq_k": 2048} | other
         assert selected(**case).backend != "gluon", other
-
-
-def test_layout_of_a_tile_is_that_of_tma_and_wgmma():
-    for dtype in (torch.bfloat16, torch.float16):
-        assert forward.layout(dtype) == gl.NVMMASharedLayout(128, 16, rank=4)

@@ -1,7 +1,7 @@
-"""A judge that nobody here wrote: torch's own tests of its attention, on `sdpa` in its place.
+"""An independent reference: torch's tests of its attention, with `sdpa` in place of its function.
 
-TORCH_SDPA_TESTS names their file, test/test_transformers.py of a checkout of torch's repository.
-What passes there with torch's function passes with ours.
+TORCH_SDPA_TESTS is the path of test/test_transformers.py in a checkout of torch.  Every
+test that passes with torch's function must pass with ours.
 """
 
 import os
@@ -30,24 +30,25 @@ DIFFERS = {
 }
 
 
-# Two thousand with masks, which are torch's on either side; an encoder's fused operator, which asks
-# for no attention; minutes of compiling; TorchScript, which cannot read the stand-in's source.
+# Two thousand tests with masks would call torch's function in both runs.  The fused operator of an
+# encoder calls no attention function.  Some tests compile for minutes, and TorchScript cannot read
+# the source of the replacement.
 LEFT_OUT = (
     "mask_vs_math or fused_sdp_choice or set_attn_mask_True or fastpath or variants_compile "
     "or script or encoderlayer_subclass"
 )
 
 
-def outcomes(who, folder, names=()):
+def outcomes(oracle, folder, names=()):
     """Return the tests that pass, the messages of the other tests, and those that called ours."""
-    folder = folder / who
+    folder = folder / oracle
     folder.mkdir()
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
     command += ["-k", " or ".join(names) or f"not ({LEFT_OUT})"]
     command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
     environment = os.environ | {
-        "ORACLE": who,
+        "ORACLE": oracle,
         "ORACLE_FOLDER": str(folder),
         "PYTHONPATH": os.pathsep.join(
             [str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH", "")]

@@ -248,8 +248,10 @@ def test_known_masks_are_checked_on_the_cpu_if_another_device_is_the_default():
     """`torch.set_default_device("cuda")` would put a part of the examples on the GPU."""
     from flashattn2.integrations import mask_functions
 
+    known = mask_functions._known_codes.__wrapped__()
     with torch.device("meta"):
-        assert mask_functions._has_known_factories.__wrapped__()
+        assert mask_functions._known_codes.__wrapped__() == known
+    assert "and_masks" in known.values()
 
 
 def test_memory_of_a_sliding_mask_is_linear():

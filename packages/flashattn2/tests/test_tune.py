@@ -61,16 +61,6 @@ def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
         assert tune.cost(compiler_facts(job, **worse)) > least
 
 
-def test_no_candidate_repeats_a_product_or_overflows():
-    for key, block_d, _ in tune.entries(90):
-        for m, n, warps, stages in tune.candidates(key, block_d, 90):
-            first = n if key[2] == "dkdv" else m
-            assert key[1] != "half" or first >= 16 * warps
-            tile = configs.Tile(m, n, warps, stages)
-            width = 2 if key[1] == "half" else 4
-            assert configs.buffers(key[2], tile, width, block_d) <= tune.SHARED_BYTES[90]
-
-
 @pytest.mark.exhaustive
 def test_tuner_finds_a_valid_tile_with_the_real_compiler(tmp_path):
     """All candidates of one entry are compiled in a process that does not interpret."""

@@ -1,9 +1,9 @@
 """Choose tiles for an architecture and write its table: `python tests/tune.py 90 [--out FILE]`.
 
-Every tile that might serve is compiled with the options that ask the most of it.  One that does
-work twice, spills, overflows shared memory or leaves the matrix units idle is out.  Of the others
-the fastest is taken: by time, with --measure on that GPU, where all of it takes minutes; by a model
-of its cost elsewhere.  An entry that has no tile left keeps the one it has.
+Every candidate tile is compiled with the options that need the most registers.  A tile is rejected
+if it computes a product twice, spills, exceeds the shared memory or does not use the matrix units.
+Among the other tiles the fastest is selected: by its time with --measure on a GPU of that
+architecture, otherwise by a model of its cost.  An entry without a valid tile is not changed.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from compile_kernels import compile_job
 from flashattn2.kernels import configs
 
 PATHS = {90: ("tma", "hopper"), 80: ("pointers",)}
-# The most that a block may have, and what a multiprocessor does in a cycle: FLOPs of its matrix
-# units in half precision, exponentials, and bytes from the second cache.
+# The shared memory that a program may request, and the work of a multiprocessor per cycle: FLOPs of
+# its matrix units in half precision, exponentials, and bytes from the L2 cache.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 FLOPS = {90: 4096, 80: 2048}
 EXPONENTIALS = 16
 BYTES = 32
 REGISTERS = 65536
-#: The most bytes that a tile may spill, and the most FLOPs that it may issue per needed FLOP.
+#: Upper bounds of the bytes that a tile spills and of the FLOPs that it issues per needed FLOP.
 FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
 
 
@@ -40,7 +40,7 @@ def entries(arch):
 
 
 def options(path, rich):
-    """Return the options that a tile is compiled with: those that need the most registers."""
+    """Return the options that need the most registers, with which a tile is compiled."""
     choices = [{}, shipped.NOT_CAUSAL]
     if rich:
         choices = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
@@ -58,7 +58,7 @@ def candidates(key, block_d, arch):
         first = n if kernel == "dkdv" else m
         if arch == 90 and kind == "half" and first < 16 * warps:
             continue
-        # Sums stand in float32 registers, of which a thread has 255 and needs some for scores.
+        # A thread has 255 registers for its float32 sums and scores.
         rows, sums = first, 2 if kernel == "dkdv" else 1
         if (sums * rows * block_d + m * n) / (32 * warps) > 255:
             continue
@@ -78,11 +78,12 @@ def passes(result):
 
 
 def cost(result):
-    """Cycles of a multiprocessor for each FLOP that the algorithm needs, by a model.
+    """Return the modeled cycles of a multiprocessor per FLOP that the algorithm needs.
 
-    A tile of scores takes its products, at the rate of their narrowest instruction below 64
-    columns, its exponentials and its loads.  With one program on the multiprocessor products and
-    exponentials wait for each other; among several they overlap, and so do loads with stages.
+    The time of a tile of scores consists of its products, at the rate of their narrowest
+    instruction below 64 columns, its exponentials and its loads.  Products and exponentials of one
+    program wait for each other; those of several programs overlap.  Loads overlap if the pipeline
+    has several stages.
     """
     tile, dim = configs.Tile(*result["tile"]), result["dim"]
     products = {"forward": 2, "dq": 3, "dkdv": 4, "sums": 2}[result["kernel"]]

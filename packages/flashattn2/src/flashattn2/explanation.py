@@ -90,9 +90,11 @@ def find_torch_reason(
         return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
     if dropout_p:
         return "sdpa passes dropout to torch's own function; flashattn2 has no dropout"
-    scale_reason = _find_scale_reason(scale)
-    if scale_reason is not None:
-        return scale_reason
+    if scale is not None and not _is_supported_scale(scale):
+        return (
+            f"sdpa passes scale {scale!r} to torch's own function; flashattn2 needs a positive "
+            "normal number of float32"
+        )
     tensors = (query, key, value)
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
@@ -110,22 +112,13 @@ def find_torch_reason(
     return None
 
 
-def _find_scale_reason(scale: float | None) -> str | None:
-    """Return the reason why `sdpa` passes this scale to torch's own function, or None."""
-    if scale is None or isinstance(scale, (torch.SymInt, torch.SymFloat)):
-        return None
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        return (
-            f"sdpa passes a scale of type {type(scale).__name__} to torch's own function; "
-            "flashattn2 needs a float"
-        )
+def _is_supported_scale(scale: float) -> bool:
+    """Return True if `flash_attention` supports the scale."""
+    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat))
+    if not is_number or isinstance(scale, bool):
+        return False
     low, high = FLOAT32_RANGE
-    if low <= scale <= high:
-        return None
-    return (
-        f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a positive normal "
-        "number of float32"
-    )
+    return bool(low <= scale <= high)
 
 
 def _is_mapped(x: Tensor) -> bool:

@@ -56,7 +56,7 @@ class Grid:
 
 def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
     """Return the pattern that equals the mask function on the grid, or None if it is unknown."""
-    pattern = recognize(function, grid) if _has_known_factories() else None
+    pattern = recognize(function, grid)
     if pattern is None or not pattern.is_separated:
         return None
     return _without_unreached_bounds(pattern, grid)
@@ -64,15 +64,13 @@ def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
 
 def recognize(function: MaskFunction, grid: Grid) -> Pattern | None:
     """Return the pattern of a function that is built from known functions, or None."""
-    from transformers import masking_utils
-
-    if function is masking_utils.causal_mask_function:
-        return Pattern(right=0)
-    if function is masking_utils.bidirectional_mask_function:
-        return Pattern()
-    name = _factory_codes().get(getattr(function, "__code__", None))
+    name = _known_codes().get(getattr(function, "__code__", None))
     if name is None:
         return None
+    if name == "causal_mask_function":
+        return Pattern(right=0)
+    if name == "bidirectional_mask_function":
+        return Pattern()
     variables = _closure(function)
     if name == "and_masks":
         return _intersect([recognize(part, grid) for part in variables["mask_functions"]])
@@ -171,66 +169,47 @@ def _smaller(first: int | None, second: int | None) -> int | None:
     return min(first, second)
 
 
-#: Functions of `transformers.masking_utils` that return a mask function, with example arguments.
-#: The examples are on the CPU, also if `torch.set_default_device` has selected another device.
-FACTORIES: dict[str, tuple[Any, ...]] = {
-    "and_masks": (lambda b, h, q, k: k >= 0,),
-    "sliding_window_overlay": (3,),
-    "sliding_window_bidirectional_overlay": (2,),
-    "chunked_overlay": (2, torch.tensor([1], device="cpu")),
-    "packed_sequence_mask_function": (torch.tensor([[0, 0, 1, 1, 1, 2]], device="cpu"),),
-    "remap_positions_for_packed_sequence": (
-        lambda b, h, q, k: k <= q,
-        torch.tensor([[0, 1, 0, 1, 2, 0]], device="cpu"),
-    ),
-}
-
-
 @functools.cache
-def _factory_codes() -> dict[Any, str]:
-    """Return the code of the function that each factory returns, mapped to the factory's name."""
-    from transformers import masking_utils
+def _known_codes() -> dict[Any, str]:
+    """Return the names of known functions of transformers by the codes of their mask functions.
 
-    codes = {}
-    for name, arguments in FACTORIES.items():
-        factory = getattr(masking_utils, name, None)
-        if factory is not None:
-            codes[factory(*arguments).__code__] = name
-    return codes
-
-
-@functools.cache
-def _has_known_factories() -> bool:
-    """Return True if the installed factories return the expected masks for their examples.
-
-    Another version of transformers may change their meaning; then only causal masks are known.
+    Each mask function must have the expected mask for an example.  If another version of
+    transformers changes the meaning of a function, its masks are unknown.
     """
     from transformers import masking_utils
 
+    # The examples are on the CPU, also if `torch.set_default_device` has selected another device.
     k = torch.arange(6, device="cpu")[None]
     q = k.mT
     positions = torch.tensor([0, 1, 0, 1, 2, 0], device="cpu")
     sequence = torch.tensor([0, 0, 1, 1, 1, 2], device="cpu")
-    expected = {
-        "and_masks": k >= 0 * q,
-        "sliding_window_overlay": k > q - 3,
-        "sliding_window_bidirectional_overlay": (q - k).abs() <= 2,
-        "chunked_overlay": (q + 1) // 2 == (k + 1) // 2,
-        "packed_sequence_mask_function": sequence[q] == sequence[k],
-        "remap_positions_for_packed_sequence": positions[k] <= positions[q],
+    padding = torch.tensor([1], device="cpu")
+    causal = masking_utils.causal_mask_function
+    # The arguments of each function that returns a mask function, and the expected mask.
+    examples: dict[str, tuple[tuple[Any, ...] | None, Tensor]] = {
+        "causal_mask_function": (None, k <= q),
+        "bidirectional_mask_function": (None, k >= 0 * q),
+        "and_masks": ((causal, causal), k <= q),
+        "sliding_window_overlay": ((3,), k > q - 3),
+        "sliding_window_bidirectional_overlay": ((2,), (q - k).abs() <= 2),
+        "chunked_overlay": ((2, padding), (q + 1) // 2 == (k + 1) // 2),
+        "packed_sequence_mask_function": ((sequence[None],), sequence[q] == sequence[k]),
+        "remap_positions_for_packed_sequence": (
+            (causal, positions[None]),
+            positions[k] <= positions[q],
+        ),
     }
-    for name, arguments in FACTORIES.items():
-        factory = getattr(masking_utils, name, None)
-        if factory is None:
+    codes = {}
+    for name, (arguments, expected) in examples.items():
+        function: Any = getattr(masking_utils, name, None)
+        if function is None:
             continue
-        function = factory(*arguments)
+        if arguments is not None:
+            function = function(*arguments)
         mask = torch.as_tensor(function(0, 0, q, k), device="cpu").expand(6, 6)
-        if not torch.equal(mask, expected[name].expand(6, 6)):
-            return False
-    causal: Any = masking_utils.causal_mask_function
-    bidirectional: Any = masking_utils.bidirectional_mask_function
-    is_causal = torch.equal(causal(0, 0, q, k), k <= q)
-    return is_causal and bool(bidirectional(0, 0, q, k).all())
+        if torch.equal(mask, expected):
+            codes[function.__code__] = name
+    return codes
 
 
 def _without_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:
