@@ -39,7 +39,7 @@ SAMPLE = {
     ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
     ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
     ("pointers", "tf32"): (64, 80, PACKED),
-    ("pointers", "ieee"): (64, 90, {}),
+    ("pointers", "ieee"): (16, 90, {}),
 }
 
 
