@@ -248,23 +248,23 @@ def check_values(
     if waits:
         lengths, table = lengths.cpu(), None if table is None else table.cpu()
 
-    def require(is_valid: Tensor, rule: str) -> None:
+    def require(is_valid: Tensor, rule: str, name: str, values: Tensor) -> None:
         if not waits:
-            torch._assert_async(is_valid, rule)
-        elif not is_valid:
-            pages = "" if table is None else f" and block_table {table.tolist()}"
-            raise ValueError(f"{rule}, got cache_seqlens {lengths.tolist()}{pages}")
+            torch._assert_async(is_valid.all(), rule)
+        elif not is_valid.all():
+            raise ValueError(f"{rule}, got {name} {values[~is_valid][0]}")
 
     if check_lengths:
-        is_valid = (lengths == lengths.clamp(0, _capacity(cache, table) - new)).all()
-        require(is_valid, _length_rule(new, cache, table))
+        is_valid = lengths == lengths.clamp(0, _capacity(cache, table) - new)
+        require(is_valid, _length_rule(new, cache, table), "length", lengths)
     if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
         is_unused = first_rows >= (lengths + new)[:, None]
-        is_valid = (is_unused | ((table >= 0) & (table < len(cache)))).all()
-        require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}")
+        is_valid = is_unused | ((table >= 0) & (table < len(cache)))
+        require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}", "page", table)
         if new:
-            require(_are_distinct(lengths, new, cache, table), _SHARED_ROWS)
+            rows = _new_rows(lengths, new, cache, table).sort().values
+            require(rows[1:] != rows[:-1], _SHARED_ROWS, "twice the row", rows[1:])
 
 
 _SHARED_ROWS = (
@@ -273,13 +273,12 @@ _SHARED_ROWS = (
 )
 
 
-def _are_distinct(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Tensor:
-    """Return a boolean scalar that is True if no two new keys have the same row of the cache."""
+def _new_rows(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Tensor:
+    """Return the index of the row of the cache for each new key of each sequence."""
     page_size = cache.shape[2]
     positions = lengths[:, None].long() + torch.arange(new, device=table.device)
     pages = table.long().gather(1, (positions // page_size).clamp(0, table.shape[1] - 1))
-    rows = (pages * page_size + positions % page_size).flatten().sort().values
-    return (rows[1:] != rows[:-1]).all()
+    return (pages * page_size + positions % page_size).flatten()
 
 
 def _capacity(cache: Tensor, table: Tensor | None) -> int:
