@@ -60,7 +60,8 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
 
 def test_precision_follows_the_setting_of_torch():
     def chosen():
-        return select_backend(q(), q(), q(), AttentionSpec(1.0)).method.precision
+        method, _ = select_backend(q(), q(), q(), AttentionSpec(1.0))
+        return method.precision
 
     assert chosen() == "ieee"
     torch.set_float32_matmul_precision("high")

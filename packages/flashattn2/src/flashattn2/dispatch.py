@@ -31,13 +31,6 @@ class Method(NamedTuple):
     deterministic: bool
 
 
-class Choice(NamedTuple):
-    """A method and the reason for its selection."""
-
-    method: Method
-    reason: str
-
-
 def select_backend(
     q: Tensor,
     k: Tensor,
@@ -47,8 +40,8 @@ def select_backend(
     backend: str = "auto",
     deterministic: bool = True,
     packed: bool = False,
-) -> Choice:
-    """Select the method for `(batch, heads, seq, dim)` tensors.
+) -> tuple[Method, str]:
+    """Return the method for `(batch, heads, seq, dim)` tensors and the reason for its selection.
 
     Raises `ValueError` if the named backend does not support the input.
     """
@@ -73,7 +66,7 @@ def select_backend(
                 f'backend "{backend}" does not support this input: {obstacle}; pass '
                 'backend="torch" or "auto"'
             )
-    return Choice(Method(backend, _float32_precision(), deterministic), reason)
+    return Method(backend, _float32_precision(), deterministic), reason
 
 
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
@@ -89,12 +82,7 @@ def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packe
 
 
 def _find_obstacle(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    packed: bool,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool
 ) -> str | None:
     """Return the reason why a backend does not support the input, or None if it does."""
     if backend == "triton":
