@@ -1,10 +1,12 @@
-"""First derivatives in reverse mode are right; all other derivatives are refused."""
+"""Forward mode and the double backward of the tiled version, against finite differences."""
+
+import functools
 
 import pytest
 import torch
-from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
+from flashattn2 import attention_reference, flash_attention
 from flashattn2.backends import tiled
-from torch.autograd import forward_ad, gradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 # torch's own forward mode still scripts a few of its rules.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
@@ -15,8 +17,6 @@ OPTIONS = [
     {"window": (2, 1), "scale": 0.8},
     {"is_causal": True, "window": (4, None), "softcap": 0.9},
 ]
-SECOND = "second derivatives are not supported; use attention_reference"
-FORWARD = "forward-mode derivatives are not supported; use attention_reference"
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +29,36 @@ def inputs(seq_q=7, seq_k=6):
     return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradcheck(options):
+def attention(options, backend="torch"):
     def run(q, k, v):
-        out, lse = flash_attention(q, k, v, return_lse=True, backend="torch", **options)
+        out, lse = flash_attention(q, k, v, return_lse=True, backend=backend, **options)
         # A row that sees no key has a log-sum-exp of -inf, of which no difference can be taken.
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
-    assert gradcheck(run, inputs(), fast_mode=True)
+    return run
+
+
+# The fast mode compares random projections of the Jacobian, the other mode every element.
+FAST_MODES = [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("fast_mode", FAST_MODES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck_in_both_modes(options, fast_mode):
+    run = attention(options)
+    assert gradcheck(run, inputs(), check_forward_ad=True, fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("fast_mode", FAST_MODES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradgradcheck(options, fast_mode):
+    assert gradgradcheck(attention(options), inputs(), fast_mode=fast_mode)
+
+
+def test_aten_backend_has_the_same_derivatives():
+    run = attention({"is_causal": True}, "aten")
+    assert gradcheck(run, inputs(6, 6), check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(run, inputs(6, 6), fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
@@ -52,72 +74,111 @@ def test_torch_func_differentiates_in_reverse_mode(backend):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("backend", ["torch", "aten", "paper"])
+def test_torch_func_differentiates_in_forward_mode():
+    q, k, v = inputs()
+    tangents = tuple(torch.randn_like(x) for x in (q, k, v))
+
+    def reference(q, k, v):
+        return attention_reference(q, k, v, is_causal=True)
+
+    def ours(q, k, v):
+        return flash_attention(q, k, v, is_causal=True, backend="torch")
+
+    _, expected = torch.func.jvp(reference, (q, k, v), tangents)
+    _, got = torch.func.jvp(ours, (q, k, v), tangents)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten"])
 @pytest.mark.parametrize("method", ["grad", "backward"])
-def test_second_derivative_is_an_error(backend, method):
+def test_third_derivative_is_an_error(backend, method):
     """With `once_differentiable`, `torch.autograd.grad` would find no path to the inputs."""
-    for seq in (5, 5, 20):  # the second call takes the fast path
-        q = torch.randn(1, 2, seq, 3, dtype=torch.float64, requires_grad=True)
-        if backend == "paper":
-            out = FlashAttentionTorch.apply(q[0], q[0], q[0])
-        else:
-            out = flash_attention(q, q, q, backend=backend)
-        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        with pytest.raises(NotImplementedError, match=SECOND):
-            torch.autograd.grad(first.sum(), q) if method == "grad" else first.sum().backward()
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    out = flash_attention(q, q, q, backend=backend)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match="third derivatives are not supported; use attention_reference"
+    ):
+        torch.autograd.grad(second.sum(), q) if method == "grad" else second.sum().backward()
 
 
-def moved(function, q):
-    return torch.func.jvp(function, (q,), (torch.ones_like(q),))[1]
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+@pytest.mark.parametrize("layout", ["heads first", "sequence first"])
+def test_forward_mode_takes_any_layout_and_values_of_another_head_dim(backend, layout):
+    for v_dim in (3, 2):
+        q, k, v = (torch.randn(2, 5, 2, dim, dtype=torch.float64) for dim in (3, 3, v_dim))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if layout == "heads first":
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        moved = torch.randn_like(q)
+        results = []
+        for function in (
+            lambda *x: flash_attention(*x, is_causal=True, backend=backend, return_lse=True),
+            lambda *x: attention_reference(*x, is_causal=True, return_lse=True),
+        ):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(q, moved)
+                results.append([forward_ad.unpack_dual(x).tangent for x in function(dual, k, v)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
-def moved_dual(function, q):
-    with forward_ad.dual_level():
-        return function(forward_ad.make_dual(q, torch.ones_like(q)))
+def test_forward_within_backward_is_right_and_backward_within_forward_refused():
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64)
+    moved = torch.randn_like(q)
+
+    def loss(function):
+        return lambda q: function(q, q, q, is_causal=True).square().sum()
+
+    def moving(f):
+        return torch.func.grad(lambda q: torch.func.jvp(f, (q,), (moved,))[1])(q)
+
+    torch.testing.assert_close(moving(loss(flash_attention)), moving(loss(attention_reference)))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(torch.func.grad(loss(flash_attention)), (q,), (moved,))
 
 
-FORWARD_MODES = {
-    "dual": moved_dual,
-    "jvp": moved,
-    "jacfwd": lambda function, q: torch.func.jacfwd(function)(q),
-    "grad of jvp": lambda function, q: torch.func.grad(lambda x: moved(function, x))(q),
-    "jvp of grad": lambda function, q: moved(torch.func.grad(function), q),
-}
-
-
-@pytest.mark.parametrize("transform", FORWARD_MODES.values(), ids=FORWARD_MODES)
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
-def test_forward_mode_is_refused(options, transform):
-    def loss(q):
-        return flash_attention(q, q, q, **options).square().sum()
-
+def test_gradients_of_dual_numbers_are_refused(options, create_graph):
+    """The operators would drop the tangents of a backward pass without an error."""
     for seq in (5, 20, 20):  # the second call of 20 keys takes the fast path
-        with pytest.raises(NotImplementedError, match=FORWARD):
-            transform(loss, torch.randn(1, 2, seq, 3))
+        leaf = torch.randn(1, 2, seq, 3, requires_grad=True)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(leaf, torch.ones_like(leaf))
+            out = flash_attention(dual, dual, dual, **options)
+            with pytest.raises(NotImplementedError, match="jvp"):
+                torch.autograd.grad(out.sum(), dual, create_graph=create_graph)
 
 
-@pytest.mark.parametrize("seq", [5, 20])
-def test_cotangents_with_tangents_are_refused(seq):
-    """The kernels would drop the tangents of a backward pass without an error."""
-    q = torch.randn(1, 2, seq, 3, requires_grad=True)
-    with forward_ad.dual_level():
-        out = flash_attention(q, q, q)
-        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
-        with pytest.raises(NotImplementedError, match=FORWARD):
-            torch.autograd.grad(out, q, dual)
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_forward_mode_is_refused(fullgraph):
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
+def test_compiled_forward_mode_is_right_or_refused(options):
     """An operator in a compiled graph would drop the tangents without an error."""
     q, moved = torch.randn(2, 1, 2, 20, 3)
 
     def tangent(q, moved):
-        return torch.func.jvp(lambda q: flash_attention(q, q, q), (q,), (moved,))[1]
+        return torch.func.jvp(lambda q: flash_attention(q, q, q, **options), (q,), (moved,))[1]
 
+    expected = tangent(q, moved)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="forward-mode derivatives are not supported"):
-        torch.compile(tangent, fullgraph=fullgraph, backend="aot_eager")(q, moved)
+    torch.testing.assert_close(torch.compile(tangent, backend="aot_eager")(q, moved), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="forward-mode derivatives are not"):
+        torch.compile(tangent, fullgraph=True, backend="aot_eager")(q, moved)
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jacobians_of_forward_mode_equal_the_reference(backend, is_causal):
+    q, k, v = (x.detach() for x in inputs(6, 6))
+
+    def jacobians(function, **options):
+        run = functools.partial(function, is_causal=is_causal, **options)
+        return torch.func.jacfwd(run, argnums=(0, 1, 2))(q, k, v)
+
+    ours, expected = jacobians(flash_attention, backend=backend), jacobians(attention_reference)
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +188,25 @@ def test_vmap_is_refused(transform):
     q = torch.randn(3, 2, 2, 5, 3)
     if transform is not torch.vmap:
         q = q[0]
-    with pytest.raises(NotImplementedError, match="not supported"):
+    with pytest.raises(NotImplementedError, match="the mapped dimension part of the batch"):
         transform(lambda x: flash_attention(x, x, x))(q)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_batched_gradients_are_refused(interpreter, backend):
-    """The kernels cannot read the memory of a batch of cotangents."""
+    """The kernels cannot read the memory of a batch of cotangents or tangents."""
     q = torch.randn(1, 2, 5, 16, requires_grad=True)
-    out = flash_attention(q, q, q, backend=backend)
-    with pytest.raises(NotImplementedError, match="batched gradients, is not supported"):
-        torch.autograd.grad(out, q, torch.randn(3, *out.shape), is_grads_batched=True)
+
+    def run(q):
+        return flash_attention(q, q, q, backend=backend)
+
+    out = run(q)
+    cotangents = torch.randn(3, *out.shape)
+    message = "batched gradients, is not supported"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(out, q, cotangents, is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.functional.jacobian(run, q, vectorize=True, strategy="forward-mode")
 
 
 def test_batched_gradients_of_the_cpu_kernel_equal_separate_gradients():

@@ -8,7 +8,7 @@ from flashattn2 import (
     flash_attention_varlen,
 )
 from option_pairs import tensors
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
@@ -48,7 +48,7 @@ def test_sinks_have_the_gradients_of_the_reference(interpreter, backend, packed)
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-def test_sinks_and_values_of_another_head_dim_pass_gradcheck():
+def test_sinks_and_values_of_another_head_dim_pass_gradcheck_and_gradgradcheck():
     shapes = ((1, 2, 5, 3), (1, 1, 4, 3), (1, 1, 4, 2), (2,))
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
@@ -57,7 +57,8 @@ def test_sinks_and_values_of_another_head_dim_pass_gradcheck():
             q, k, v, sinks=sinks, softcap=2.0, window=(2, 1), backend="torch", return_lse=True
         )
 
-    assert gradcheck(run, leaves)
+    assert gradcheck(run, leaves, check_forward_ad=True)
+    assert gradgradcheck(run, leaves)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
@@ -86,16 +87,18 @@ def test_row_that_sees_no_key_sees_its_sink():
 
 
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
-def test_second_derivative_of_sinks_is_right_for_any_distance_from_scores(sink):
+def test_second_derivatives_are_right_for_any_distance_between_scores_and_sink(sink):
     """The rows include one that sees no key, whose log-sum-exp is -inf without its sink."""
-    q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 4, 8)
+    q = torch.randn(1, 1, 5, 8, requires_grad=True)
+    k = torch.randn(1, 1, 4, 8, requires_grad=True)
     sinks = torch.full((1,), sink, requires_grad=True)
     seconds = []
     for function in (flash_attention, attention_reference):
         out, lse = function(q, k, k, sinks=sinks, is_causal=True, return_lse=True)
         loss = out.sin().sum() + lse.sin().sum()
-        (grad,) = torch.autograd.grad(loss, sinks, create_graph=True)
-        seconds += torch.autograd.grad(grad.square().sum(), sinks)
+        grads = torch.autograd.grad(loss, (q, k, sinks), create_graph=True)
+        norm = sum(g.square().sum() for g in grads)
+        seconds.append(torch.autograd.grad(norm, (q, k, sinks)))
     torch.testing.assert_close(*seconds)
 
 

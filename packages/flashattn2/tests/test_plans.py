@@ -55,8 +55,9 @@ def test_second_call_of_a_signature_equals_the_first(
         if not any(needs):
             return outs
         inputs = [x for x in qkv if x.requires_grad]
-        grads = torch.autograd.grad(outs[0].square().sum(), inputs)
-        return *(x.detach() for x in outs), *grads
+        grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        return *(x.detach() for x in (*outs, *grads)), *second
 
     first_and_second(run)
 

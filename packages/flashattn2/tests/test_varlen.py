@@ -4,7 +4,7 @@ import pytest
 import torch
 from against_float64 import assert_as_good_as_plain
 from flashattn2 import flash_attention, flash_attention_varlen
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 CU_Q = torch.tensor([0, 37, 37, 38, 90], dtype=torch.int32)
 CU_K = torch.tensor([0, 20, 41, 80, 110], dtype=torch.int32)
@@ -74,14 +74,15 @@ def test_many_sequences_of_any_lengths_are_located(interpreter):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-def test_tiled_attention_passes_gradcheck():
+def test_reference_passes_gradcheck_and_gradgradcheck():
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)
     tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
     def run(q, k, v):
         return packed("torch", cu, cu)(q, k, v, is_causal=True, return_lse=True)
 
-    assert gradcheck(run, tensors, fast_mode=True)
+    assert gradcheck(run, tensors, check_forward_ad=True)
+    assert gradgradcheck(run, tensors)
 
 
 def test_values_of_other_sequences_are_not_read(interpreter):

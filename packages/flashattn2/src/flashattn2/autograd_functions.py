@@ -1,8 +1,9 @@
 """Attention as `torch.autograd.Function`s: a general one, and two with the paper's signature.
 
-Only first derivatives in reverse mode are supported; all others raise an error.
+Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from flashattn2 import autocast
+from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
-from flashattn2.operators import backward, backward_op, forward, forward_op
+from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
 from flashattn2.validation import check_dense
 
@@ -39,7 +40,10 @@ def run_attention(
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
-            _refuse_forward_mode(None)
+            raise NotImplementedError(
+                "forward-mode derivatives are not supported in compiled graphs; call attention "
+                "outside of torch.compile"
+            )
         out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     elif needs_no_autograd(q, k, v):
         out, lse = _run(q, k, v, cu_q, cu_k, spec, method)
@@ -64,7 +68,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
         O' = O · σ(L - s)        L' = log(e^L + e^s),
 
-    so no kernel is needed, and its gradient follows from those of O and L.
+    so no kernel is needed, and gradients of every order follow from those of O and L.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
     excess = lse - sink
@@ -92,6 +96,9 @@ def _run(
         return aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    if forward_ad._current_level >= 0:
+        # A tangent must have the strides of its tensor, and `derivatives` returns contiguous ones.
+        out, lse = out.contiguous(), lse.contiguous()
     return out, lse
 
 
@@ -101,6 +108,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -111,28 +120,18 @@ def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
     )
 
 
-def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    """Raise the error of a function that forward-mode AD cannot differentiate."""
-    raise NotImplementedError(
-        "forward-mode derivatives are not supported; use attention_reference, whose memory is "
-        "quadratic in the sequence length"
-    )
-
-
 def _refuse_batched(*tensors: Tensor | None) -> None:
-    """Raise the error of `_refuse_vmap` for a batch of cotangents.
+    """Raise the error of `_refuse_vmap` for a batch of cotangents or tangents.
 
-    `is_grads_batched=True` of torch.autograd passes such batches as tensors whose memory the
-    kernels cannot read.
+    `is_grads_batched=True` and `vectorize=True` of torch.autograd pass such batches as tensors
+    whose memory the kernels cannot read.
     """
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
         _refuse_vmap(None, None)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with a log-sum-exp and packed sequences."""
-
-    jvp = staticmethod(_refuse_forward_mode)
+    """Attention with a log-sum-exp, packed sequences and derivatives up to the second order."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -146,16 +145,35 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        run = _Gradients.apply if _is_differentiated_again() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
         d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
         return *d_qkv, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        _refuse_batched(*tangents[:3])
+        t_q, t_k, t_v = (
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip((q, k, v), tangents[:3], strict=True)
+        )
+        t_out, t_lse = map_sequences(
+            lambda q, out, lse, t_q, k, v, t_k, t_v: derivatives.tangent(
+                q, k, v, out, lse, t_q, t_k, t_v, ctx.spec
+            ),
+            [q, out, lse, t_q],
+            [k, v, t_k, t_v],
+            cu_q,
+            cu_k,
+        )
+        return t_out, t_lse
 
 
 def _is_differentiated_again() -> bool:
     """Return True if a derivative of a backward pass may be requested.
 
-    Then the pass must be an autograd function that raises an error for it: the operators would drop
-    tangents, and a second derivative would lack its largest term.
+    Then the pass must be an autograd function.  Under forward-mode AD that function raises an error
+    for tangents, which the operators would drop.
     """
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
@@ -166,8 +184,6 @@ class _KernelAttention(torch.autograd.Function):
     Training on a CPU runs this function: it takes half the time of `_Attention`, which is
     measurable for a few tokens.
     """
-
-    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def forward(
@@ -182,7 +198,7 @@ class _KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         if _is_differentiated_again():
-            d_qkv = _Gradients.apply(
+            d_qkv = _AttentionBackward.apply(
                 q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method
             )
         else:
@@ -203,19 +219,52 @@ class _Transformed(_Attention):
     vmap = staticmethod(_refuse_vmap)
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients of q, k and v as functions whose derivatives raise an error.
+class _AttentionBackward(torch.autograd.Function):
+    """The gradients of q, k and v as functions of q, k, v, dO and dL.
 
-    With `once_differentiable` instead, the gradients would have no path to the inputs, and
-    `torch.autograd.grad(inputs=...)` would return a second derivative without its largest term.
+    The inputs `out` and `lse` have no gradient, because they are functions of q, k and v.
     """
 
     vmap = staticmethod(_refuse_vmap)
-    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _gradients(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
+        ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+        t_q, t_k, t_v = tangents
+        with torch.no_grad():
+            g_q, g_out, g_lse, g_k, g_v = map_sequences(
+                functools.partial(derivatives.double_backward, spec=ctx.spec),
+                [q, out, lse, grad_out, grad_lse, t_q],
+                [k, v, t_k, t_v],
+                cu_q,
+                cu_k,
+            )
+        grads: tuple[Tensor, ...] = (g_q, g_k, g_v, g_out, g_lse)
+        if torch.is_grad_enabled():
+            grads = _Undifferentiable.apply(*grads, *tangents, q, k, v, grad_out, grad_lse)
+        return *grads[:4], None if grad_lse is None else grads[4], *(None,) * 6
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The five second gradients as functions whose derivative raises an error.
+
+    `once_differentiable` would leave the second gradients without a path to the inputs.  Then
+    `torch.autograd.grad(inputs=...)` would return a third derivative without its largest term
+    instead of raising an error.
+    """
+
+    @staticmethod
+    def forward(*tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:5])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -224,7 +273,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         raise NotImplementedError(
-            "second derivatives are not supported; use attention_reference, whose memory is "
+            "third derivatives are not supported; use attention_reference, whose memory is "
             "quadratic in the sequence length"
         )
 
@@ -257,8 +306,11 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
     """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
 
     The overhead of a `torch.library` operator exceeds the time of a small attention call.
+    Forward-mode AD needs the operator, because it does not accept the kernel's log-sum-exp, which
+    is a view.
     """
-    return method.backend == "aten" and cu_q is None and not autocast.is_enabled("cpu")
+    is_dense_aten = method.backend == "aten" and cu_q is None
+    return is_dense_aten and forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
 
 
 class _PaperFunction(torch.autograd.Function):
@@ -291,7 +343,7 @@ class _PaperFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
-        d_qkv = _Gradients.apply(
+        d_qkv = _AttentionBackward.apply(
             q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method
         )
         return *(d.squeeze(1) for d in d_qkv), None
