@@ -1,6 +1,6 @@
 """Time of pushes and pulls, interleaved with torch's RPC (`python -m paramserver.bench`).
 
-Rows `exchange`: one worker and one server push and pull the whole model. Measurements that need
+`exchange` rows: one worker and one server push and pull the whole model. Measurements that need
 other packages are in tests/paramserver_study.py.
 """
 

@@ -134,7 +134,7 @@ class Fragment:
 
 
 def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
-    """Partition `parameters` over `servers` in shards of equal bytes, up to one element."""
+    """Partition `parameters` over `servers` into shards whose sizes differ by about an element."""
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
         raise ValueError(f"expected at least 1 server, got {servers}")

@@ -142,7 +142,7 @@ def stored_timing(key: str) -> Timing | None:
 
 
 def store_timing(key: str, timing: Timing) -> None:
-    """Store a timing for later processes; ignore errors of the file."""
+    """Store a timing for later processes; ignore errors in writing the file."""
     stored = _stored()
     stored.setdefault(_machine(), {})[key] = asdict(timing)
     try:

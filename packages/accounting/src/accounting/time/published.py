@@ -188,7 +188,7 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a copy of a device that cancels the fitted power factor and fp8 fraction."""
+    """Return a copy of a device to which the fitted power factor and fp8 fraction do not apply."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.

@@ -195,7 +195,7 @@ def candidates(
 
 
 def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
-    """Return the quantities that a rank spends on `size` bytes."""
+    """Return the terms of one call on `size` bytes, which the prices are multiplied by."""
     supported = candidates(collective, hosts, shared=True)
     if algorithm not in supported:
         raise ValueError(

@@ -51,7 +51,7 @@ class Topology:
         texts = self._gather_texts("reach", json.dumps(reachable), range(world))
         #: The ranks of the group by host.
         self.hosts = group_by_host([json.loads(text) for text in texts])
-        #: The ranks of this rank's host.
+        #: The ranks on this rank's host.
         self.local_ranks = next(host for host in self.hosts if rank in host)
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None

@@ -92,9 +92,9 @@ def _time_rounds(
 
 
 def _wins(rounds: torch.Tensor) -> list[float]:
-    """Return the fraction of rounds in which each algorithm was faster than the last one.
+    """Return for each algorithm the fraction of rounds in which it beat the one in the last column.
 
-    rounds[i, j] are the seconds of algorithm j in round i.
+    rounds[i, j] is the time of algorithm j in round i, in seconds.
     """
     return [float(fraction) for fraction in (rounds < rounds[:, -1:]).double().mean(0)]
 

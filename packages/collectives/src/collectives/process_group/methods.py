@@ -70,8 +70,8 @@ def collective_method(*names: str) -> Callable[[Callable[..., Started]], Method]
 def on_gloo(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
-    The inherited method would deadlock: it holds the interpreter while gloo may wait for its own
-    thread, and that thread needs the interpreter to free the tensors of an earlier call.
+    The inherited method would deadlock: it holds the GIL while gloo may wait for its own thread,
+    and that thread needs the GIL to free the tensors of an earlier call.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -192,7 +192,7 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
-        # Clocks are read last: a rank may reach the tick and then leave or end normally.
+        # Read the clocks last: it is no error if a rank leaves or ends after it reached the tick.
         left = [i for i in self._others if self._left[i][0]]
         dead = self.dead()
         late = [i for i in self._others if self._clocks[i][0] < tick]
@@ -218,7 +218,7 @@ class Arena:
     # ----- the engine -----
 
     def job(self, kind: str, **fields: Any) -> engine.Job:
-        """Return a collective as a job for the engine, with the announced call and note.
+        """Return a job of the engine for a collective, with the call and note that were announced.
 
         `fields` are the other fields of `engine.Job`.
         """

@@ -49,7 +49,7 @@ def all_reduce(
     """Reduce the flat tensor over all ranks, in place."""
     if _run_in_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
         return
-    # Python does not reduce in place, so all ranks use the slots.
+    # The Python implementation cannot reduce in place, so all ranks copy through the slots.
     arena.announce(call, _note(None))
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     _copy_in(arena, pieces[0])

@@ -17,7 +17,8 @@ from flashattn2.spec import UNBOUNDED, AttentionSpec
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: True if the operator would pack bfloat16 tiles for AMX, but may not use AVX-512 to do so.
+#: True if the operator would use AMX for bfloat16, but torch's CPU capability excludes the AVX-512
+#: code that packs its tiles.
 _cannot_pack_bfloat16 = torch.cpu._is_amx_tile_supported() and (
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 )

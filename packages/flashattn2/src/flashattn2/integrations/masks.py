@@ -244,7 +244,7 @@ def _slice(
 
 
 def _expand(mask: AttentionMask, size: Any, **_: Any) -> AttentionMask | None:
-    """Broadcast batch entries and heads; None for any other shape."""
+    """Expand the batch and head dimensions; return None if another dimension would change."""
     if len(size) != 4:
         return None
     sizes = [old if new == -1 else new for new, old in zip(size, mask.shape, strict=True)]

@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the first stream, the position embeddings of attention, and all positions."""
+        """Return the initial residual stream, the position embeddings, and all positions."""
         positions = self._positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
         if self.position is None:

@@ -158,7 +158,7 @@ def monotonic(run: Run) -> float:
 
 
 def thread_seconds(run: Run) -> float:
-    """Return the time for which a core has executed this thread; on a GPU, `monotonic`."""
+    """Return the CPU time of this thread in seconds; on a GPU, the time of `monotonic`."""
     if run.device.type == "cuda":
         return monotonic(run)
     return time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)

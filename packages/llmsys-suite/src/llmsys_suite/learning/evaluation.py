@@ -12,7 +12,7 @@ from llmsys_suite.text.generation import generate
 from llmsys_suite.text.tokens import codec_of
 
 HELDOUT_ROWS = 64
-#: Number of tokens of the prompt, and of the text that continues it.
+#: Number of tokens in the prompt, and in the text that continues it.
 PROMPT, WRITTEN = 64, 240
 
 

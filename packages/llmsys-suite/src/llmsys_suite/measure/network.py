@@ -42,7 +42,7 @@ def available() -> bool:
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """Collect the bytes of each sum that is announced in shared memory in the block."""
+    """Record the bytes of each all-reduce that is announced in shared memory in the block."""
     sums: list[int] = []
     announce = Arena.announce
 

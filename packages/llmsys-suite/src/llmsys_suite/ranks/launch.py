@@ -80,7 +80,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run; a rank in the stage `learn` saves a checkpoint on SIGTERM.
+    """End the ranks that are still running; in the stage `learn` a rank saves a checkpoint first.
 
     After a failure no checkpoint can be saved, so the ranks are killed at once.
     """

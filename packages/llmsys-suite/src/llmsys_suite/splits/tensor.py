@@ -44,7 +44,7 @@ def split_ends(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
-    """Return the plan of a block: matrices split by columns, by rows, and their layouts."""
+    """Return the tensor-parallel plan of a block: a `ParallelStyle` for each submodule."""
     whole = Replicate()
     #: Placement of activations between blocks: split by tokens, or replicated on each rank.
     between: Any = Shard(1) if sequence else whole

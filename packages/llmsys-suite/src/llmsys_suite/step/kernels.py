@@ -43,7 +43,7 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
 def summarize(events: Any, device_type: str) -> dict[str, Any]:
     """Return the operators with the largest self time, and the time per kind.
 
-    The products of attention are batched products, which no other part of the model uses.
+    Attention is recognized by its batched matmuls, which no other part of the model uses.
     """
     # On a GPU the kernels are events too. Their time is that of the operators that launched them,
     # and would be counted twice.

@@ -80,7 +80,7 @@ class PairCodec:
 
 
 def codec_of(config: RunConfig, folder: Path) -> ByteCodec | PairCodec:
-    """Return the codec of a run, which reads the tokenizer of its folder."""
+    """Return the run's codec: bytes, or the tokenizer that is stored in its folder."""
     return ByteCodec() if config.tokenizer == BYTES else PairCodec(folder / TOKENIZER)
 
 

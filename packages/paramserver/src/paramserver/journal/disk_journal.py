@@ -258,7 +258,7 @@ class DiskJournal:
 
     def _report(self, error: OSError | RuntimeError) -> None:
         self.error = error
-        # The error of torch's writer does not contain the cause, which often is a full disk.
+        # torch's writer does not report the cause, which is often a full disk.
         free = shutil.disk_usage(self.folder).free
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 

@@ -48,7 +48,7 @@ class Member:
     first_clock: int = 0
     #: Number of accepted pushes in all epochs.
     pushes: int = 0
-    #: Number of the last read.
+    #: Sequence number of this member's last read.
     reads: int = 0
     #: Version that the last read returned.
     read_version: int = 0

@@ -245,7 +245,7 @@ def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
 
 
 def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> tuple[Array, Array]:
-    """Return the results that a vanished term would improve, and their new starts.
+    """Return the results that improve if a vanished term returns, and a new start for each.
 
     See Note [Vanished terms]. Only the exponents of the vanished term are varied.
     """

@@ -1,7 +1,7 @@
 """The valley of each budget, if the runs of the budget determine one.
 
 A budget is left out, with a message, if its sizes are too few or too similar for a curve, or if its
-curve has no bottom within its sizes. The curves themselves are those of valley.py.
+curve has no bottom within its sizes. The curves are defined in valley.py.
 """
 
 import math

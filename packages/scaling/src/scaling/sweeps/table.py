@@ -176,7 +176,7 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
         within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     pairs = np.unique(np.stack([within, codes]), axis=1)
     differs = pairs.shape[1] > within.max() + 1
-    # A name, a date or a measurement has about as many values as there are rows.
+    # Names, dates and measurements differ in almost every row; a setting has few values.
     return differs and (is_quantity or (codes.max() + 1) * 3 <= len(table))
 
 

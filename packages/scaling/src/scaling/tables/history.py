@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from scaling.units import Array
 #: Rows of one size are checkpoints of one training run, rather than runs of several lengths, if at
 #: least this many are evenly spaced in tokens, or at least this many have any spacing.
 EVEN_CHECKPOINTS = 4
-
 ANY_CHECKPOINTS = 20
 
 #: The final loss of a run is missing if its tokens exceed those of its last logged loss by more
@@ -26,9 +26,8 @@ MISSING_END = 1.25
 #: Largest relative difference that rounding may cause between the sizes C / (6 D) of one run's
 #: rows. A number of three digits has an error of up to 0.5 %. Without run names, rows are compared
 #: more strictly, because a large table has many sizes that differ by only one percent.
-SIZE_OF_RUN = 0.02
-
-SIZE_WITHOUT_NAMES = 1e-4
+SIZE_TOLERANCE = 0.02
+STRICT_SIZE_TOLERANCE = 1e-4
 
 #: A run may have been resumed if its first row is later than this multiple of the mean spacing of
 #: its rows.
@@ -36,7 +35,7 @@ LATE_START = 1.5
 
 
 def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
-    """Leave out all but the last row of each run, if the table is a history of runs."""
+    """Drop all but the last row of each run, if the table is a history of runs."""
     if history is False:
         reading.choices.append("every row is a run, by history=False")
         return
@@ -44,8 +43,8 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; they are {present}")
     progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
-    size = _sizes(reading, SIZE_OF_RUN)
-    ends = _history(reading, history, size, progress)
+    size = _sizes(reading, SIZE_TOLERANCE)
+    ends = _find_run_ends(reading, history, size, progress)
     if ends is None:
         return
     column, last = ends
@@ -83,13 +82,13 @@ def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -
     np.maximum.at(last, codes, progress)
     size_of_run = np.zeros(len(count))
     size_of_run[codes] = size
-    late_by = LATE_START * (last - first) / np.maximum(count - 1, 1)
+    largest_gap = LATE_START * (last - first) / np.maximum(count - 1, 1)
     names = dict.fromkeys(map(str, reading.table.cells(column)))
     resumed = []
     for i, name in enumerate(names):
-        if count[i] > 1 and first[i] > late_by[i]:
+        if count[i] > 1 and first[i] > largest_gap[i]:
             is_part = (size_of_run == size_of_run[i]) & (first < first[i]) & (last < last[i])
-            if (is_part & (last >= first[i] - late_by[i])).any():
+            if (is_part & (last >= first[i] - largest_gap[i])).any():
                 resumed.append(name)
     return resumed
 
@@ -117,13 +116,14 @@ def _report_missing_ends(reading: Reading, column: str) -> None:
         )
 
 
-def _history(
+def _find_run_ends(
     reading: Reading, named: str | bool | None, size: Array, progress: Array
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
     Return None if the table is not a history. Raise `ValueError` if the rows look like checkpoints
-    of training runs and no column has a different name in every row.
+    of training runs and no column has a different name in every row, if a run repeats some of its
+    token counts, or if the `named` column does not identify runs.
     """
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
@@ -139,7 +139,7 @@ def _history(
     for column in candidates:
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
-        has_names = has_names or (is_unique and not _counts_rows(reading, column))
+        has_names = has_names or (is_unique and not _numbers_rows(reading, column))
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are one training run at different times.
@@ -156,12 +156,12 @@ def _history(
             f"history={named!r}: the rows of a run must have one size and different tokens"
         )
     if not has_names:
-        _refuse_checkpoints(reading, rising, _sizes(reading, SIZE_WITHOUT_NAMES), progress)
+        _refuse_checkpoints(reading, rising, _sizes(reading, STRICT_SIZE_TOLERANCE), progress)
     return None
 
 
-def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> None:
-    """Raise `ValueError` for runs of one size that repeat only some of their token counts."""
+def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
+    """Raise `ValueError`, because runs repeat only some of their token counts."""
     codes = reading.table.codes([column])
     order = np.lexsort((progress, codes))
     is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
@@ -175,7 +175,7 @@ def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> N
     )
 
 
-def _counts_rows(reading: Reading, column: str) -> bool:
+def _numbers_rows(reading: Reading, column: str) -> bool:
     """Return True if a column `id` numbers the rows, like a database key or an index."""
     if column.lower() not in ("id", "uid"):
         return False

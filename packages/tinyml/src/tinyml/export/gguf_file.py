@@ -190,7 +190,7 @@ def _rounded(weight: Tensor, kind: Kind) -> Bytes:
 
 
 def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
-    """Return blocks of 32 codes around 0, one block per scale."""
+    """Return the blocks of Q4_0 or Q8_0: a scale, followed by 32 signed codes."""
     packed: Bytes = codes.astype(np.int8).view(np.uint8)
     if kind == "Q4_0":
         unsigned: Bytes = (codes + 8).astype(np.uint8)

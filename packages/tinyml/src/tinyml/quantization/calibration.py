@@ -90,7 +90,7 @@ class _Replay:
         self._blocks = _blocks_with(model, layers)
         #: The outputs of finished blocks by batch and block.
         self._records: dict[tuple[int, str], Any] = {}
-        #: Outputs without values in place of records that were freed.
+        #: Stand-ins for records that were freed: the same outputs, without their values.
         self._placeholders: dict[tuple[int, str], Any] = {}
         self._keeps_all = False
         #: The last recorded block of each list by batch and list.

@@ -101,7 +101,7 @@ class FastestLinear(Replacement):
             if stored is None or stored.selected not in self.implementations:
                 like = torch.randn_like(inputs)
                 calls = {n: partial(call, self, like) for n, call in self.implementations.items()}
-                with without_autocast(inputs.device):  # a stored time must not depend on it
+                with without_autocast(inputs.device):  # stored times must not depend on autocast
                     close = {n: call for n, call in calls.items() if _agree(call, calls["float"])}
                     stored = measure(close, "float")
                 if inputs.device.type == "cpu":

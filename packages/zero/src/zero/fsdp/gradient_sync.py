@@ -75,7 +75,7 @@ class GradientSync:
                 if parameter.requires_grad
             )
         except RuntimeError:
-            # torch raises if a parameter is an input of `torch.autograd.grad`.
+            # torch's function raises for a leaf that is an input of `torch.autograd.grad`.
             return False
 
     def _finish_reductions(self) -> None:

@@ -112,8 +112,8 @@ class Unit:
         self.keep_unsharded = False
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
-        self.set_sharded_parameters()
-        self._register()
+        self.remove_user()
+        self._register_shards()
 
     def _make_parameters(
         self,
@@ -152,14 +152,15 @@ class Unit:
         """Prefix the parameters' names with the unit's path in the outer module that adopts it."""
         self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
 
-    def _register(self) -> None:
+    def _register_shards(self) -> None:
         for index, parameter in enumerate(self.parameters):
             register_shard(parameter.shard, self, index)
 
     def adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards.
 
-        Copy `requires_grad` to the full parameters, and replaced `.data` into memory of the unit.
+        Copy `requires_grad` to the full parameters, and copy any `.data` that the caller has
+        replaced into the memory of the unit.
         """
         self.check_not_stepping()
         for parameter in self.parameters:
@@ -320,10 +321,10 @@ class Unit:
         self._is_unsharded_by_caller = False
         self.keep_unsharded = False
         self.gradients.discard()
-        self.set_sharded_parameters()
+        self.remove_user()
         self.reshard()
 
-    def set_unsharded_parameters(self) -> None:
+    def add_user(self) -> None:
         """Register the full parameters as the modules' parameters, and add one user."""
         for parameter in self.parameters:
             parameter.check_registered()
@@ -333,14 +334,17 @@ class Unit:
                 module._parameters[name] = parameter.full
 
     def set_unsharded_by_caller(self, is_unsharded: bool) -> None:
-        """Register full parameters until the caller reshards them or their module has run."""
+        """Register the full parameters for the caller, or the shards if `is_unsharded` is False.
+
+        Full parameters remain registered until the caller reshards them or their module has run.
+        """
         if is_unsharded and not self._is_unsharded_by_caller:
-            self.set_unsharded_parameters()
+            self.add_user()
         elif self._is_unsharded_by_caller and not is_unsharded:
-            self.set_sharded_parameters()
+            self.remove_user()
         self._is_unsharded_by_caller = is_unsharded
 
-    def set_sharded_parameters(self) -> None:
+    def remove_user(self) -> None:
         """Remove one user.
 
         After the last one, register this rank's shards as the modules' parameters.

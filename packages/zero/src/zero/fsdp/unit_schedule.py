@@ -155,7 +155,7 @@ class UnitSchedule(nn.Module):
                 unit.unshard()
         for unit in units:
             unit.wait_for_unshard()
-            unit.set_unsharded_parameters()
+            unit.add_user()
         dtype = self.input_dtypes.get(module, self.compute_dtype)
         if units and dtype is not None:
             args, kwargs = cast(dtype, (args, kwargs))
@@ -200,7 +200,7 @@ class UnitSchedule(nn.Module):
         is_last_layer = self._forward_order == self._previous_order
         for unit in units:
             unit.set_unsharded_by_caller(False)
-            unit.set_sharded_parameters()
+            unit.remove_user()
             keep = is_last_layer or not unit.reshard_after_forward
             if not (keep and torch.is_grad_enabled()) and not self._in_backward:
                 unit.reshard()

@@ -1,4 +1,4 @@
-"""Checks of the predictions of `plan`: counts of the reference, formulas and measured rates."""
+"""Check the predictions of `plan` against counts of the reference model and formulas."""
 
 from __future__ import annotations
 
