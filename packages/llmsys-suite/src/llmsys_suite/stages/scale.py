@@ -102,12 +102,11 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     )
     with torch.no_grad():
         loss = float(model.loss(tokens, targets))
-    tokens_seen = steps * ROWS * CONTEXT
     return {
         "width": width,
         "seed": seed,
         "parameters": parameters,
-        "tokens": tokens_seen,
+        "tokens": steps * ROWS * CONTEXT,
         "compute_flops": budget,
         "steps": steps,
         "loss": loss,
