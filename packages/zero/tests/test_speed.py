@@ -2,20 +2,13 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from emulated_hosts import emulated_hosts, run_everywhere, why_not
-from figures import assert_at_least, assert_at_most
-from torch import nn
-from worker_pool import run_ranks
-from zero import FSDP, load_checkpoint, save_checkpoint
+from figures import assert_at_most
 
 pytestmark = pytest.mark.timing
 REASON = why_not()
@@ -59,58 +52,3 @@ def test_steps_on_a_throttled_link_are_faster_than_torchs(tmp_path):
         check_ratio(rows[name], expected)
     for name, most in (("stage1", 1.01), ("stage2", 1.01), ("stage3", 1.51)):
         assert rows[name]["sent_over_parameters"] <= most
-
-
-def evicted(path):
-    """Return every file of a folder after removing it from the page cache."""
-    files = [file for file in Path(path).iterdir() if file.is_file()]
-    for file in files:
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return files
-
-
-def reading_and_loading(path, write):
-    """Return the time of reading files twice, from the disk and from memory, over that of a load.
-
-    A load checks every byte before it changes any, and holds no copy of what it has checked: it
-    reads once from the disk and once from the page cache.
-    """
-    model = FSDP(nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(8)]))
-    write(path, model)
-    memory = torch.ones(8 * 4096**2 // dist.get_world_size()).view(torch.uint8).numpy()
-
-    def read(files):
-        """Return the seconds to read the files; each rank reads its half, as a load does."""
-        dist.barrier()
-        start = time.perf_counter()
-        for file in files:
-            half = file.stat().st_size // dist.get_world_size()
-            with file.open("rb", buffering=0) as handle:
-                handle.seek(half * dist.get_rank())
-                for at in range(0, min(half, len(memory)), 1 << 24):
-                    handle.readinto(memoryview(memory)[at : at + (1 << 24)])
-        dist.barrier()
-        return time.perf_counter() - start
-
-    ratios = []
-    for _ in range(7):
-        files = evicted(path)
-        from_disk, from_cache = read(files), read(files)
-        evicted(path)
-        dist.barrier()
-        start = time.perf_counter()
-        load_checkpoint(path, model)
-        dist.barrier()
-        load = time.perf_counter() - start
-        ratios.append((from_disk + from_cache) / load)
-    return statistics.median(ratios)
-
-
-@pytest.mark.parametrize("write", [save_checkpoint])
-def test_loading_takes_little_longer_than_the_disk(tmp_path, write):
-    torch.manual_seed(0)
-    arguments = str(tmp_path / "last"), write
-    twice = run_ranks(reading_and_loading, 2, *arguments, timeout=400)[0]
-    assert_at_least(f"zero: {write.__name__}, reading twice over a load", 0.9, twice)
