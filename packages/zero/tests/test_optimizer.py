@@ -1311,6 +1311,31 @@ def test_whole_parameters_keep_their_state_when_groups_change():
     assert all(run_ranks(change_groups, 2, timeout=DEADLINE))
 
 
+def step_two_models():
+    """Step two models whose parameters have equal names and shapes with one optimizer."""
+    models, twins = (nn.ModuleList([make(0), make(1)]) for _ in range(2))
+    sharded = nn.ModuleList(FSDP(model) for model in models)
+    ours, theirs = (torch.optim.Adafactor(both.parameters(), lr=0.1) for both in (sharded, twins))
+
+    def loss(both, inputs):
+        first, second = both
+        return (first(inputs) * second(inputs).tanh()).square().sum()
+
+    for number in range(2):
+        for both, optimizer, ranks in ((sharded, ours, [dist.get_rank()]), (twins, theirs, [0, 1])):
+            for rank in ranks:
+                (loss(both, batch(number, rank)[0].double()) / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, twin in zip(sharded, twins, strict=True):
+        assert_alike(model, twin)
+    return True
+
+
+def test_whole_parameters_of_two_models_with_equal_names_are_not_confused():
+    assert all(run_ranks(step_two_models, 2, timeout=DEADLINE))
+
+
 def move_parameters():
     """Change the groups and the state of a ShardedOptimizer in ways that would have no effect."""
     changes = [

@@ -54,9 +54,9 @@ class FullTensorExchange:
         for unit in dict.fromkeys(unit for _, unit, _ in stepped):
             values = unit.gather_full_parameters()
             gradients = unit.gather_full_gradients()
-            for parameter, _, sharded in stepped:
-                is_owner = self.owner[parameter] == self.communicator.rank
-                if sharded.name in values and is_owner:
+            for parameter, its_unit, sharded in stepped:
+                # Names alone do not identify a parameter: the optimizer may step several models.
+                if its_unit is unit and self.owner[parameter] == self.communicator.rank:
                     # Without the copies, the full tensors of the unit would stay alive.
                     full[parameter] = values[sharded.name].clone(), gradients[sharded.name].clone()
         for parameter, unit, _ in stepped:
