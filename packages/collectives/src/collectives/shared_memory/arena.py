@@ -192,7 +192,7 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
-        # Read the clocks last: it is no error if a rank leaves or ends after it reached the tick.
+        # Read the clocks last: a rank may leave or end after it has reached the tick.
         left = [i for i in self._others if self._left[i][0]]
         dead = self.dead()
         late = [i for i in self._others if self._clocks[i][0] < tick]
