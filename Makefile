@@ -25,9 +25,9 @@ sync: $(filter .uv/bin/uv,$(UV))  ## Create the environment with all packages an
 run: sync  ## Plan, train, inspect, compress and audit a small model; ARGS="--steps 50" passes options
 	$(UV) run llmsys run $(ARGS)
 
-# Four test processes for two cores: some compute while others wait for a rank that hangs.
+# Three test processes for two cores: some compute while others wait for a rank that hangs.
 test: sync  ## Run every test except those of the next two targets
-	$(UV) run pytest -n 4 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
+	$(UV) run pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
 test-timing: sync  ## Run the tests that assert ratios of times, on an idle machine
 	$(UV) run pytest -m "timing and not exhaustive" $(ARGS)
