@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import boxes
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
+from zero_training import train as train_alike
 
 DEADLINE = 300.0
 FULL = StateDictOptions(full_state_dict=True)
@@ -402,3 +403,20 @@ def cast(values, dtype):
 
 def test_training_continues_in_another_dtype(tmp_path):
     assert all(run_ranks(continue_in_another_dtype, 2, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def save_before_the_first_step(path):
+    """Save and load state that an optimizer creates when it is constructed."""
+    for stage in (1, 3):
+        folder = f"{path}-{stage}"
+        model, optimizer, *_ = pair(stage, "Adagrad", initial_accumulator_value=0.5)
+        save_checkpoint(folder, model, optimizer)
+        resumed, ours, twin, theirs = pair(stage, "Adagrad")
+        load_checkpoint(folder, resumed, ours)
+        theirs = torch.optim.Adagrad(twin.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        train_alike(resumed, ours, twin, theirs, mean_square, steps=2)
+    return True
+
+
+def test_state_that_an_optimizer_creates_in_its_constructor_is_saved(tmp_path):
+    assert all(run_ranks(save_before_the_first_step, 2, str(tmp_path / "last")))

@@ -34,6 +34,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import find, fingerprint, together, write_folder
 from zero.checkpoint.weights import find_weights
+from zero.gradients.shard import plain
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
@@ -194,7 +195,8 @@ def _collect_slot(
             if is_first and (not slot.is_replicated or rank == 0):
                 objects[name] = value
             continue
-        flat = value.detach().reshape(-1)
+        # State that an optimizer created in its constructor has the type of the shard.
+        flat = plain(value.detach()).reshape(-1)
         if value.shape == run.shape:
             parts.append(Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated))
         elif is_first:
