@@ -134,7 +134,7 @@ class Reducer:
     def start(self, scale: float | None = None) -> None:
         """Open a step: gradients that become ready from now on are final.
 
-        Each gradient is multiplied by `scale` before the sum. None selects the scale of the mean.
+        Each gradient is multiplied by `scale` before the sum. If it is None, the sum is a mean.
         """
         self.is_open = True
         self._num_launched = 0

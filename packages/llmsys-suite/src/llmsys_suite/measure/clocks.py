@@ -19,7 +19,7 @@ def clock(device: torch.device) -> float:
 
 
 def queued_seconds() -> float:
-    """Return the seconds that the first thread of this process has waited for a core."""
+    """Return the seconds that the main thread of this process has waited for a core."""
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
