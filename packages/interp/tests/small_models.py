@@ -88,6 +88,7 @@ FAMILIES = {
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
     "LlamaForCausalLM yarn": COMMON | {"rope_parameters": YARN},
     "PhiForCausalLM": COMMON | {"hidden_size": 32},
+    "PhiForCausalLM tied": COMMON | {"hidden_size": 32, "tie_word_embeddings": True},
     "OlmoForCausalLM": COMMON,
     "Olmo3ForCausalLM": COMMON | WINDOW,
     "StableLmForCausalLM": COMMON | {"hidden_size": 32},

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -440,6 +441,11 @@ FAMILIES = {
     "CohereForCausalLM": SMALL
     | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
        "pad_token_id": None},
+    "PhiForCausalLM": SMALL | {"hidden_size": 32},
+    "GPTJForCausalLM": {
+        "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32,
+        "rotary_dim": 4, "bos_token_id": None, "eos_token_id": None,
+    },
     "StableLmForCausalLM": SMALL
     | {"hidden_size": 32, "num_key_value_heads": 2},
     "GptOssForCausalLM": SMALL
@@ -630,6 +636,38 @@ def test_families_without_folded_or_interleaved_weights_share_all_weights(name: 
 def described_gpt2() -> Decoder:
     """Return a description that several tests read and none changes."""
     return describe(family("GPT2LMHeadModel"))
+
+
+def test_exchanged_entries_of_a_copied_vector_are_refused() -> None:
+    model = family("GemmaForCausalLM")
+    gain = model.model.norm.weight
+    with torch.no_grad():
+        gain[0] = 0.5
+        decoder = describe(model)
+        gain[:2] = gain[:2].flip(0)
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight was changed in place"):
+        decoder(torch.zeros(1, 5, dtype=torch.long))
+
+
+def test_threads_that_describe_one_model_keep_its_weights() -> None:
+    tokens = torch.arange(26).reshape(2, 13) * 7 % 37
+    model = family("LlamaForCausalLM")
+    with torch.no_grad():
+        before = model(tokens).logits
+        with ThreadPoolExecutor(2) as pool:
+            descriptions = list(pool.map(describe, [model, model]))
+        assert torch.equal(model(tokens).logits, before)
+        for decoder in descriptions:
+            torch.testing.assert_close(decoder(tokens), before)
+
+
+@pytest.mark.parametrize("name", ["PhiForCausalLM", "GPTJForCausalLM"])
+def test_tied_unembeddings_keep_their_bias(name: str) -> None:
+    tokens = torch.arange(26).reshape(2, 13) * 7 % 37
+    model = family(name, tie_word_embeddings=True)
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+        torch.testing.assert_close(describe(model)(tokens), model(tokens).logits)
 
 
 def test_moved_or_converted_weights_are_refused() -> None:

@@ -45,9 +45,8 @@ def steering_vector(
             )
         with record(model, site) as seen:
             forward(model, prompt)
-            first_run = dict(seen)
+            first = seen[site]
             forward(model, prompt)
-        first = first_run[site]
         if not torch.allclose(seen[site], first, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
             raise ValueError(
                 f"{site!r} differs when the run is repeated; use eval(), because dropout changes "

@@ -80,7 +80,8 @@ class Decoder(nn.Module):
             self.unembed = weights.linear("unembed")
         else:
             vocabulary, d_model = self.embed.weight.shape
-            self.unembed = nn.Linear(d_model, vocabulary, bias=False, device="meta")
+            tied = nn.Linear(d_model, vocabulary, bias=False, device="meta")
+            self.unembed = weights.share_memory("unembed", tied)  # its bias, if there is one
             self.unembed.weight = self.embed.weight
         if unused := sorted(tensors.keys() - weights.used):
             raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(unused)}")
@@ -104,9 +105,9 @@ class Decoder(nn.Module):
         tokens are added to the cache. If the earlier tokens include padding, the mask must be
         passed.
         """
-        self.require_fresh()
-        padding = self._padding(input_ids, attention_mask, cache)
-        x, position, positions = self._embed(input_ids, padding, position_ids, cache)
+        x, padding, position, positions = self.embed_prompt(
+            input_ids, attention_mask, position_ids, cache
+        )
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the arguments of the first block for the arguments of `forward`.
 
@@ -125,9 +127,18 @@ class Decoder(nn.Module):
         alone reads them, and the positions.
         """
         self.require_fresh()
-        padding = self._padding(input_ids, attention_mask, None)
-        x, position, positions = self._embed(input_ids, padding, position_ids, None)
-        return x, padding, position, positions
+        padding = self._padding(input_ids, attention_mask, cache)
+        positions = self._positions(input_ids, padding, position_ids, cache)
+        x = self.embed_norm(self.embed(input_ids))
+        if self.position is None:
+            return x, padding, None, positions
+        new = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if positions is not None:
+            new = positions[:, -input_ids.shape[1] :]
+        position = self.position(new)
+        if self.settings.positions_in_attention:
+            return x, padding, position, positions
+        return x + position, padding, None, positions
 
     def _padding(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
@@ -155,26 +166,6 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.require_same_padding(padding)
         return padding
-
-    def _embed(
-        self,
-        input_ids: Tensor,
-        padding: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the initial residual stream, the position embeddings, and all positions."""
-        positions = self._positions(input_ids, padding, position_ids, cache)
-        x = self.embed_norm(self.embed(input_ids))
-        if self.position is None:
-            return x, None, positions
-        new = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if positions is not None:
-            new = positions[:, -input_ids.shape[1] :]
-        position = self.position(new)
-        if self.settings.positions_in_attention:
-            return x, position, positions
-        return x + position, None, positions
 
     def _positions(
         self,

@@ -7,6 +7,7 @@ candidate settings. `interp.decoder.verify` then compares the candidates with th
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,9 @@ from interp.decoder.verify.matching import (
     matching_settings,
 )
 
+#: A verification swaps the weights of the model, and a second one would save the first one's.
+_VERIFICATION = threading.Lock()
+
 
 @torch.inference_mode(False)  # Copies of weights that are made in this mode have no gradients.
 @torch.no_grad()
@@ -52,10 +56,17 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     folded in are copies. If the model changes their originals later, calls of the description raise
     RuntimeError.
 
+    Other threads must not call the model meanwhile, because the comparison replaces its weights.
+
     Raises ValueError if no description reproduces the model's logits.
     """
     if isinstance(model, Decoder) and not settings:
         return model
+    with _VERIFICATION:
+        return _describe(model, settings)
+
+
+def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
     tensors = weights_of(model)
     theta = settings.pop("rope_theta", None)
     if unknown := settings.keys() - Settings.__dataclass_fields__:
@@ -171,7 +182,7 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
 def _settings_from_module(
     model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
 ) -> Iterator[Settings]:
-    """Yield candidate settings of a module without a configuration, most likely first."""
+    """Yield candidate settings of a module without a configuration."""
     heads = _attribute(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
     if heads is None:
         raise ValueError(
@@ -181,9 +192,7 @@ def _settings_from_module(
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())
     d_head, layers = features_of_heads(tensors) // heads, count_layers(tensors)
     weights = canonical_weights(tensors, d_head=d_head, heads=heads)
-    activations = ["gelu_new", "gelu", "relu", "silu"]
-    if any(".mlp.gate" in name for name in weights):
-        activations = ["silu", "gelu", "gelu_new", "relu"]
+    activations = ("gelu_new", "gelu", "relu", "silu")
     thetas: list[float | None] = [1e4, 5e5, 1e6, None]
     if theta:
         thetas = [theta]

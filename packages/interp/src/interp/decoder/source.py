@@ -62,7 +62,7 @@ class Source:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return exact sums of the tensor's bits along its first and its last dimension."""
+    """Return the bits of a vector, or exact sums of the bits along two dimensions of a matrix."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().view(integers[tensor.element_size()])
-    return tuple(bits.sum(dim) for dim in {0, bits.ndim - 1})
+    return (bits.clone(),) if bits.ndim < 2 else (bits.sum(0), bits.sum(-1))

@@ -34,12 +34,12 @@ class Weights:
         """Return an `nn.Linear` that shares the named weight and, if it exists, the named bias."""
         out_features, in_features = self.parameter(f"{name}.weight").shape
         linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-        return self._share_memory(name, linear)
+        return self.share_memory(name, linear)
 
     def embedding(self, name: str) -> nn.Embedding:
         """Return an `nn.Embedding` that shares the named weight."""
         rows, d_model = self.parameter(f"{name}.weight").shape
-        return self._share_memory(name, nn.Embedding(rows, d_model, device="meta"))
+        return self.share_memory(name, nn.Embedding(rows, d_model, device="meta"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
         """Return the norm with this name, or the identity if the family does not have it."""
@@ -48,7 +48,7 @@ class Weights:
         size = len(self.parameter(f"{name}.weight"))
         if settings.centered:
             layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
-            return self._share_memory(name, layer)
+            return self.share_memory(name, layer)
         rms_norm = nn.RMSNorm(size, eps=settings.eps, device="meta")
         rms_norm.weight = self.parameter(f"{name}.weight")  # A bias stays unused, an error.
         return rms_norm
@@ -62,7 +62,8 @@ class Weights:
             return nn.LayerNorm(d_model, eps=settings.eps, elementwise_affine=False)
         return nn.RMSNorm(d_model, eps=settings.eps, elementwise_affine=False)
 
-    def _share_memory(self, name: str, module: Module) -> Module:
+    def share_memory(self, name: str, module: Module) -> Module:
+        """Return the module with the named weight and bias, if they exist."""
         for kind in ("weight", "bias"):
             if f"{name}.{kind}" in self.tensors:
                 module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
