@@ -512,6 +512,18 @@ def test_other_families_are_recorded_and_refused_with_the_unknown_property() -> 
         describe(model)
 
 
+def test_models_that_ignore_padding_are_refused() -> None:
+    model = family("GPT2LMHeadModel")
+    original = model.forward
+
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        return original(input_ids, **options)
+
+    model.forward = forward
+    with pytest.raises(ValueError, match="no description of this GPT2LMHeadModel has its logits"):
+        describe(model)
+
+
 def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     sizes = {"vocab_size": 37, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}

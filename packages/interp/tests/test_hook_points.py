@@ -28,6 +28,7 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
         "blocks.0.attn.hook_z": "blocks.0.attention.o:input",
         "blocks.0.attn.hook_pattern": "blocks.0.attention.pattern",
         "blocks.0.hook_attn_out": "blocks.0.attention_out",
+        "blocks.0.mlp.hook_pre": "blocks.0.mlp.gate",
         "blocks.0.mlp.hook_post": "blocks.0.mlp.down:input",
         "blocks.0.hook_mlp_out": "blocks.0.mlp_out",
     }
@@ -65,7 +66,7 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
     torch.testing.assert_close(decoder(TOKENS), ablated)
     assert not torch.allclose(ablated, expected)
     deep = random_decoder("llama", vocabulary=37, d_model=24, layers=12, heads=6)
-    kinds = r"has hook_embed(, blocks\.\*\.[a-z._]+){11}$"
+    kinds = r"has hook_embed(, blocks\.\*\.[a-z._]+){12}$"
     for model, hook, message in (
         (deep, "hook", kinds),
         (decoder, "blocks.0.attn.hook_rot_q", r"no hook is named 'blocks\.0.*; .*hook_z"),

@@ -4,13 +4,15 @@ uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest 
 PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
 """
 
+import numpy
 import pytest
 import torch
 from figures import assert_at_least
-from interp import AttentionOnly, LowRank, composition_scores, detect_heads, patch, record
+from interp import AttentionOnly, LowRank, composition_scores, describe, detect_heads, patch, record
 from interp.bench import beside_transformer_lens
-from interp.patching import attribution_patching
-from torch import nn
+from interp.hook_points import hook_points
+from interp.patching import attribution_patching, logit_difference, patch_parts, patch_streams
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.exhaustive
 
@@ -29,6 +31,78 @@ def small_llama() -> nn.Module:
         eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def small_gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="models of each family")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=24, n_layer=2, n_head=3, n_positions=16,
+        bos_token_id=None, eos_token_id=None, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+CORRUPTED = torch.tensor([[2, 7, 1, 8, 2, 8, 1]])
+
+
+def difference(logits: Tensor) -> Tensor:
+    return logits[0, -1, 5] - logits[0, -1, 7]
+
+
+@torch.no_grad()
+def test_hooks_and_patches_equal_transformer_lens() -> None:
+    """Each hook name has the activation that TransformerLens caches under it."""
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens import patching
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    model = small_gpt2()
+    bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
+    bridge.enable_compatibility_mode(no_processing=True)
+    decoder = describe(small_gpt2())
+    logits, cache = bridge.run_with_cache(CLEAN)
+    torch.testing.assert_close(decoder(CLEAN), logits)
+    names = hook_points(decoder, ["**"], "transformer_lens")
+    with record(decoder, *names, names="transformer_lens") as seen:
+        decoder(CLEAN)
+    assert len(seen) == len(names) == 25
+    for name in names:
+        torch.testing.assert_close(seen[name], cache[name], msg=lambda m, n=name: f"{n}: {m}")
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
+    streams = patch_streams(decoder, CLEAN, CORRUPTED, metric)
+    theirs = patching.get_act_patch_resid_pre(bridge, CORRUPTED, cache, difference)
+    torch.testing.assert_close(streams.values, theirs, rtol=1e-4, atol=1e-4)
+    heads = patch_parts(decoder, "attention.o:input", CLEAN, CORRUPTED, metric)
+    theirs = patching.get_act_patch_attn_head_out_by_pos(bridge, CORRUPTED, cache, difference)
+    torch.testing.assert_close(heads.values.mT, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_patches_equal_pyvene() -> None:
+    pyvene = pytest.importorskip("pyvene", reason="tried with pyvene 0.1.8")
+    decoder = describe(small_gpt2())
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
+    ours = {
+        "block_input": patch_streams(decoder, CLEAN, CORRUPTED, metric).values,
+        "attention_output": patch_parts(decoder, "attention_out", CLEAN, CORRUPTED, metric).values,
+        "mlp_output": patch_parts(decoder, "mlp_out", CLEAN, CORRUPTED, metric).values,
+    }
+    for component, values in ours.items():
+        for layer, row in enumerate(values.flatten(1)):
+            change = {"layer": layer, "component": component}
+            change["intervention_type"] = pyvene.VanillaIntervention
+            theirs = pyvene.IntervenableModel(change, model=small_gpt2())
+            for position, value in enumerate(row):
+                locations = {"sources->base": position}
+                prompts = {"input_ids": CORRUPTED}, [{"input_ids": CLEAN}]
+                out = theirs(*prompts, unit_locations=locations)[1]
+                torch.testing.assert_close(value, difference(out.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_factored_matrices_and_composition_equal_transformer_lens() -> None:
@@ -118,6 +192,29 @@ def test_attribution_patching_equals_captum() -> None:
             model, [site], clean, corrupted, lambda out: out[:, -1, 0].sum()
         )
         torch.testing.assert_close(ours[site], expected)
+
+
+def test_integrated_gradients_through_patches_equal_captum() -> None:
+    captum = pytest.importorskip("captum.attr", reason="tried with captum 0.9.0")
+    torch.manual_seed(0)
+    model = AttentionOnly(vocabulary=9, context=4, d_model=6, layers=2, heads=2).double()
+    clean, corrupted = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 5, 3, 4]])
+    integrated = captum.LayerIntegratedGradients(
+        lambda tokens: model(tokens)[:, -1, 0], model.blocks[0]
+    )
+    theirs = integrated.attribute(clean, baselines=corrupted, n_steps=5, method="gausslegendre")
+    with record(model, "blocks.0") as seen:
+        model(clean)
+        end = seen["blocks.0"]
+        model(corrupted)
+    step = end - seen["blocks.0"]
+    ours = torch.zeros_like(step)
+    for node, weight in zip(*numpy.polynomial.legendre.leggauss(5), strict=True):
+        point = (seen["blocks.0"] + (node + 1) / 2 * step).requires_grad_()
+        with patch(model, {"blocks.0": point}):
+            (gradient,) = torch.autograd.grad(model(corrupted)[0, -1, 0], point)
+        ours += weight / 2 * gradient * step
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.timing

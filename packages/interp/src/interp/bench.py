@@ -28,6 +28,7 @@ from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.rotary import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
+from interp.patching.activation import sites_and_heads
 from interp.patching.batching import replace_heads
 from interp.tap import patch, record
 
@@ -157,11 +158,8 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.embed.num_embeddings, (2, 1, length), generator=generator)
     clean, corrupted = tokens.to(model.embed.weight.device)
-    heads = 1 if part == ":input" else model.settings.heads
     metric = logit_difference(model.norm, model.unembed, 1, 2)
-    sites = [
-        f"blocks.{i}{part if part[0] == ':' else '.' + part}" for i in range(len(model.blocks))
-    ]
+    sites, heads = sites_and_heads(model, part)
     patches = list(itertools.product(range(len(sites)), range(heads), range(length)))
     chosen = patches[:: max(1, len(patches) // sample)]
 

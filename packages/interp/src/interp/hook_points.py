@@ -49,6 +49,8 @@ def _all_points(model: Decoder) -> dict[str, tuple[str, int]]:
         if not block.parallel:
             points[f"{name}.hook_resid_mid"] = f"{name}.mid", 0
         if isinstance(block.mlp, DecoderMLP):
+            read = "up" if block.mlp.gate is None else "gate"
+            points[f"{name}.mlp.hook_pre"] = f"{name}.mlp.{read}", 0
             points[f"{name}.mlp.hook_post"] = f"{name}.mlp.down:input", 0
         points[f"{name}.hook_mlp_out"] = f"{name}.mlp_out", 0
         points[f"{name}.hook_resid_post"] = name, 0

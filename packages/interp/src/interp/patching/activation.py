@@ -90,7 +90,7 @@ def _patch_pair(
     model: Decoder, part: str, clean: Prompt, corrupted: Prompt, metric: Metric, batch: int
 ) -> PatchingResult:
     run = Restart(model, corrupted, batch=batch)
-    sites, heads = _sites_and_heads(model, part)
+    sites, heads = sites_and_heads(model, part)
     last_block = f"blocks.{len(sites) - 1}"
     with record(model, *sites, last_block) as seen:
         forward(model, clean)
@@ -103,7 +103,7 @@ def _patch_pair(
     return PatchingResult(values.view(len(sites), heads, length), clean_value, corrupted_value)
 
 
-def _sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
+def sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
     """Return the site of a part in each block, and the number of its heads."""
     attention = model.layers[0].attention
     heads_of = {
