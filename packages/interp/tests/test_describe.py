@@ -524,6 +524,13 @@ def test_models_that_ignore_padding_are_refused() -> None:
         describe(model)
 
 
+def test_weights_outside_of_memory_are_refused() -> None:
+    model = family("GPT2LMHeadModel").to("meta")
+    message = r"transformer\.wte\.weight is a Parameter on meta; load or dequantize it"
+    with pytest.raises(ValueError, match=message):
+        describe(model)
+
+
 def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     sizes = {"vocab_size": 37, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}

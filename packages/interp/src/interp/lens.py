@@ -55,11 +55,11 @@ def logit_lens(
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
-    The last of Hugging Face's `hidden_states` is an output of the final norm and is refused: pass
-    the recorded input of that norm instead. `norm` is the final norm or None. `unembed` is an
-    `nn.Linear`, its weight (vocabulary, d_model) or any function to logits: with a cap on logits
-    (Gemma 2), pass `None` and `decoder.decode`. `targets` (batch, seq) are token ids whose
-    probability and rank are computed per layer.
+    The last of Hugging Face's `hidden_states` is an output of the final norm and is refused, unless
+    the stream is as small as the norm's epsilon: pass the input of that norm instead. `norm` is the
+    final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model) or any
+    function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`. `targets`
+    (batch, seq) are token ids whose probability and rank are computed per layer.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(

@@ -158,10 +158,15 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
     return replace(results[0], **numbers)
 
 
+def has_argument(model: nn.Module, argument: str) -> bool:
+    """Return True if the model's `forward` has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
 def forward(model: nn.Module, prompt: Prompt) -> Any:
     """Return the model's output for a prompt, without filling a cache."""
     arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
     # The first argument of a model need not be called input_ids.
     return model(prompt, **arguments) if isinstance(prompt, Tensor) else model(**arguments)

@@ -54,9 +54,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     The description is compared with the model under random weights and under its own weights; see
     `interp.decoder.verify`, and `comparisons` of the result for the errors. Weights with a constant
     folded in are copies. If the model changes their originals later, calls of the description raise
-    RuntimeError.
-
-    Other threads must not call the model meanwhile, because the comparison replaces its weights.
+    RuntimeError. Other threads must not call the model while it is described.
 
     Raises ValueError if no description reproduces the model's logits.
     """
@@ -68,10 +66,11 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
 def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
     tensors = weights_of(model)
+    for name, tensor in tensors.items():
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta:
+            kind = f"a {type(tensor).__name__} on {tensor.device}"
+            raise ValueError(f"expected weights in memory, {name} is {kind}; load or dequantize it")
     theta = settings.pop("rope_theta", None)
-    if unknown := settings.keys() - Settings.__dataclass_fields__:
-        known = ", ".join(["rope_theta", *Settings.__dataclass_fields__])
-        raise ValueError(f"{', '.join(sorted(unknown))}: not among {known}")
     config: dict[str, Any] = {}
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "to_dict") and hasattr(model_config, "model_type"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from interp.decoder.constants import Constants
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.verify.random_weights import Probe, RandomWeights
+from interp.prompts import has_argument
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
@@ -154,11 +154,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def has_argument(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's `forward` has an argument of that name."""
-    return argument in inspect.signature(model.forward).parameters
 
 
 def _probes(model: nn.Module, context: int) -> list[Probe]:
