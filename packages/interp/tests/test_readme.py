@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from interp import detect_heads
+from interp import attribution, detect_heads
 from interp.circuits.induction import confirm_circuit
+from interp.circuits.vocabulary import copying_scores
 from torch import Tensor
 
 PACKAGE = Path(__file__).parents[1]
@@ -44,6 +45,20 @@ def has_the_circuit(names: dict[str, Any]) -> bool:
     )
 
 
+def assert_copying_heads_write_the_logits(names: dict[str, Any]) -> None:
+    """Induction heads copy (Elhage et al. 2021), and they write the logits of repeats alone."""
+    model, tokens, repeated = names["model"], names["tokens"], names["repeated"][:, 1:]
+    best = names["induction"][0]
+    copying = copying_scores(model.ov(), model.embed.weight, model.unembed.weight)
+    assert copying[best.layer, best.head] > 0.8
+    parts = model.components(tokens[:, :-1])
+    direct = attribution(parts, None, model.unembed, tokens[:, 1:]).named()
+    on_repeats = {name: float(term[repeated].mean()) for name, term in direct.items()}
+    head = f"head {best.layer}.{best.head}"
+    assert max(on_repeats, key=on_repeats.__getitem__) == head
+    assert direct[head][~repeated].mean() < 0.1 * on_repeats[head]
+
+
 def permuted(pattern: Tensor, generator: torch.Generator) -> Tensor:
     """Return a pattern with the weights of the visible keys of each query permuted."""
     future = torch.ones(pattern.shape[-2:], dtype=torch.bool).triu(1)
@@ -61,6 +76,7 @@ def test_quick_start_finds_and_ablates_induction_heads(
     runs = (quick_start(seed) for seed in range(5))
     names = next(run for run in runs if has_the_circuit(run))
     assert (tmp_path / "heads.html").stat().st_size > 1000
+    assert_copying_heads_write_the_logits(names)
     # Permutations of the trained model's patterns have no significant heads.
     tokens, repeated = names["tokens"][:6], names["repeated"][:6]
     patterns = [pattern[:6] for pattern in names["patterns"].values()]
