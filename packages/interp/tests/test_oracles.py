@@ -37,9 +37,15 @@ def small_gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="models of each family")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=31, n_embd=24, n_layer=2, n_head=3, n_positions=16,
-        bos_token_id=None, eos_token_id=None, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=31,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        n_positions=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

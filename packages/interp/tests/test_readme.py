@@ -47,7 +47,8 @@ def has_the_circuit(names: dict[str, Any]) -> bool:
 
 def assert_copying_heads_write_the_logits(names: dict[str, Any]) -> None:
     """Induction heads copy (Elhage et al. 2021), and they write the logits of repeats alone."""
-    model, tokens, repeated = names["model"], names["tokens"], names["repeated"][:, 1:]
+    model, tokens = names["model"], names["tokens"]
+    repeated = names["repeated"][:, 1:]
     best = names["induction"][0]
     copying = copying_scores(model.ov(), model.embed.weight, model.unembed.weight)
     assert copying[best.layer, best.head] > 0.8
