@@ -11,7 +11,7 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
               half as strongly to position 0
 
 A token without an earlier occurrence attends to BOS, and the output is exactly 0. If
-exp(-`sharpness` / 2) rounds to 0, the softmax is an exact mean. `train_induction` trains the same
+exp(-`sharpness` / 2) rounds to 0, no other token has a weight. `train_induction` trains the same
 circuit, and `confirm_circuit` ablates it. Elhage et al. 2021; Olsson et al. 2022.
 """
 
@@ -41,9 +41,10 @@ def induction_circuit(
 ) -> AttentionOnly:
     """Return an exact induction circuit for sequences of BOS = 0 and tokens 1 ... vocabulary - 1.
 
-    The logits are exactly the mean of the one-hot successors of all earlier occurrences of a token,
-    and 0 if there are none. This holds at the default `sharpness`, twice the difference of scores
-    at which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    The logits are the mean of the one-hot successors of all earlier occurrences of a token, up to
+    the rounding of their sum, and exactly 0 if there are none. This holds at the default
+    `sharpness`, twice the difference of scores at which a softmax weight of `dtype` rounds to 0 (in
+    float32 exp(-104) = 0, so 208).
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
