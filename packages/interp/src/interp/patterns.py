@@ -4,7 +4,7 @@
         model(tokens)
     patterns["model.layers.0.self_attn"]          # (batch, heads, seq_q, seq_k)
 
-Calls of torch functions are intercepted, and outputs stay bitwise equal. The output of a softmax
+Calls of torch functions are intercepted, and their outputs do not change. The output of a softmax
 over keys is a pattern; that of `scaled_dot_product_attention` is recomputed from its arguments.
 """
 
@@ -39,7 +39,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. A
     sink in the softmax is the last column (gpt-oss). Custom kernels and compiled graphs are not
     visible: RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention`
-    does not use its inference fast path meanwhile.
+    does not use its inference fast path meanwhile, which rounds differently.
     """
     patterns = Patterns()
     inside: list[tuple[str, nn.Module]] = []

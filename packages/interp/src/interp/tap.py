@@ -40,7 +40,7 @@ def record(
     """Record copies of the activations of the latest call of each module at `sites`.
 
     A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
-    and `**` any number of parts. If a module has several inputs or outputs, the first tensor is
+    and `**` one or more parts. If a module has several inputs or outputs, the first tensor is
     recorded. `detach=False` records the tensors of the graph instead of copies. With
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
