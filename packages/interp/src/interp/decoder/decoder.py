@@ -105,40 +105,14 @@ class Decoder(nn.Module):
         tokens are added to the cache. If the earlier tokens include padding, the mask must be
         passed.
         """
-        x, padding, position, positions = self.embed_prompt(
-            input_ids, attention_mask, position_ids, cache
-        )
+        self.require_fresh()
+        padding = self._padding(input_ids, attention_mask, cache)
+        x, position, positions = self._embed(input_ids, padding, position_ids, cache)
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
             cache.commit(self, positions, padding)
         return self._logits(x)
-
-    def embed_prompt(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return the arguments of the first block for the arguments of `forward`.
-
-        They are the stream (batch, seq, d_model), the padding, the position embeddings if attention
-        alone reads them, and the positions.
-        """
-        self.require_fresh()
-        padding = self._padding(input_ids, attention_mask, cache)
-        positions = self._positions(input_ids, padding, position_ids, cache)
-        x = self.embed_norm(self.embed(input_ids))
-        if self.position is None:
-            return x, padding, None, positions
-        new = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if positions is not None:
-            new = positions[:, -input_ids.shape[1] :]
-        position = self.position(new)
-        if self.settings.positions_in_attention:
-            return x, padding, position, positions
-        return x + position, padding, None, positions
 
     def _padding(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
@@ -166,6 +140,26 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.require_same_padding(padding)
         return padding
+
+    def _embed(
+        self,
+        input_ids: Tensor,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the initial residual stream, the position embeddings, and all positions."""
+        positions = self._positions(input_ids, padding, position_ids, cache)
+        x = self.embed_norm(self.embed(input_ids))
+        if self.position is None:
+            return x, None, positions
+        new = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if positions is not None:
+            new = positions[:, -input_ids.shape[1] :]
+        position = self.position(new)
+        if self.settings.positions_in_attention:
+            return x, position, positions
+        return x + position, None, positions
 
     def _positions(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
-from interp.prompts import Prompt, arguments_of
+from interp.prompts import Prompt, forward
 from interp.tap import record
 
 
@@ -30,10 +30,15 @@ class Restart:
             raise ValueError(f"expected batch >= 1, got {batch}")
         self.model, self.batch = model, batch
         projections = [f"blocks.*.attention.{part}" for part in "qkv"]
-        with record(model, "blocks.*:input", *projections) as seen:
-            stream, *layout = model.embed_prompt(**arguments_of(prompt))
-            self.layout = layout[0], layout[1], layout[2]
-            self.final_stream = self(stream, 0)
+        received: list[Tensor | None] = []
+        handle = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
+        try:
+            with record(model, "blocks.*:input", "norm:input", *projections) as seen:
+                forward(model, prompt)
+        finally:
+            handle.remove()
+        self.layout = received[1], received[2], received[3]
+        self.final_stream = seen.pop("norm:input")
         self.block_inputs = [seen.pop(f"blocks.{i}:input") for i in range(len(model.blocks))]
         self.projections = dict(seen)
 
