@@ -37,7 +37,7 @@ EDGES = (
 )
 #: Norms after the attention matter to the senders, which exact effects test.
 ESTIMATES = (
-    *("Llama", "GPTNeoX"),
+    *("Llama", "GPTNeoX", "Olmo2"),  # OLMo 2 normalizes the queries of all heads together.
     *(pytest.param(family, marks=EXHAUSTIVE) for family in ("GPT2", "Gemma2", "Mixtral")),
 )
 CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])

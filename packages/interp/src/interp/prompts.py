@@ -19,11 +19,6 @@ Prompt = Tensor | Mapping[str, Any]
 Result = TypeVar("Result", bound=Any)
 
 
-def arguments_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as keyword arguments of a model."""
-    return {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
-
-
 def tokens_of(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt."""
     if isinstance(prompt, Tensor):
@@ -99,7 +94,8 @@ def _require_no_padding_at_the_end(prompt: Prompt) -> None:
 
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:
     """Return one prompt of a batch, with a batch dimension of 1."""
-    count, arguments = len(tokens_of(prompt)), arguments_of(prompt)
+    count = len(tokens_of(prompt))
+    arguments = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
     # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
     for name, value in arguments.items():
         if isinstance(value, Tensor) and len(value) == count:

@@ -164,8 +164,14 @@ def _receiver_effects(
     new, old = linear(block.norm1(stream + change)), seen[f"{site}.{receiver.kind}"]
     if receiver.kind == "v":
         value_effects = (new - old) * gradients[f"{site}.v"]
-        effects: Tensor = value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
-        return effects
+        return value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
+    norm = attention.q_norm if receiver.kind == "q" else attention.k_norm
+    is_joint = len(getattr(norm, "weight", ())) > attention.d_head
+    if is_joint:
+        # A norm over all heads (OLMo 2) changes the other heads too, so each head changes alone.
+        alone = torch.eye(heads, dtype=torch.bool, device=new.device)[:, None, None, :, None]
+        new, old = new.unflatten(-1, (heads, -1)), old.unflatten(-1, (heads, -1))
+        new = torch.where(alone, new, old).flatten(-2).flatten(0, 1)
     q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
     q, k = (new, k) if receiver.kind == "q" else (q, new)
     padding, _, position_ids = run.layout
@@ -174,9 +180,10 @@ def _receiver_effects(
         ..., : old_pattern.shape[-1]
     ]
     pattern_effects = (pattern - old_pattern) * gradients[f"{site}.pattern"]
+    if is_joint:
+        return pattern_effects.sum((1, 2, 3)).unflatten(0, (heads, -1)).T
     # A key head changes the patterns of all query heads that share it.
-    effects = pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
-    return effects
+    return pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
 
 
 def _gradients(

@@ -31,12 +31,9 @@ class Restart:
         self.model, self.batch = model, batch
         projections = [f"blocks.*.attention.{part}" for part in "qkv"]
         received: list[Tensor | None] = []
-        handle = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
-        try:
-            with record(model, "blocks.*:input", "norm:input", *projections) as seen:
-                forward(model, prompt)
-        finally:
-            handle.remove()
+        hook = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
+        with hook, record(model, "blocks.*:input", "norm:input", *projections) as seen:
+            forward(model, prompt)
         self.layout = received[1], received[2], received[3]
         self.final_stream = seen.pop("norm:input")
         self.block_inputs = [seen.pop(f"blocks.{i}:input") for i in range(len(model.blocks))]
