@@ -228,3 +228,17 @@ def test_a_shared_weight_is_rounded_for_the_inputs_of_its_first_layer():
     small = gptq(model, [inputs], 3)
     assert torch.equal(small[0].weight, gptq(model[:1], [inputs], 3)[0].weight)
     assert torch.equal(small[2].weight, small[0].weight)
+
+
+def test_the_result_shares_no_memory_with_the_model():
+    model, inputs = Decoder(), torch.arange(30)[None]
+    model.tied, model.also = nn.Linear(24, 48), model.up.weight
+    model.tied.weight = model.up.weight
+    before = [(p, p.data_ptr(), p.detach().clone(), p._version) for p in model.parameters()]
+    small = gptq(model, [inputs], 4, protect=["down"])
+    assert torch.equal(small.tied.weight, small.up.weight)
+    ours = {parameter.data_ptr() for parameter in small.parameters() if parameter.numel()}
+    for parameter, pointer, values, version in before:
+        assert parameter.data_ptr() == pointer not in ours
+        assert torch.equal(parameter, values)
+        assert parameter._version == version

@@ -48,16 +48,20 @@ def compress_weights(
         check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
     stored = {name: compress(name, layer) for name, layer in chosen.items()}
     for name, compressed in stored.items():
-        if compressed is None:
-            continue
-        sharing = make_dense(model, chosen[name])
-        for other in sharing:
-            compress_layer(other, compressed)
-        first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
-        for other in others:
-            other.original = first.original
+        if compressed is not None:
+            install_weight(model, chosen[name], compressed)
     warn_of_dense_weights(model, protected_modules(model, protect))
     return check_before_loading(model)
+
+
+def install_weight(model: nn.Module, layer: nn.Module, compressed: CompressedWeight) -> None:
+    """Replace the weight of a layer, and of all layers of `model` that share it, in place."""
+    sharing = make_dense(model, layer)
+    for other in sharing:
+        compress_layer(other, compressed)
+    first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
+    for other in others:
+        other.original = first.original
 
 
 def warn_of_dense_weights(
@@ -124,29 +128,30 @@ class Replacement(nn.Module):
         )
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of `model` with merged adapters replaced by their layers.
 
-    Adapters that are not merged remain in the copy. Raise `ValueError` if the model has other
-    replaced layers, because their dense weights are lost, or in inference mode.
+    Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
+    Raise `ValueError` if the model has other replaced layers, because their dense weights are lost,
+    or in inference mode.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "expected a call outside of torch.inference_mode, whose tensors have no version that "
             "layers could follow; use torch.no_grad"
         )
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model, memo)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
     return replace_modules(model, replacements)
 
 
-def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)) -> nn.Module:
-    """Return a plain copy in which the layers of these kinds have dense parameters as weights."""
+def dense_copy(model: nn.Module) -> nn.Module:
+    """Return a plain copy in which all weights are dense parameters."""
     model = plain_copy(model)
     for layer in list(model.modules()):
-        if is_instance_of(layer, kinds) and compressed_weight(layer) is not None:
+        if compressed_weight(layer) is not None:
             make_dense(model, layer)
     return model
 

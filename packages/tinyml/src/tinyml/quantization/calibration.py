@@ -44,15 +44,16 @@ def visit_layers(
     such as additive masks (batch, 1, seq, seq), leave out no token.
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
-    tensor, such as queries, keys and values, share H. Raise `ValueError` if batches reach different
-    layers.
+    tensor, such as queries, keys and values, share H. If batches reach different layers, as in a
+    mixture of experts, the first of these layers in the order of `layers` comes next. The batches
+    that did not reach it do not count for it. Raise `ValueError` if one of them reaches it later.
     """
     replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
         while (stage := replay.next_stage()) is not None:
             for name in stage.layers:
                 visit(name, stage.moment)
-                replay.done.add(name)
+                replay.done[name] = stage.batches
                 if progress is not None:
                     progress(name, len(replay.done), len(layers))
 
@@ -64,8 +65,10 @@ class _StopRun(BaseException):
 class _Stage:
     """The next layers to calibrate: unfinished layers that receive the same input."""
 
-    def __init__(self, layers: list[str], inputs: Tensor) -> None:
+    def __init__(self, first: str, layers: list[str], inputs: Tensor) -> None:
+        self.first = first
         self.layers = layers
+        self.batches: set[int] = set()
         #: H, the sum of x x^T over the tokens x.
         self.moment = inputs.new_zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
 
@@ -84,9 +87,11 @@ class _Replay:
         batches: Sequence[Any],
         layers: Mapping[str, nn.Module],
     ) -> None:
-        self.done: set[str] = set()
+        #: The numbers of the batches that H was computed from, for each finished layer.
+        self.done: dict[str, set[int]] = {}
         self._model = model
         self._batches = batches
+        self._order = list(layers)
         self._blocks = _blocks_with(model, layers)
         #: The outputs of finished blocks by batch and block.
         self._records: dict[tuple[int, str], Any] = {}
@@ -104,23 +109,18 @@ class _Replay:
         self._reached: list[str] = []
 
     def next_stage(self) -> _Stage | None:
-        """Run all batches to their next layer; return the stage that all of them have reached."""
+        """Run all batches to their next layer; return the stage of the first of these layers."""
         stage: _Stage | None = None
         for number, batch in enumerate(self._batches):
             self._run_to_next_layer(number, batch)
-            if number == 0 and self._reached:
-                stage = _Stage(self._reached, self._copy)
-            first = self._reached[0] if self._reached else "the end"
-            expected = "the end" if stage is None else stage.layers[0]
-            if first != expected:
-                raise ValueError(
-                    f"expected batches that reach the same layers in the same order, got one that "
-                    f"reaches {first} where the first batch reaches {expected}; join the batches "
-                    "into one, or exclude layers that only some of them reach, such as experts, "
-                    "with protect"
-                )
-            if stage is not None:
+            if not self._reached:
+                continue
+            first = min(self._reached, key=self._order.index)
+            if stage is None or self._order.index(first) < self._order.index(stage.first):
+                stage = _Stage(first, self._reached, self._copy)
+            if first == stage.first:
                 stage.layers = [name for name in stage.layers if name in self._reached]
+                stage.batches.add(number)
                 stage.add(_without_padding(self._copy, _mask_of(self._model, batch)))
         return stage
 
@@ -144,7 +144,10 @@ class _Replay:
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
-        if name in self.done or name in self._reached:
+        if name in self.done:
+            self._check_order(name)
+            return
+        if name in self._reached:
             return
         stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
         if self._inputs is None:
@@ -155,6 +158,14 @@ class _Replay:
         elif stamp != self._stamp:
             raise _StopRun
         self._reached.append(name)
+
+    def _check_order(self, name: str) -> None:
+        if self._number not in self.done[name]:
+            raise ValueError(
+                f"expected batches that reach layers in one order, got batch {self._number}, which "
+                f"reaches {name} after a layer that other batches reach later; join the batches "
+                "into one, or exclude the layer with protect"
+            )
 
     @contextmanager
     def blocks(self) -> Iterator[None]:

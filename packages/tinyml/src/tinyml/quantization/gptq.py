@@ -21,11 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import compress_weights, dense_copy, evaluation_mode
-from tinyml.layers import is_conv1d, layers_of, outputs_first, weight_of
+from tinyml.conversion import (
+    evaluation_mode,
+    install_weight,
+    plain_copy,
+    warn_of_dense_weights,
+)
+from tinyml.layers import (
+    is_conv1d,
+    is_instance_of,
+    layers_of,
+    outputs_first,
+    protected_modules,
+    weight_of,
+)
 from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
+from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import Progress, check_bits, check_weight, require_batches
 
 
@@ -72,24 +85,39 @@ def gptq(
                 refit=None if group_size is None else lambda r: grid_for(r.float(), weight.dtype),
             )
         codes, transposed = codes.view(rows.shape), is_conv1d(layer)
-        stored[name] = GridWeight(codes, grid, weight, bits, transposed=transposed)
-        weight.copy_(stored[name](weight))  # later layers are calibrated on its rounded outputs
+        rounded = GridWeight(codes, grid, weight, bits, transposed=transposed)
+        install_weight(model, layer, rounded)  # later layers are calibrated on its rounded outputs
+        done.add(name)
 
     check_bits(bits, "a grid has")
     if not 0 <= damping < math.inf:
         raise ValueError(f"expected a finite damping of at least 0, got {damping}")
-    model = dense_copy(model, (nn.Linear,))
+    aliases = _weight_aliases(model)
+    model = plain_copy(model, dict(aliases))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
         check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
-    stored: dict[str, GridWeight] = {}
+    done: set[str] = set()
     with evaluation_mode(model):
         visit_layers(model, require_batches(batches), layers, visit, progress)
-    for name in layers.keys() - stored.keys():
+    for name in layers.keys() - done:
         visit(name, None)
         if progress is not None:
-            progress(name, len(stored), len(layers))
-    return compress_weights(model, (nn.Linear,), lambda name, _: stored.get(name), protect)
+            progress(name, len(done), len(layers))
+    for alias in set(aliases.values()).intersection(model.parameters()):
+        alias.data = alias.data.clone()  # a protected weight
+    warn_of_dense_weights(model, protected_modules(model, protect))
+    return check_before_loading(model)
+
+
+def _weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return a parameter with the same memory for the weight of each linear layer, by its id.
+
+    A copy of the model with these parameters does not need memory for weights that are rounded.
+    """
+    layers = (layer for layer in model.modules() if is_instance_of(layer, (nn.Linear,)))
+    weights = (layer._parameters.get("weight") for layer in layers)
+    return {id(w): nn.Parameter(w.data, w.requires_grad) for w in weights if w is not None}
 
 
 @torch.no_grad()
