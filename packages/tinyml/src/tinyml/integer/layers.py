@@ -26,7 +26,7 @@ from tinyml.integer.fixed_point import (
     shifted,
 )
 from tinyml.integer.steps import Geometry, Step
-from tinyml.quantization.grid import Grid
+from tinyml.quantization.grid import Grid, grid_of
 
 _CACHED_VALUES = 2**16
 
@@ -46,9 +46,7 @@ class IntegerProduct(nn.Module):
         self.after = after
         weight = step.weight
         bias = step.bias
-        grid = step.grid
         assert weight is not None
-        assert grid is not None
         rows = weight.detach().double().reshape(len(weight), -1)
         if rows.shape[1] * 128 * 128 >= 2**31:
             raise ValueError(
@@ -57,7 +55,8 @@ class IntegerProduct(nn.Module):
         exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
         if not torch.isfinite(exact).all():
             raise ValueError("expected finite biases and batch normalizations, got nan or inf")
-        scale = scales_for_bias(rows, grid.scale.double(), exact, before, after)
+        grid = grid_of(rows, 8)
+        scale = scales_for_bias(rows, grid.scale, exact, before, after)
         codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
         unit = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.

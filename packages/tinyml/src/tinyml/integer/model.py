@@ -99,7 +99,7 @@ class IntegerModel(nn.Module):
 
 @torch.no_grad()
 def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[Scale]]:
-    """Return the steps of `model`, with a grid per weight, and the scale of every step."""
+    """Return the steps of `model` and the scale of every step."""
     values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
@@ -110,8 +110,6 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
     last = {source: step for step in steps for source in step.sources}
     for step in steps:
         try:
-            if step.weight is not None:
-                step.grid = grid_of(step.weight.double().flatten(1), 8)
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))
             if step.kind in ("largest", "mean", "reshape"):  # the scale does not change

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyml.quantization.grid import Grid
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -34,8 +32,6 @@ class Step:
     shape: tuple[int, ...]
     weight: Tensor | None = None
     bias: Tensor | None = None
-    #: The grid of the weight, with one row per output.
-    grid: Grid | None = None
     geometry: Geometry | None = None
     signs: tuple[float, ...] = ()
     function: Callable[[Tensor], Tensor] | None = None
