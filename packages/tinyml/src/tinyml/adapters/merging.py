@@ -62,8 +62,8 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     untied = _tied_weights(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(unmerged)
-    if untied:
-        _untie_config(model)
+    for config in _tying_configs(model) if untied else ():
+        config.tie_word_embeddings = False
     unload_parameters(model)
     return replace_modules(model, bases)
 
@@ -100,11 +100,6 @@ def _tying_configs(model: nn.Module) -> list[Any]:
             if getattr(candidate, "tie_word_embeddings", False):
                 configs.append(candidate)
     return configs
-
-
-def _untie_config(model: nn.Module) -> None:
-    for config in _tying_configs(model):
-        config.tie_word_embeddings = False
 
 
 def unmerge(model: nn.Module) -> nn.Module:

@@ -144,11 +144,16 @@ class _Replay:
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
-        if name in self.done:
-            self._check_order(name)
-            return
         if name in self._reached:
             return
+        if name in self.done:
+            if self._number in self.done[name]:
+                return
+            raise ValueError(
+                f"expected batches that reach layers in one order, got batch {self._number}, which "
+                f"reaches {name} after a layer that other batches reach later; join the batches "
+                "into one, or exclude the layer with protect"
+            )
         stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
         if self._inputs is None:
             self._inputs = inputs
@@ -158,14 +163,6 @@ class _Replay:
         elif stamp != self._stamp:
             raise _StopRun
         self._reached.append(name)
-
-    def _check_order(self, name: str) -> None:
-        if self._number not in self.done[name]:
-            raise ValueError(
-                f"expected batches that reach layers in one order, got batch {self._number}, which "
-                f"reaches {name} after a layer that other batches reach later; join the batches "
-                "into one, or exclude the layer with protect"
-            )
 
     @contextmanager
     def blocks(self) -> Iterator[None]:

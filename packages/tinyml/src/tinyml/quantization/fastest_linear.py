@@ -151,17 +151,6 @@ class FastestLinear(Replacement):
             outputs.add_(self.bias)
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
 
-    def dense(self) -> nn.Linear:
-        """Return an `nn.Linear` with the dense weight."""
-        weight, bias = self.weight, self.bias
-        linear = nn.Linear(
-            self.in_features, self.out_features, bias=bias is not None, device="meta"
-        )
-        linear.weight = nn.Parameter(weight.clone())
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.clone())
-        return linear
-
     def __getstate__(self) -> dict[str, Any]:
         # Prepared weights are rebuilt after copying or unpickling the layer.
         return self.__dict__ | {"_prepared": {}, "_stamp": [], "_selected": {}}
