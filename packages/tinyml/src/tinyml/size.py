@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tinyml.conversion import evaluation_mode
+from tinyml.timing import milliseconds
 
 _PASSES = 7
 #: The integer type of each size in bytes.
@@ -126,13 +127,7 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
 
 def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
     with evaluation_mode(model):
-        times = []
-        for _ in range(_PASSES + 1):
-            start = time.perf_counter()
-            model(*inputs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
+        times = [milliseconds(partial(model, *inputs)) for _ in range(_PASSES + 1)]
     return statistics.median(times[1:])
 
 

@@ -15,16 +15,11 @@ _CUT_HERE = {"product", "sum", "cat", "gate"}
 _CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 
 
-def folded(steps: list[Step], output: Step) -> list[Step]:
-    """Fold normalizations and clamping activations into the previous step if it has one reader."""
-    needed: set[Step] = set()
-    waiting = [output, steps[0]]
-    while waiting:
-        step = waiting.pop()
-        if step not in needed:
-            needed.add(step)
-            waiting += step.sources
-    steps = [step for step in steps if step in needed]
+def folded(steps: list[Step]) -> list[Step]:
+    """Fold normalizations and clamping activations into the previous step if it has one reader.
+
+    The last step is the output, because `torch.export` removes steps that do not lead to it.
+    """
     readers = {step: [s for s in steps if step in s.sources] for step in steps}
     replaced: dict[Step, Step] = {}
     remaining = []
@@ -49,9 +44,7 @@ def folded(steps: list[Step], output: Step) -> list[Step]:
     for step in remaining:
         if step.kind == "product":
             step.signs = ()
-    return [s for s in remaining if s is not replaced.get(output, output)] + [
-        replaced.get(output, output)
-    ]
+    return remaining
 
 
 def _cuts(step: Step) -> bool:

@@ -31,7 +31,7 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
-    steps = folded(walk.steps, walk.output)
+    steps = folded(walk.steps)
     _require_any_batch(model, example[:_CHECKED_SAMPLES])
     return steps
 
@@ -63,7 +63,6 @@ class _Walk:
         self._constants, self._batch = graph.constants, batch
         self._at: dict[fx.Node, Any] = {}
         self.steps: list[Step] = []
-        self.output: Step
         for node in graph.nodes:
             self._visit(node)
 
@@ -81,7 +80,6 @@ class _Walk:
                 raise ValueError(f"the model returns {len(outputs)} values; one is supported")
             if not isinstance(self._at[outputs[0]], Step):
                 raise ValueError("the output of the model does not depend on its input")
-            self.output = self._at[outputs[0]]
         elif node.target is operator.getitem:
             # A step is the first result of its operator. The others, such as the indices of a
             # maximum, have no integer form.
