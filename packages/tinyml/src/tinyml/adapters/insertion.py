@@ -141,7 +141,7 @@ def _chosen(
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with the tensors of the adapters only."""
+    """Return a state dict with the factors of the adapters, without their scaling alpha / r."""
     adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()

@@ -31,7 +31,7 @@ from tinyml.size import as_integers, has_value
 from tinyml.state_dict_check import check_before_loading
 
 _FORMAT = "tinyml-2"
-_CHECKSUM = b'"sha256":"', bytes(b"0" * 64)
+_CHECKSUM = b'"sha256":"', b"0" * 64
 _SPARSE = "!mask", "!values"
 _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # also in the metadata
 

@@ -106,7 +106,8 @@ def _pad(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: 
     return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
 
 
-def _softmax(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int, *_: Any) -> Any:
+def _other_dim(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
+    """Pass units on if the operator changes another dimension."""
     along = walk.values[x]
     return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
 
@@ -159,11 +160,6 @@ def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0
     if None in alongs or len({along.dim for along in alongs}) > 1:
         return walk.stop(node)
     return walk.merge(node, alongs)
-
-
-def _slice(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
-    along = walk.values[x]
-    return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
 
 
 def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
@@ -244,13 +240,12 @@ PASSING_RULES: dict[str, Callable[..., Any]] = {
         (_attention, "scaled_dot_product_attention"),
         (_inner, _WINDOWS),
         (_pad, "pad constant_pad_nd"),
-        (_softmax, "softmax _softmax"),
+        (_other_dim, "softmax _softmax slice"),
         (_mean, "mean sum amax amin"),
         (_permute, "permute"),
         (_transpose, "transpose t"),
         (_expand, "expand"),
         (_cat, "cat"),
-        (_slice, "slice"),
         (_split, "split split_with_sizes"),
         (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
         (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _ELEMENTWISE_TOO),

@@ -183,13 +183,13 @@ def _agree(call: Callable[[], Tensor], exact: Callable[[], Tensor]) -> bool:
 
 def with_fastest_linears(
     model: nn.Module,
-    make: Callable[[str, nn.Module], FastestLinear | None],
+    make: Callable[[nn.Module], FastestLinear | None],
     protected: Collection[str],
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
-    Linear layers that share a weight share the layer that `make(name, layer)` returns. Layers for
+    Linear layers that share a weight share the layer that `make(layer)` returns. Layers for
     which it returns None, those that share their weight with a protected layer, and embeddings are
     unchanged.
     """
@@ -211,7 +211,7 @@ def with_fastest_linears(
         # A table includes a bias, so a weight that is used with two biases needs two tables.
         key = weight_identity(linear), id(linear.bias)
         if key not in tables:
-            tables[key] = make(name, linear)
+            tables[key] = make(linear)
         if (table := tables[key]) is not None:
             replacements[linear] = table
         if progress is not None:

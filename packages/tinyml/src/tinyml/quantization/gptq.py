@@ -84,8 +84,8 @@ def gptq(
                 activation_order=activation_order,
                 refit=None if group_size is None else lambda r: grid_for(r.float(), weight.dtype),
             )
-        codes, transposed = codes.view(rows.shape), is_conv1d(layer)
-        rounded = GridWeight(codes, grid, weight, bits, transposed=transposed)
+        codes = codes.view(rows.shape)
+        rounded = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
         install_weight(model, layer, rounded)  # later layers are calibrated on its rounded outputs
         done.add(name)
 

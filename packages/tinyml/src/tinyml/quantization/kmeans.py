@@ -35,7 +35,8 @@ def kmeans_quantize(
     """Return a copy of `model` in which each weight is one of 2^bits values of its layer.
 
     `bits` may be a mapping from layer names to bits; other layers, and those that `protect` names,
-    are unchanged. The palettes can be trained like any parameter; the codes do not change.
+    are unchanged. The palettes can be trained like any parameter; the codes do not change. Zeros of
+    pruned weights are clustered like other values and move with their centroid.
     """
     model = plain_copy(model)
     widths = setting_per_layer(bits, layers_of(model, layers, protect), model)

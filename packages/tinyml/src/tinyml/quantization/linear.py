@@ -65,7 +65,7 @@ def quantize(
     if activations == "auto" and bits == 4:
         groups_of = 32 if group_size is None else group_size
 
-        def packed(_: str, layer: nn.Module) -> Int4Linear | None:
+        def packed(layer: nn.Module) -> Int4Linear | None:
             if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
                 return None  # the kernel does not support such a layer
             grid = _on_grid(layer, 4, groups_of, symmetric)
@@ -81,7 +81,7 @@ def quantize(
             )
         auto = activations == "auto"
 
-        def products(_: str, layer: nn.Module) -> Int8Linear | None:
+        def products(layer: nn.Module) -> Int8Linear | None:
             table = Int8Linear(layer, may_stay_float=auto)
             return table if not auto or table.gains() else None
 
