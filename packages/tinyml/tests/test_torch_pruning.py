@@ -101,6 +101,10 @@ MODELS = {
             "efficientnet_b0", "googlenet",
         )
     },
+    **{
+        name: (from_wheel("timm", name), 64)
+        for name in ("resnet10t", "mobilenetv3_small_050")
+    },
 }  # fmt: skip
 
 
