@@ -242,6 +242,20 @@ def test_sums_are_exact_where_they_are_odd_and_above_24_bits(groups):
         assert torch.equal(sums.double(), exact)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride"), [((2, 3), (1, 3)), ((1, 2), (1, 2)), ((3, 3), (1, 2))]
+)
+def test_sums_of_one_channel_are_exact_if_the_result_has_one_column(kernel, stride):
+    torch.manual_seed(0)
+    images = torch.randint(-128, 128, (2, 1, 7, 3), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (4, 1, *kernel), dtype=torch.int8)
+    exact = nn.functional.conv2d(images.double(), weight.double(), stride=stride)
+    assert exact.shape[3] == 1
+    for layout in (torch.contiguous_format, torch.channels_last):
+        sums = exact_sums(images.contiguous(memory_format=layout), weight, Geometry(kernel, stride))
+        assert torch.equal(sums.double(), exact)
+
+
 def compiled(program, folder, *options):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

@@ -24,9 +24,10 @@ def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) 
     with without_autocast(codes.device):  # which rounds the codes to 16 bits
         if (g := geometry) is None:
             return F.linear(codes.to(dtype), weight.to(dtype))
-        last = torch.channels_last
-        images = codes.to(dtype, memory_format=last)
-        filters = weight.to(dtype, memory_format=last)
+        # If images have one channel, torch 2.15 sums wrong elements in the channels-last format.
+        layout = torch.channels_last if codes.shape[1] > 1 else torch.contiguous_format
+        images = codes.to(dtype, memory_format=layout)
+        filters = weight.to(dtype, memory_format=layout)
         return F.conv2d(images, filters, None, g.stride, 0, g.dilation, g.groups)
 
 
