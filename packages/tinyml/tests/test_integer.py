@@ -243,14 +243,13 @@ def test_sums_are_exact_where_they_are_odd_and_above_24_bits(groups):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride"), [((2, 3), (1, 3)), ((1, 2), (1, 2)), ((3, 3), (1, 2))]
+    ("kernel", "stride", "width"), [((2, 3), (1, 3), 5), ((3, 3), (1, 2), 3), ((3, 2), (1, 3), 4)]
 )
-def test_sums_of_one_channel_are_exact_if_the_result_has_one_column(kernel, stride):
+def test_sums_of_one_channel_are_exact_if_the_result_has_one_column(kernel, stride, width):
     torch.manual_seed(0)
-    images = torch.randint(-128, 128, (2, 1, 7, 3), dtype=torch.int8)
+    images = torch.randint(-128, 128, (2, 1, 7, width), dtype=torch.int8)
     weight = torch.randint(-127, 128, (4, 1, *kernel), dtype=torch.int8)
     exact = nn.functional.conv2d(images.double(), weight.double(), stride=stride)
-    assert exact.shape[3] == 1
     for layout in (torch.contiguous_format, torch.channels_last):
         sums = exact_sums(images.contiguous(memory_format=layout), weight, Geometry(kernel, stride))
         assert torch.equal(sums.double(), exact)

@@ -24,7 +24,7 @@ def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) 
     with without_autocast(codes.device):  # which rounds the codes to 16 bits
         if (g := geometry) is None:
             return F.linear(codes.to(dtype), weight.to(dtype))
-        # If images have one channel, torch 2.15 sums wrong elements in the channels-last format.
+        # In the channels-last format, sums of one channel may be wrong (pytorch issue 82060).
         layout = torch.channels_last if codes.shape[1] > 1 else torch.contiguous_format
         images = codes.to(dtype, memory_format=layout)
         filters = weight.to(dtype, memory_format=layout)
