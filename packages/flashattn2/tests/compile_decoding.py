@@ -64,9 +64,9 @@ def jobs(paged, kind, dim):
             "lse": "*fp32",
             "strides": THREE,
             "sizes": ("i32",) * 5,
-            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M", "BLOCK_S"), "constexpr"),
+            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M", "SPLITS"), "constexpr"),
         },
-        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 4, "BLOCK_S": 16},
+        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 4, "SPLITS": 16},
     )
 
 

@@ -83,6 +83,6 @@ def test_many_splits_are_combined(sparse):
         D=dim,
         BLOCK_D=dim,
         BLOCK_M=32,
-        BLOCK_S=16,
+        SPLITS=16,
     )
     assert (out[0, 0, :32] == 14.0).all()

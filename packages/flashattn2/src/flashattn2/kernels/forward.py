@@ -132,19 +132,19 @@ def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: i
     combine_kernel[launch.grid(tiles, batch * heads, 1)](
         parts, part_lse, out, lse, out.stride()[:3],
         (tiles, heads, rows, splits, batch * heads * rows),
-        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=COMBINED_ROWS, BLOCK_S=COMBINED_SPLITS,
+        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=COMBINED_ROWS, SPLITS=launch.MAX_SPLITS,
         enable_fp_fusion=True,
     )  # fmt: skip
 
 
-#: Rows and splits that one program of `combine_kernel` loads at a time.
-COMBINED_ROWS, COMBINED_SPLITS = 4, 16
+#: Rows that one program of `combine_kernel` loads.
+COMBINED_ROWS = 4
 
 
 @triton.jit
 def combine_kernel(
     parts, part_lse, out, lse, strides, sizes,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Combine the outputs of all splits, weighted by their log-sum-exps.
 
@@ -158,27 +158,18 @@ def combine_kernel(
     columns = tl.arange(0, BLOCK_D)
     line = tl.cast(at, tl.int64) * rows + lines
     # All parts together may have 2**31 elements or more, so offsets are int64.
-    numbers = tl.arange(0, BLOCK_S)
+    numbers = tl.arange(0, SPLITS)
     part_line = tl.cast(numbers, tl.int64)[:, None] * part_rows + line[None, :]  # [S, M]
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
-    for start in range(0, splits, BLOCK_S):
-        exists = (start + numbers < splits)[:, None] & (lines < rows)[None, :]
-        offset = tl.cast(start, tl.int64) * part_rows
-        x = tl.load(part_lse + offset + part_line, exists, other=float("-inf"))
-        maximum = tl.maximum(maximum, tl.max(x, 0))
+    exists = (numbers < splits)[:, None] & (lines < rows)[None, :]
+    x = tl.load(part_lse + part_line, exists, other=float("-inf"))
+    maximum = tl.max(x, 0)  # [M]
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)  # [M]
-    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)  # [M, D]
-    for start in range(0, splits, BLOCK_S):
-        exists = (start + numbers < splits)[:, None] & (lines < rows)[None, :]
-        offset = tl.cast(start, tl.int64) * part_rows
-        x = tl.load(part_lse + offset + part_line, exists, other=float("-inf"))
-        weight = tl.exp(x - base[None, :])  # [S, M]
-        total += tl.sum(weight, 0)
-        cells = parts + (offset + part_line)[:, :, None] * D + columns[None, None, :]
-        inside = exists[:, :, None] & (columns < D)[None, None, :]
-        part = tl.load(cells, inside, other=0.0)  # [S, M, D]
-        acc += tl.sum(weight[:, :, None] * part, 0)
+    weight = tl.exp(x - base[None, :])  # [S, M]
+    cells = parts + part_line[:, :, None] * D + columns[None, None, :]
+    inside = exists[:, :, None] & (columns < D)[None, None, :]
+    part = tl.load(cells, inside, other=0.0)  # [S, M, D]
+    acc = tl.sum(weight[:, :, None] * part, 0)  # [M, D]
+    total = tl.sum(weight, 0)  # [M]
     safe = tl.where(total == 0.0, 1.0, total)
     store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)
     tl.store(lse + line, maximum + tl.log(safe), lines < rows)
