@@ -1,4 +1,4 @@
-"""Compile the kernels of a cache without a GPU, and print their names.
+"""Compile the kernels that have no table of tiles without a GPU, and print their names.
 
 This is a script because a process that interprets kernels cannot compile them.
 """
@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     import flashattn2  # noqa: F401
 
 import triton
-from flashattn2.kernels import decode, forward, launch
+from flashattn2.kernels import decode, forward, launch, row_sums
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -67,6 +67,22 @@ def jobs(paged, kind, dim):
             **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M", "SPLITS"), "constexpr"),
         },
         {"D": 96, "BLOCK_D": 128, "BLOCK_M": 4, "SPLITS": 16},
+    )
+    # The Gluon kernels read the scaled log-sum-exp, and the Triton kernels scale it themselves.
+    scaled = "constexpr" if paged else "*fp32"
+    yield (
+        row_sums.delta_kernel,
+        {
+            **dict.fromkeys(("out", "grad_out"), cell),
+            "grad_lse": "*fp32",
+            "lse": scaled,
+            "delta": "*fp32",
+            "scaled": scaled,
+            "strides": (THREE,) * 2,
+            "sizes": ("i32",) * 4,
+            **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M"), "constexpr"),
+        },
+        {"D": 96, "BLOCK_D": 128, "BLOCK_M": 32},
     )
 
 

@@ -6,6 +6,7 @@ spills more than a few bytes or does not use the matrix units.  On a GPU with le
 tile is pruned to fewer stages and then to fewer rows.
 """
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -75,6 +76,7 @@ TILES = _read_tables("tiles")
 RICH = _read_tables("rich")
 
 
+@functools.cache
 def choose(
     kernel: str,
     precision: str,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn2.kernels.configs import Tile, choose
 from flashattn2.spec import AttentionSpec
@@ -73,8 +74,6 @@ class Plan(NamedTuple):
         """Return each `(tensor, rows)` as the tensor or as a descriptor of tiles of `rows` rows."""
         if not self.meta.TMA:
             return [tensor for tensor, _ in tensors]
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         return [
             TensorDescriptor(
                 x,
@@ -150,8 +149,10 @@ def split_count(programs: int, loop: int, processors: int) -> int:
 
 def can_use_tma(x: Tensor) -> bool:
     """Return True if TMA supports the tensor: 16-byte strides and address, no zero stride."""
-    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    *outer, last = x.stride()
+    # If the greatest common divisor is a multiple of 16 bytes, so is every stride.
+    aligned = 0 not in outer and math.gcd(*outer) * x.element_size() % 16 == 0
+    return aligned and last == 1 and x.data_ptr() % 16 == 0
 
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -161,7 +162,8 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def has_addressable_rows(x: Tensor) -> bool:
     """Return True if kernels can address the rows of `x`; batch and head may have any strides."""
-    return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
+    _, _, row, last = x.stride()
+    return last == 1 and (row < MAX_ROW_STRIDE or x.shape[2] <= 1)
 
 
 def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:

@@ -77,7 +77,8 @@ def flash_attention_with_kvcache(
         # Fast path for a decoded token; with it, Python takes at most 15 us (test_speed.py).
         result = _call_cpu_kernel(q, k_cache, v_cache, k, v, cache_seqlens, plan.spec)
         if result is not None:
-            return (result[0], result[1].contiguous()) if return_lse else result[0]
+            out, lse = result
+            return (out, lse.reshape(out.shape[:-1]).contiguous()) if return_lse else out
 
     # Validate.
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -177,7 +178,8 @@ def _call_cpu_kernel(
 ) -> tuple[Tensor, Tensor] | None:
     """Append the new rows and call torch's CPU kernel; return None for the general path.
 
-    The call copies each new row and reads the caches through views.
+    The call copies each new row and reads the caches through views.  The log-sum-exp has the shape
+    `(batch, kv_heads, heads // kv_heads)`: few calls need it in another shape, which takes a copy.
     """
     if type(cache_seqlens) is not int:
         return None
@@ -210,4 +212,4 @@ def _call_cpu_kernel(
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
     out, lse = aten.kernel(rows, keys, values, False, spec.scale)
-    return out.reshape(batch, heads, 1, out.shape[-1]), lse.reshape(batch, heads, 1)
+    return out.reshape(q.shape), lse

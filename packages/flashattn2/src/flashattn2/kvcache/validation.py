@@ -171,7 +171,8 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
         # Latent attention has values that are a part of the keys, in the caches and the new rows.
         return
     first = k_cache if distance >= 0 else v_cache
-    extent = sum(map(operator.mul, first.stride(), first.shape))
+    strides = first.stride()
+    extent = sum(map(operator.mul, strides, first.shape)) - sum(strides) + 1
     is_apart = abs(distance) >= extent * first.element_size() or not k.numel()
     if not is_apart and np.shares_memory(_addresses(k_cache), _addresses(v_cache)):
         raise ValueError(
