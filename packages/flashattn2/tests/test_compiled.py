@@ -1,5 +1,6 @@
 """Every shipped tile, compiled for Hopper and Ampere without a GPU: see `shipped.py`."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -124,6 +125,24 @@ def test_ampere_half_precision_computes_no_product_twice(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 80 and r["dim"] <= 128]
     assert {r["kernel"] for r in half} == {"forward", "dq", "dkdv"}
     for r in half:
+        assert r["work"] <= tune.MOST_WORK[80], r
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", [89, 120])
+def test_tiles_of_ampere_pass_the_gates_of_other_architectures(arch):
+    """GPUs of compute capability 8.6, 8.9 and 12 have 99 KiB of shared memory per program."""
+    jobs = []
+    for kernel, dim, options in itertools.product(
+        ("forward", "dq", "dkdv"), (64, 128), ({}, shipped.LEFT | shipped.SOFTCAP)
+    ):
+        tile, _ = configs.choose(kernel, "ieee", 2, dim, ("pointers",), 99 * 1024, bool(options))
+        key = "pointers", "half", kernel
+        (job,) = shipped.jobs(key, dim, dataclasses.astuple(tile), options)
+        jobs.append({**job, "arch": arch})
+    for r in compiled(jobs):
+        assert r["stack_bytes"] <= FEW_BYTES, r
+        assert r["shared_bytes"] <= 99 * 1024, r
         assert r["work"] <= tune.MOST_WORK[80], r
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,8 +127,18 @@ def test_meta_tensors_give_shapes_forward_and_backward():
     assert packed.grad.shape == packed.shape
 
 
+@pytest.mark.parametrize(("major", "uses_tma"), [(8, False), (9, True), (10, True), (12, False)])
+def test_gpus_without_warpgroup_products_use_the_tiles_of_ampere(monkeypatch, major, uses_tma):
+    properties = SimpleNamespace(
+        name="GPU", major=major, shared_memory_per_block_optin=99 * 1024, multi_processor_count=84
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    device = launch.device_of.__wrapped__(torch.device("cuda"))
+    assert device == launch.Device("GPU", 99 * 1024, 84, uses_tma)
+
+
 def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
-    gpu = launch.Device("GPU with 64 KiB", 64 * 1024, 68, has_tma=False)
+    gpu = launch.Device("GPU with 64 KiB", 64 * 1024, 68, uses_tma=False)
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
     from flashattn2.spec import AttentionSpec
 

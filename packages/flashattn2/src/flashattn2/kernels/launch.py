@@ -129,7 +129,7 @@ def plan(
 
 def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """Return the tables of tiles to search, in order of preference."""
-    if not device.has_tma:
+    if not device.uses_tma:
         return ("pointers",)
     # TMA would read past the end of a packed sequence.
     if packed or not all(can_use_tma(x) for x in tensors):
@@ -242,7 +242,7 @@ class Device:
     shared_bytes: int
     #: Number of streaming multiprocessors.
     processors: int
-    has_tma: bool
+    uses_tma: bool
 
 
 @functools.cache
@@ -255,5 +255,6 @@ def device_of(device: torch.device) -> Device:
         properties.name,
         properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
-        has_tma=properties.major >= 9,
+        # Capability 12 has TMA but no warpgroup products: Hopper's tiles spill, Ampere's do not.
+        uses_tma=9 <= properties.major < 12,
     )
