@@ -87,7 +87,16 @@ def test_every_family(family):
 
 @pytest.mark.parametrize(
     "name",
-    ["MegatronBert", "MPNet", "RoFormer", "BigBird", "ConvBert", "Nystromformer", "Bert"],
+    [
+        "MegatronBert",
+        "MPNet",
+        "RoFormer",
+        "BigBird",
+        "ConvBert",
+        "Nystromformer",
+        "Longformer",
+        "Bert",
+    ],
 )
 def test_encoders_hide_padding_or_are_refused(name):
     sizes = {
