@@ -238,6 +238,17 @@ def test_fits_refuses_parameters_that_it_cannot_follow() -> None:
             fits(sharded, torch.ones(4, 8))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_fits_refuses_operators_whose_memory_fake_tensors_hide() -> None:
+    quantized = nn.Sequential(nn.Linear(8, 8), torch.ao.nn.quantized.dynamic.Linear(8, 8))
+    for module, sample in ((nn.LSTM(8, 8), torch.ones(4, 2, 8)), (quantized, torch.ones(2, 8))):
+        with pytest.raises(ValueError, match="packed weights or a workspace"):
+            fits(module, sample)
+    ragged = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)])
+    with pytest.raises(ValueError, match="expected plain dense tensors"):
+        fits(nn.Linear(8, 8), ragged)
+
+
 def test_fits_does_not_depend_on_modes_of_the_caller() -> None:
     module, sample = nn.Linear(4, 4), torch.zeros(2, 4)
     expected = fits(module, sample).peak.total

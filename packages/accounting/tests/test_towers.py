@@ -188,3 +188,16 @@ def test_tower_of_unknown_kind_is_reported_as_missing() -> None:
         model = Transformer.from_hf(whole)
         assert model.size == Transformer.from_hf(text).size
         assert "the language model of gemma3 without its other parts" in str(parameters(model))
+
+
+def test_class_of_a_multimodal_file_decides_whether_it_has_a_head() -> None:
+    text = {"model_type": "llama", "architectures": ["LlamaModel"], **TEXT}
+    whole = {"model_type": "llava", "text_config": text | {"tie_word_embeddings": False}}
+    assert Transformer.from_hf(whole).lm_head
+    for name, has_head in (("LlavaForConditionalGeneration", True), ("LlavaModel", False)):
+        assert Transformer.from_hf(whole | {"architectures": [name]}).lm_head == has_head
+    # The first class has no language model. The second has a head although it is called a model.
+    for family, name in (("blip-2", "Blip2ForImageTextRetrieval"), ("my_vl", "MyVLModel")):
+        content = whole | {"model_type": family, "architectures": [name]}
+        with pytest.raises(ValueError, match=f"{name}.*omit it for the language model"):
+            Transformer.from_hf(content | {"tie_word_embeddings": False})

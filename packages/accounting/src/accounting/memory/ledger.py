@@ -211,7 +211,7 @@ class _FakeTensors:
         if not plain or tensor.is_quantized or tensor.is_nested:
             raise ValueError(
                 f"expected plain dense tensors, got {type(tensor).__name__} of layout "
-                f"{tensor.layout} and shape {tuple(tensor.shape)}; use Ledger around a real step"
+                f"{tensor.layout}; use Ledger around a real step"
             )
         with self.mode:
             flat = self._storage(tensor)
@@ -254,6 +254,10 @@ class _FakeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Packed weights are no tensors, and the fake kernels of LSTMs return an empty workspace.
+_HIDE_MEMORY = ("quantized.", "aten.mkldnn_rnn_layer.", "aten._cudnn_rnn.", "aten.miopen_rnn.")
+
+
 class _FakeLedger(Ledger):
     """A ledger that also counts real tensors that a step reads, and refuses foreign parameters."""
 
@@ -267,6 +271,11 @@ class _FakeLedger(Ledger):
         """Count the real tensors among the arguments, then run the operator."""
         from torch._subclasses.fake_tensor import FakeTensor
 
+        if str(func).startswith(_HIDE_MEMORY):
+            raise ValueError(
+                f"{func} has packed weights or a workspace, whose size is not known without "
+                "running it; use Ledger around a real step"
+            )
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
                 if leaf.requires_grad and leaf.is_leaf:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accounting.model.config import Config
-from accounting.model.family import family_arguments
+from accounting.model.family import class_named, family_arguments, spelled
 from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
@@ -25,6 +25,20 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
         flat = {name: value for name, value in content.items() if name not in ties}
         return flat | {"model_type": f"{family}_text"}
     return None
+
+
+def has_head(content: Mapping[str, Any]) -> bool:
+    """Return True if the class in `architectures` has the head of its language model."""
+    family, name = content["model_type"], class_named(content)
+    known = any(family in families for families in MULTIMODAL.values())
+    if known and spelled(name) == spelled(f"{family}_model"):
+        return False
+    if not name or name.endswith(("ForConditionalGeneration", "ForCausalLM")):
+        return True
+    raise ValueError(
+        f"expected architectures of {family!r} to name a class for generation, got {name!r}; omit "
+        "it for the language model with its head"
+    )
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:

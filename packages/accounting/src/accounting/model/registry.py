@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from accounting import checks
-from accounting.model.family import class_named, family_arguments, spelled
+from accounting.model.family import family_arguments
 from accounting.model.family_tables import FAMILIES, REFUSED
 from accounting.model.formulas import Table
-from accounting.model.multimodal import language_model, tied, vision_tower
+from accounting.model.multimodal import has_head, language_model, tied, vision_tower
 
 
 def transformer_arguments(content: Mapping[str, Any]) -> Table:
@@ -27,8 +27,9 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     text = language_model(content, family)
     if text is None:
         raise ValueError(_reason(family))
-    arguments = transformer_arguments(text | tied(content, text))
-    if spelled(class_named(content)) == spelled(f"{family}_model"):
+    # The classes in a file of its language model do not matter.
+    arguments = transformer_arguments(text | tied(content, text) | {"architectures": None})
+    if not has_head(content):
         arguments |= {"lm_head": False, "head_bias": False}
     tower = tuple(vision_tower(content, arguments["d_model"]))
     missing = "without its other parts"
