@@ -787,6 +787,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2),
     **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "max_position_embeddings": 64},
     **{"n_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8},
+    **{"moe_intermediate_size": 48, "num_experts_per_tok": 3},
 }
 DENSE = (
     *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ctrl", "cwm", "ernie4_5"),
@@ -795,6 +796,10 @@ DENSE = (
     *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt"),
     *("persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm"),
     *("starcoder2", "bloom", "codegen", "gemma2", "gptj", "vaultgemma", "xglm"),
+)
+MOE = (
+    *("ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared"),
+    *("minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open"),
 )
 
 
@@ -806,6 +811,8 @@ def forward_agrees(family: str) -> None:
 
     sizes = {name: size for name, size in TINY.items() if name in defaults(family)}
     config = transformers.AutoConfig.for_model(family, **sizes)
+    # torch's counter has no formula for the grouped matrix product of experts.
+    config._experts_implementation = "eager"
     module = transformers.AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.arange(3, 23).view(2, 10)
     with (
@@ -829,3 +836,23 @@ def test_forward_and_cache_of_dense_family_equal_torch() -> None:
 @pytest.mark.parametrize("family", DENSE)
 def test_forward_and_cache_of_every_dense_family_equal_torch(family: str) -> None:
     forward_agrees(family)
+
+
+def test_forward_and_cache_of_moe_family_equal_torch() -> None:
+    # The router of Phi-MoE always chooses two experts.
+    forward_agrees("phimoe")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", MOE)
+def test_forward_and_cache_of_every_moe_family_equal_torch(family: str) -> None:
+    forward_agrees(family)
+
+
+def test_list_with_one_value_per_layer_is_refused_if_values_differ() -> None:
+    sizes = {name: size for name, size in TINY.items() if name != "num_experts_per_tok"}
+    sizes |= {"model_type": "hunyuan_v1_moe", "num_experts": 4}
+    model = Transformer.from_hf(sizes | {"moe_topk": [2, 2]})
+    assert model == Transformer.from_hf(sizes | {"moe_topk": 2})
+    with pytest.raises(ValueError, match=r"the same value for all layers, got \[1, 2\]"):
+        Transformer.from_hf(sizes | {"moe_topk": [1, 2]})

@@ -252,7 +252,7 @@ MODULES = {
     "convolutional": (convolutional, (4, 3, 32, 32)),
     "mlp": (lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 3)), (9, 64)),
     "encoder": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 17, 32)),
-    "recurrent": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), None),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), None),
 }
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,

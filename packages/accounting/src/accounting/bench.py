@@ -1,7 +1,6 @@
 """Benchmark of the speed of the calculators."""
 
 import argparse
-import itertools
 import json
 import statistics
 import time
@@ -67,18 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Return rows as aligned text with one block per set of columns."""
-    blocks = []
-    for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return rows with the same columns as aligned text."""
+    cells = [tuple(rows[0])]
+    for row in rows:
+        cells.append(tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words or words[0] in ("-h", "--help"):
             print(__doc__)
             return 0
-        if words[0] not in questions:
-            checks.choice("a question", words[0], questions)
+        checks.choice("a question", words[0], questions)
         return questions[words[0]](words[1:])
     except BrokenPipeError:
         return 0

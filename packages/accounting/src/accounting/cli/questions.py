@@ -56,7 +56,8 @@ def amount(text: str) -> float:
 @checks.entry()
 def read_model(text: str) -> Transformer:
     """Read a model from the path of a config.json, or from `name=value` sizes with commas."""
-    if "=" not in text or _is_path(text):
+    # Unlike `Path.exists`, this accepts text of any length.
+    if "=" not in text or os.path.exists(text):
         return Transformer.from_hf(text)
     sizes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
@@ -82,11 +83,6 @@ def read_model(text: str) -> Transformer:
     return model
 
 
-def _is_path(text: str) -> bool:
-    """Return True if a path exists; unlike `Path.exists`, accept text of any length."""
-    return os.path.exists(text)
-
-
 def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """Return a record with these fields; raise `ValueError` if a required field is missing."""
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
@@ -105,7 +101,7 @@ def stored_dtype(text: str) -> str:
     With fp8, tables, norms and scales also count as fp8. Other quantization methods raise
     `ValueError`.
     """
-    if not _is_path(text):
+    if not os.path.exists(text):
         return "bf16"
     content = content_of(text)
     # A multimodal file may state the quantization of its language model inside that model's part.

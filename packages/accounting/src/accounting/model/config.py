@@ -272,8 +272,11 @@ def activation(name: str) -> str:
     raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
 
 
-def _most(value: Any) -> int:
-    return int(max(value) if isinstance(value, list) else value)
+def _same(value: Any) -> Any:
+    values = set(value) if isinstance(value, list) else {value}
+    if len(values) != 1:
+        raise ValueError(f"expected one value, or the same value for all layers, got {value!r}")
+    return values.pop()
 
 
 def _count(value: Any) -> int:
@@ -286,5 +289,5 @@ def _pair(value: Any) -> tuple[int, int]:
 
 #: Sizes that `Transformer` derives if they are missing, and the number of heads. All are positive.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
-_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair, "count": _count}
+_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "same": _same, "pair": _pair, "count": _count}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

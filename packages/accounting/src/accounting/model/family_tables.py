@@ -19,11 +19,14 @@ _BASE: Table = {
 ALIASES: Table = tables("model/families/aliases.toml")
 #: Vision towers and projectors of multimodal families.
 TOWERS: Table = tables("model/families/towers.toml")
+TOWERS |= {name: TOWERS[table["like"]] for name, table in TOWERS.items() if "like" in table}
 #: Multimodal classes, grouped by the field that ties the head of their language model.
 MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {
-    name: why for file in _FILES.values() for name, why in file.pop("refused", {}).items()
+    name: why
+    for names, why in _FILES["decoders"].pop("refused").items()
+    for name in names.split("|")
 }
 #: One table per known `model_type`.
 FAMILIES: dict[str, Table] = {

@@ -39,7 +39,6 @@ class Matrix:
     #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if a single prediction
     #: is needed; or one vector per `sequence`.
     applies_to: str = "tokens"
-
     #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
     #: is not a patch.
     skips: int = 0
@@ -109,8 +108,6 @@ class Experts:
     router_bias: bool = False
     #: True if the experts have biases; the default is the model's `mlp_bias`.
     bias: bool | None = None
-    #: True if layers with experts also have the dense MLP (Arctic, HRM).
-    beside_mlp: bool = False
     #: Layers with experts; the default is all layers.
     layers: tuple[int, ...] | None = None
 

@@ -142,8 +142,7 @@ class Transformer:
             raise ValueError(
                 "expected window in a layer with attention, got none; pass window=None"
             )
-        sparse = self.expert_layers if not (self.experts and self.experts.beside_mlp) else ()
-        dense = tuple(i for i in everywhere if i not in sparse)
+        dense = tuple(i for i in everywhere if i not in self.expert_layers)
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
         for mixer in self.mixers:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
