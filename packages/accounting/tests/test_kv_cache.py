@@ -23,6 +23,7 @@ CONFIGS: list[tuple[dict[str, Any], int]] = [
     ({"model_type": "biogpt", "intermediate_size": 8, "max_position_embeddings": 16}, 16),
     ({"model_type": "roberta", "intermediate_size": 8, "max_position_embeddings": 18}, 16),
     ({"model_type": "bert", "intermediate_size": 8, "max_position_embeddings": 16}, 16),
+    ({"model_type": "electra", "embedding_size": 4, "max_position_embeddings": 16}, 16),
 ]
 
 

@@ -3,9 +3,9 @@
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 from accounting.flops import flops
@@ -39,17 +39,11 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     }
     rows: list[Row] = []
     for name, call in calls.items():
-        times = sorted(1e3 * _seconds(call) for _ in range(repeats))
+        times = sorted(1e3 * timeit(call, number=1) for _ in range(repeats))
         p10, *_, p90 = statistics.quantiles(times, n=10)
         row: Row = {"case": "speed", "call": name, "time_ms": statistics.median(times)}
         rows.append(row | {"p10_ms": p10, "p90_ms": p90})
     return rows
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def main(argv: Sequence[str] | None = None) -> None:

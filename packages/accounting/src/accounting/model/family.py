@@ -41,7 +41,7 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
     if spelled(name) not in known:
         raise ValueError(
             f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
-            "the base model of the family"
+            "a decoder with its head, or an encoder without one"
         )
     return dict(known[spelled(name)])
 

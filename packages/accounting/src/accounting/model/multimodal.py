@@ -29,7 +29,8 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 def has_head(content: Mapping[str, Any]) -> bool:
     """Return True if the class in `architectures` has the head of its language model."""
-    family, name = content["model_type"], class_named(content)
+    family = content["model_type"]
+    name = class_named(content)
     known = any(family in families for families in MULTIMODAL.values())
     if known and spelled(name) == spelled(f"{family}_model"):
         return False

@@ -186,11 +186,12 @@ class Transformer:
 
         Encoders of images are not checked, because they may interpolate their table.
         """
+        # The positions of Electra are narrower than its layers, so they are an additional table.
+        positions = self.positions or sum(m.rows for m in self.extra if m.name == "positions")
         is_text = self.causal or self.vocab_size > 0
-        if is_text and 0 < self.positions < seq:
+        if is_text and 0 < positions < seq:
             raise ValueError(
-                f"expected seq <= {self.positions}, the number of positions of {self.name}, "
-                f"got seq={seq}"
+                f"expected seq <= {positions}, the number of positions of {self.name}, got {seq}"
             )
 
     @property
