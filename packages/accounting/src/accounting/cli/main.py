@@ -121,7 +121,7 @@ def _serve(words: Sequence[str]) -> int:
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="concurrent sequences")
-    parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the fp8 of the file")
+    parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the file's fp8")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
     parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
     parser.add_argument("--ep", type=int, default=1, help="expert parallelism; only 1 is supported")
