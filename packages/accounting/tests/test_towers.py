@@ -196,8 +196,20 @@ def test_class_of_a_multimodal_file_decides_whether_it_has_a_head() -> None:
     assert Transformer.from_hf(whole).lm_head
     for name, has_head in (("LlavaForConditionalGeneration", True), ("LlavaModel", False)):
         assert Transformer.from_hf(whole | {"architectures": [name]}).lm_head == has_head
-    # The first class has no language model. The second has a head although it is called a model.
-    for family, name in (("blip-2", "Blip2ForImageTextRetrieval"), ("my_vl", "MyVLModel")):
+    # The first class has no language model. The other two have a head although they are called
+    # models.
+    other = [("blip-2", "Blip2ForImageTextRetrieval"), ("blip-2", "Blip2Model"), ("my", "MyModel")]
+    for family, name in other:
         content = whole | {"model_type": family, "architectures": [name]}
         with pytest.raises(ValueError, match=f"{name}.*omit it for the language model"):
             Transformer.from_hf(content | {"tie_word_embeddings": False})
+
+
+def test_base_model_of_a_narrow_opt_projects_its_output() -> None:
+    text = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 16, "hidden_size": 32}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+    text |= {"max_position_embeddings": 64, "tie_word_embeddings": True}
+    whole = {"model_type": "llava", "text_config": text, "tie_word_embeddings": True}
+    base = Transformer.from_hf(whole | {"architectures": ["LlavaModel"]})
+    assert base.size == Transformer.from_hf(text | {"architectures": ["OPTModel"]}).size
+    assert base.size == Transformer.from_hf(text).size

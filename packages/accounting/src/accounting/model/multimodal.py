@@ -31,7 +31,9 @@ def has_head(content: Mapping[str, Any]) -> bool:
     """Return True if the class in `architectures` has the head of its language model."""
     family = content["model_type"]
     name = class_named(content)
-    known = any(family in families for families in MULTIMODAL.values())
+    # The base models that are grouped by their language model may contain its head.
+    groups = ("tied_by_default", "untied_by_default", "by_either")
+    known = any(family in MULTIMODAL[group] for group in groups)
     if known and spelled(name) == spelled(f"{family}_model"):
         return False
     if not name or name.endswith(("ForConditionalGeneration", "ForCausalLM")):

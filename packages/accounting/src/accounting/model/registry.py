@@ -27,10 +27,9 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     text = language_model(content, family)
     if text is None:
         raise ValueError(_reason(family))
-    # The classes in a file of its language model do not matter.
-    arguments = transformer_arguments(text | tied(content, text) | {"architectures": None})
-    if not has_head(content):
-        arguments |= {"lm_head": False, "head_bias": False}
+    # The class of the whole model decides whether its language model has a head.
+    named = {"architectures": None if has_head(content) else [f"{text['model_type']}Model"]}
+    arguments = transformer_arguments(text | tied(content, text) | named)
     tower = tuple(vision_tower(content, arguments["d_model"]))
     missing = "without its other parts"
     if tower:
