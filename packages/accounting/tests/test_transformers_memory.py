@@ -120,7 +120,6 @@ WIDE = {
         "intermediate_size": 352,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "d_kv": 16,
         "rotary_dim": 8,
         "n_positions": 128,
     },
@@ -174,12 +173,13 @@ def test_window_wider_than_the_sequence_needs_no_mask() -> None:
     assert none == wider < at
 
 
-def test_attention_with_sinks_is_refused_with_sdpa() -> None:
+@pytest.mark.parametrize("flash", [True, False])
+def test_transformers_module_with_sinks_is_refused(flash: bool) -> None:
     model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100, sinks=True)
-    work = Workload(batch=2, seq=32, transformers=True)
-    with pytest.raises(ValueError, match="expected flash=False for transformer, got True"):
+    work = Workload(batch=2, seq=32, transformers=True, flash=flash)
+    with pytest.raises(ValueError, match="expected transformers=False for transformer, got True"):
         peak_memory(model, work=work)
-    assert peak_memory(model, work=replace(work, flash=False)).total
+    assert peak_memory(model, work=replace(work, transformers=False)).total
 
 
 def test_compiled_step_of_transformers_is_refused() -> None:
