@@ -171,3 +171,33 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
         return seconds["compute"].total / seconds.total
 
     assert fraction(8) < fraction(2) < fraction(1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("layers", "width", "heads", "d_ff", "gpus", "batch", "hours", "ratio"),
+    [
+        (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.7),
+        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.26),
+        (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 0.95),
+    ],
+)
+def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
+    layers: int,
+    width: int,
+    heads: int,
+    d_ff: int,
+    gpus: int,
+    batch: int,
+    hours: float,
+    ratio: float,
+) -> None:
+    # The cards state H100 hours and about 15 T tokens. The numbers of devices are assumptions.
+    model = Transformer(
+        **{"layers": layers, "d_model": width, "heads": heads, "d_ff": d_ff},
+        **{"kv_heads": 8, "vocab_size": 128256},
+    )
+    answer = plan_for(model, gpus=gpus, hardware="H100", tokens=15.6e12, seq=8192, batch=batch)
+    predicted = answer.days.scaled(24 * gpus)
+    assert hours / predicted.middle == pytest.approx(ratio, rel=0.02)
+    assert (predicted.low < hours < predicted.high) == (ratio < 1.5)
