@@ -199,6 +199,8 @@ def test_class_of_a_multimodal_file_decides_whether_it_has_a_head() -> None:
     # The first class has no language model. The other two have a head although they are called
     # models.
     other = [("blip-2", "Blip2ForImageTextRetrieval"), ("blip-2", "Blip2Model"), ("my", "MyModel")]
+    with pytest.raises(ValueError, match="json with model_type"):
+        Transformer.from_hf({"text_config": text})
     for family, name in other:
         content = whole | {"model_type": family, "architectures": [name]}
         with pytest.raises(ValueError, match=f"{name}.*omit it for the language model"):

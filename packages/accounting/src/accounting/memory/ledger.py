@@ -254,7 +254,7 @@ class _FakeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Packed weights are no tensors, and the fake kernels of LSTMs return an empty workspace.
+# Packed weights are not tensors, and the fake kernels of LSTMs return an empty workspace.
 _HIDE_MEMORY = ("quantized.", "aten.mkldnn_rnn_layer.", "aten._cudnn_rnn.", "aten.miopen_rnn.")
 
 

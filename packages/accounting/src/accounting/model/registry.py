@@ -25,7 +25,7 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
     if family in FAMILIES:
         return family_arguments(content, family)
     text = language_model(content, family)
-    if text is None:
+    if text is None or family is None:
         raise ValueError(_reason(family))
     # The class of the whole model decides whether its language model has a head.
     named = {"architectures": None if has_head(content) else [f"{text['model_type']}Model"]}
