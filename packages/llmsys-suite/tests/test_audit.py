@@ -21,6 +21,7 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
+    CORE_WAIT,
     PEER,
     SINGLE,
     loss_curves,
@@ -77,7 +78,7 @@ def honest_samples():
                         "began": clock,
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
-                        "queued_s": 0.0,
+                        CORE_WAIT: 0.0,
                         "received": 0 if variant == SINGLE else 400,
                         "row_digests": BATCHES[step][
                             rank * rows_per_rank : (rank + 1) * rows_per_rank
@@ -442,7 +443,7 @@ def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
     def late(waited):
         def change(train, samples, evidence):
             for s in steps(samples, "ddp flat", rank=1)[1:]:
-                s["ended"], s["queued_s"] = s["ended"] + 0.05, waited
+                s["ended"], s[CORE_WAIT] = s["ended"] + 0.05, waited
 
         return change
 

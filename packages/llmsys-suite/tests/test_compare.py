@@ -12,7 +12,7 @@ from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import others
-from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.measure.samples import CORE_WAIT, PEER, SINGLE
 from llmsys_suite.report import compare
 from llmsys_suite.report.comparability import warnings
 from llmsys_suite.report.compare import (
@@ -66,7 +66,7 @@ def make_run(
                         "stage": "train", "variant": name, "phase": "step", "step": step,
                         "rank": rank, "warmup": False, "loss": loss - 0.01 * step,
                         "seconds": 0.1 * mood * slower * np.exp(random.normal(0, noise)),
-                        "queued_s": 0.1 * mood * queued,
+                        CORE_WAIT: 0.1 * mood * queued,
                     }
                 )  # fmt: skip
                 taken += 1

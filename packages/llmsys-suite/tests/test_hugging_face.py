@@ -32,6 +32,9 @@ def test_an_exported_model_comes_back_as_it_was(exported):
     imported = import_model(folder)
     assert imported.config == SHAPE
     assert torch.equal(imported(tokens), model(tokens))
+    # Without these entries, transformers would end a text at token 2.
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eos_token_id"] is config["bos_token_id"] is None
 
 
 @pytest.mark.exhaustive

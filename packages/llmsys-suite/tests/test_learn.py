@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import cli
+from llmsys_suite.audit.stage_checks import learn as learn_checks
 from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
@@ -26,14 +27,15 @@ from llmsys_suite.start import execute
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.text.generation import MODEL, generate_text, model_of
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.single import Variant
 from safetensors.torch import save_file
 from worker_pool import run_ranks
 
 STEPS, ROWS = 12, 4
 
 
-def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
-    """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
+def make_run(out, resume, learn_rows=ROWS, options=None):
+    """Return the state of this rank in a run that trains on this file."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = RunConfig(
         size="mini",
@@ -41,6 +43,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
         context=16,
         world=world,
         learn=STEPS,
+        data=Path(__file__),
         out=Path(out),
         resume=resume and Path(resume),
         **(options or {}),
@@ -51,11 +54,18 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
         rank=rank,
         world=world,
         device=cpu,
-        corpus=load_corpus(Path(__file__)),
+        corpus=load_corpus(config.data),
         recorder=Recorder(rank, cpu),
         progress=Progress(enabled=False),
     )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    return run
+
+
+def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
+    """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
+    run = make_run(out, resume, learn_rows, options)
+    config, rank, world = run.config, run.rank, run.world
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {})
     cls, steps = VARIANTS[variant if world > 1 else SINGLE], []
     if config.tensor * config.pipeline > 1:
@@ -99,6 +109,33 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
         assert steps == STEPS - 5
         # On as many ranks the very numbers; else sums in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
+
+
+def failed_checks_of_continued(resume, forgotten):
+    """Return the failed checks of a training that sets a moment of its checkpoint to zero."""
+
+    def restore(_, model, optimizer):
+        for state in optimizer.state.values():
+            state.get(forgotten, torch.zeros(1)).zero_()
+
+    run = make_run(f"{resume}-{forgotten}", resume)
+    with (
+        mock.patch.object(Variant, "restore", restore),
+        mock.patch.object(evaluation, "WRITTEN", 4),
+    ):
+        result = learn.run(run)
+    return [c.name for c in learn_checks._continued(run, result, Path(resume)) if not c.passed]
+
+
+def continued_without_moments(resume):
+    return [failed_checks_of_continued(resume, key) for key in (None, "exp_avg", "exp_avg_sq")]
+
+
+def test_a_training_that_continues_without_a_moment_of_its_checkpoint_fails(tmp_path):
+    assert run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 5) == [("stopped", 5)]
+    resume = str(tmp_path / "part" / training_state.CHECKPOINT)
+    second = ["second loss after the checkpoint"]
+    assert run_ranks(continued_without_moments, 1, resume) == [[[], second, second]]
 
 
 def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_path):

@@ -19,10 +19,11 @@ from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
+from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
-from llmsys_suite.report.unaudited import UNAUDITED, unaudited
+from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -349,7 +350,7 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
                         "warmup": False,
                         # Disturbed rounds would reverse the order of the two.
                         "seconds": seconds if not is_disturbed else 3.0 - seconds,
-                        "queued_s": 0.9 if is_disturbed else 0.0,
+                        CORE_WAIT: 0.9 if is_disturbed else 0.0,
                         "process_s": float(len(samples)),
                         "machine_s": len(samples) * (3.0 if is_disturbed else 1.0),
                     }
@@ -372,6 +373,9 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
         assert unaudited(stage) in markdown
         assert unaudited(stage) in page
         assert all(words in unaudited(stage) for words in figures)
+    assert markdown.count(OF_THE_RUN) == page.count(OF_THE_RUN) == 1
+    # The label is visible without opening the details before it.
+    assert page.rindex("</details>") < page.index(OF_THE_RUN)
     assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
 
 

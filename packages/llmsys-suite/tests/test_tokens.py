@@ -29,7 +29,7 @@ def encoded(tmp_path):
 
 def test_tokens_of_both_parts_together_are_the_text(encoded):
     config, folder = encoded
-    codec, corpus = tokens.codec_of(config, folder), tokens.load(config, folder)
+    codec, corpus = tokens.codec_of(config, folder), tokens.load(folder)
     decoded = [codec.decode(part.tolist()) for part in (corpus.train, corpus.heldout)]
     assert "".join(decoded) == (folder / "text").read_text()
     assert 256 < int(corpus.train.max()) < config.vocabulary
@@ -83,7 +83,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     from_file = replace(config, tokenizer=str(folder / tokens.TOKENIZER))
     tokens.require_tokenizer(from_file)
     tokens.write_tokens(from_file, tmp_path / "run")
-    both = [tokens.load(config, path).train for path in (folder, tmp_path / "run")]
+    both = [tokens.load(path).train for path in (folder, tmp_path / "run")]
     assert torch.equal(*both)
     with pytest.raises(UsageError, match=r"has tokens up to 279, .*pass --vocabulary 280"):
         tokens.require_tokenizer(replace(from_file, vocabulary=270))
@@ -156,7 +156,7 @@ def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
     config = replace(CONFIG, data=text, tokenizer=str(tmp_path / "other.json"))
     config = replace(config, out=tmp_path / "run")
     tokens.write_tokens(config, tmp_path / "run")
-    corpus, codec = tokens.load(config, tmp_path / "run"), tokens.codec_of(config, config.out)
+    corpus, codec = tokens.load(tmp_path / "run"), tokens.codec_of(config, config.out)
     parts = (corpus.train, corpus.heldout)
     assert "".join(codec.decode(part.tolist()) for part in parts) == SENTENCES
     for part, audited in zip(parts, read_parts(config), strict=True):

@@ -157,9 +157,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
 
 
 @app.command()
-def audit(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
-) -> None:
+def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """Check `plan` and `train` again from the records of a run; exit status 1 if a check fails."""
     from llmsys_suite.audit.run import check_again
 

@@ -97,7 +97,7 @@ DTYPES = ("fp32", "tf32", "bf16")
 TRAINED_VOCABULARY = 4096
 #: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
 BYTE_STAGES = ("scale", "inspect")
-#: Programs that show the losses of `learn`, and the module that each needs.
+#: Values of `--log`: the programs that can record the losses of `learn`, each with its module.
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed: a batch is drawn with a million times the seed, which must fit in 64 bits.
 MOST_SEED = 10**12

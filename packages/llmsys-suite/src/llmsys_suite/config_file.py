@@ -29,7 +29,7 @@ MEANING = {
     "recompute": "Run blocks of learn again in the backward pass to save memory.",
     "compile": "Compile the blocks of learn with torch.compile.",
     "trace": "Write Chrome traces of three steps of learn: RUN/trace-RANK.json.",
-    "log": "tensorboard or wandb: losses of learn, besides the run folder.",
+    "log": "tensorboard or wandb: a program that also records the losses of the stage learn.",
     "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
     "clip": "Largest norm of the gradient in the stage learn; by default it is not clipped.",
     "seed": "Seed of weights and batches.",

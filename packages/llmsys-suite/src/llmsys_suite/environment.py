@@ -174,9 +174,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _meminfo(field: str) -> int:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
+    for line in _lines("/proc/meminfo"):
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -67,8 +67,9 @@ def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) ->
         "max_position_embeddings": shape.context,
         "rope_theta": ROPE_BASE,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-        "initializer_range": 0.02,
-        "use_cache": True,
+        # Otherwise the defaults of transformers would end a text at token 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
         "dtype": "float32",
     }
     try:

@@ -13,11 +13,10 @@ from llmsys_suite.plain import Weights
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a step: executed, useful (without masked products), and attention's forward pass."""
+    """FLOPs of a step: executed, and useful (without masked products)."""
 
     executed: int
     useful: int
-    attention_forward: int
 
 
 def count_flops(weights: Weights, rows: int, context: int, heads: int) -> Flops:
@@ -30,11 +29,10 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> Flops:
     tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         loss = reference.loss(leaves, tokens, tokens, heads)
-        forward = _batched(counter)
         loss.backward()
     total = counter.get_total_flops()
     masked = _batched(counter) * (context - 1) // (2 * context)
-    return Flops(total, total - masked, forward)
+    return Flops(total, total - masked)
 
 
 def _batched(counter: FlopCounterMode) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from llmsys_suite.audit import training_checks
@@ -101,9 +101,8 @@ def check_again(folder: RunFolder) -> list[Check]:
     results = folder.results
     if "audit" not in results:
         raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
-    names = {field.name for field in fields(Check)}
     stored = [
-        Check(**{key: value for key, value in row.items() if key in names})
+        Check(**{key: value for key, value in row.items() if key != "passed"})
         for row in folder.read_json("checks.json")
     ]
     recomputed: dict[str, Check] = {}

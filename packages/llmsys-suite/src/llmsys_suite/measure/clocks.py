@@ -18,7 +18,7 @@ def clock(device: torch.device) -> float:
     return time.thread_time()
 
 
-def queued_seconds() -> float:
+def core_wait_seconds() -> float:
     """Return the seconds that the main thread of this process has waited for a core."""
     try:
         with open("/proc/self/schedstat") as file:

@@ -15,6 +15,8 @@ SINGLE = "single process"
 # The peer with which the other variants are compared, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
+#: Key of the seconds in which a rank waited for a core; the format of the folder has this name.
+CORE_WAIT = "queued_s"
 # Variants in the order in which they run; `variants.VARIANTS` describes them.
 VARIANT_NAMES = (
     SINGLE,

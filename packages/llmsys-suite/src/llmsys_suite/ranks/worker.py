@@ -155,13 +155,15 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     store = _store(rank, world)
     config = agree_on_folder(config, rank, store)
     require_shared_folder(config, rank)
-    text = _text_facts(config)
+    text = read_text(config.data)
+    digest = text.digest(text.train, text.heldout, separator=b"\0")
     folder = None
     if rank == 0:
         assert config.out is not None
         folder = RunFolder(config.out)
         folder.restart()
-        folder.write_json("env.json", environment() | text)
+        facts = environment() | {"text": digest, "text_source": text.source}
+        folder.write_json("env.json", facts)
     run = Run(
         config=config,
         rank=rank,
@@ -175,12 +177,12 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
-    require_same_text(run, text["text"])
+    require_same_text(run, digest)
     if config.tokenizer != BYTES:
         if rank == 0:
             write_tokens(config, run.out)
         run.wait_for_ranks()
-        run.corpus = load(config, run.out)
+        run.corpus = load(run.out)
     return run
 
 
@@ -215,14 +217,10 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
     return replace(config, out=Path(store.get(key).decode()))
 
 
-def _writes_on_one_host(config: RunConfig) -> bool:
-    """Return True if only rank 0 uses the run folder."""
-    return "learn" not in config.stages and config.tokenizer == BYTES
-
-
 def require_shared_folder(config: RunConfig, rank: int) -> None:
     """Raise UsageError if this rank needs files of the run folder and does not see it."""
-    if not _writes_on_one_host(config) and not os.path.exists(f"{config.out}/config.json"):
+    is_shared = "learn" in config.stages or config.tokenizer != BYTES
+    if is_shared and not os.path.exists(f"{config.out}/config.json"):
         raise UsageError(
             f"rank {rank} on {platform.node()} does not see the run folder {config.out} of rank 0: "
             "the stage learn and tokenizers need a file system that all hosts share; name a folder "
@@ -251,13 +249,6 @@ def make_group(run: Run) -> None:
     )
     # A rank that leaves before the other ranks have connected would break their connection setup.
     run.wait_for_ranks()
-
-
-def _text_facts(config: RunConfig) -> dict[str, str]:
-    """Return the digest and the name of the text."""
-    text = read_text(config.data)
-    digest = text.digest(text.train, text.heldout, separator=b"\0")
-    return {"text": digest, "text_source": text.source}
 
 
 def require_same_text(run: Run, digest: str) -> None:

@@ -25,7 +25,7 @@ from scipy.stats import t as student
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
 from llmsys_suite.measure import others
-from llmsys_suite.measure.samples import PEER, WHOLE_STEP
+from llmsys_suite.measure.samples import CORE_WAIT, PEER, WHOLE_STEP
 from llmsys_suite.report.comparability import require_comparable, require_distinct
 
 Array = np.ndarray
@@ -233,4 +233,4 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
 
 
 def _disturbed(sample: Sample) -> bool:
-    return bool(sample.get("queued_s", 0.0) > DISTURBED * sample["seconds"])
+    return bool(sample.get(CORE_WAIT, 0.0) > DISTURBED * sample["seconds"])

@@ -15,6 +15,7 @@ from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
 from llmsys_suite.report.tables import Row, evidence_of, planned
+from llmsys_suite.report.unaudited import OF_THE_RUN, unaudited
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -56,9 +57,8 @@ def run(run: Run) -> None:
 def write_report(folder: RunFolder) -> str:
     """Write report.md and report.html; return the text of report.md."""
     stage_sections = list(sections(folder))
-    markdown = "\n".join(
-        [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]
-    )
+    lines = [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]
+    markdown = "\n".join([*lines, OF_THE_RUN, ""])
     folder.write_text("report.md", markdown)
     folder.write_text("report.html", page(folder, stage_sections))
     if folder.complete:
@@ -151,9 +151,8 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{first}</div>'
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
-        f"<details><summary>seconds of each stage</summary>{_table(seconds)}"
-        '<p class="soft">Reported, not audited: seconds of stages and peaks of processes.</p>'
-        "</details>"
+        f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
+        f'<p class="soft">{OF_THE_RUN}</p>'
         f"<nav>{files}</nav></body></html>\n"
     )
 
@@ -167,8 +166,8 @@ def _section(section: Section) -> str:
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows, section.failed) + "</div>")
-    if section.unaudited:
-        parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
+    if label := unaudited(section.title):
+        parts.append(f'<p class="soft">{html.escape(label)}</p>')
     for name, inside in section.folded:
         shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
@@ -194,8 +193,8 @@ def _markdown(section: Section) -> str:
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in section.rows:
             lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
-    if section.unaudited:
-        lines += ["", section.unaudited]
+    if label := unaudited(section.title):
+        lines += ["", label]
     return "\n".join([*lines, ""])
 
 

@@ -13,7 +13,6 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
-from llmsys_suite.report.unaudited import unaudited
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,6 @@ class Section:
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
     #: Rows that are shown in red.
     failed: frozenset[int] = frozenset()
-
-    @property
-    def unaudited(self) -> str:
-        """Return a sentence on the figures that no check covers, or an empty string."""
-        return unaudited(self.title)
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:

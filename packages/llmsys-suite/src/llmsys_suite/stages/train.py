@@ -15,6 +15,7 @@ from torch import Tensor
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import clocks, network, others
 from llmsys_suite.measure.samples import (
+    CORE_WAIT,
     SINGLE,
     loss_curves,
     ranks_of,
@@ -55,9 +56,7 @@ def run(run: Run) -> Train | None:
     for row in rows:
         ranks = ranks_of(row["variant"], run.world)
         row["mfu"] = utilization(plan.step_flops_causal, plan.peak, row["step_ms"], ranks)
-        row |= {
-            f"{k.replace('seconds', 'ms')}": 1e3 * v for k, v in sending[row["variant"]].items()
-        }
+        row |= sending[row["variant"]]
         row["epoch_s"] = _epoch_seconds(run, samples, row)
     return Train(rows, loss_curves(samples), finals)
 
@@ -89,13 +88,13 @@ def timed_step(
     """
     rows = row_digests(*batch)
     warmup = step < run.config.warmup
-    queued, core_began = clocks.queued_seconds(), clocks.clock(run.device)
+    waited, core_began = clocks.core_wait_seconds(), clocks.clock(run.device)
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["loss"] = variant.step(*batch)
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
     sample["core_s"] = clocks.clock(run.device) - core_began
-    sample["queued_s"] = clocks.queued_seconds() - queued
+    sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()
     return sample

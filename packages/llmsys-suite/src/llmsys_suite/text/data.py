@@ -101,9 +101,12 @@ class Corpus:
         return self._windows(self.heldout, [i * stride for i in range(rows)], context)
 
     def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-        pair = _shifted(text, starts, context)
+        import torch
+
+        windows = torch.stack([text[start : start + context + 1] for start in starts]).long()
         _release(self.mapped)
-        return pair
+        # Both are contiguous, as pipelines expect.
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def read_text(path: Path | None = None) -> Text:
@@ -215,14 +218,6 @@ def _release(mapped: mmap.mmap | None) -> None:
     """
     if mapped is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and the tokens after them, both contiguous, as pipelines expect."""
-    import torch
-
-    window = torch.stack([text[start : start + context + 1] for start in starts]).long()
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError
-from llmsys_suite.text.data import Corpus, Text, load_corpus, read_text
+from llmsys_suite.text.data import Corpus, Text, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,10 +126,8 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
             )
 
 
-def load(config: RunConfig, folder: Path) -> Corpus:
-    """Return the tokens of a run: its bytes, or the tokens that rank 0 has written."""
-    if config.tokenizer == BYTES:
-        return load_corpus(config.data)
+def load(folder: Path) -> Corpus:
+    """Return the tokens that rank 0 has written into the folder of a run."""
     import torch
 
     parts: list[Tensor] = []

@@ -98,10 +98,13 @@ class Variant:
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def sending(self) -> dict[str, float]:
-        """Return the hidden and exposed communication seconds per step, from ddp's meter."""
-        steps = self.meter.steps
-        kinds = ("hidden_seconds", "exposed_seconds") if steps else ()
-        return {k: statistics.median(getattr(s, k) for s in steps) for k in kinds}
+        """Return the hidden and exposed communication per step in ms, from ddp's meter."""
+        if not (steps := self.meter.steps):
+            return {}
+        return {
+            "hidden_ms": 1e3 * statistics.median(step.hidden_seconds for step in steps),
+            "exposed_ms": 1e3 * statistics.median(step.exposed_seconds for step in steps),
+        }
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
         """Return the least and most bytes this rank should receive over a network per step."""

@@ -18,7 +18,7 @@ from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.audit.stage_checks.probed_step import rate, read_checkpoint, read_state
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import REPLAYED_LOSS, loss_tolerance
+from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -100,16 +100,23 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     counts = {int(step) for step in checkpoint["step"].values()}
     optimizer = Sources("reported", "step counts in the checkpoint")
     yield optimizer.equal("first step", max(counts, default=0), result.begun_at)
-    if result.begun_at < len(result.losses):
+    step = result.begun_at
+    if step == len(result.losses):
+        return
+    loss, _, weights, _ = probed_step.repeat_step(run, result, checkpoint, step)
+    allowed = loss_tolerance(run.config, REPLAYED_LOSS)
+    stored = Sources("reported", "the checkpoint's weights in float64")
+    yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
+    if step + 1 < len(result.losses):
+        # The first step depends on the moments of the checkpoint, and the second loss on that step.
         config = run.config
         train, _ = read_parts(config)
-        step = result.begun_at
-        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
-        weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
-        exact = reference.mean_loss(weights, *on_device(run, batch), run.model.num_heads)
-        allowed = loss_tolerance(config, REPLAYED_LOSS)
-        stored = Sources("reported", "the checkpoint's weights in float64")
-        yield stored.equal("first loss after the checkpoint", exact, result.losses[step], allowed)
+        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step + 1)
+        loss = reference.mean_loss(weights, *on_device(run, batch), run.model.num_heads)
+        moments = Sources("reported", "the checkpoint's moments in float64")
+        allowed = loss_tolerance(config, LOSS)
+        name = "second loss after the checkpoint"
+        yield moments.equal(name, loss, result.losses[step + 1], allowed)
 
 
 def _samples(run: Run, result: results.Learn) -> Iterator[Check]:

@@ -33,6 +33,8 @@ from llmsys_suite.audit.tolerances import (
 from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
 
+#: The tensors of a checkpoint by kind (weight, step, exp_avg, exp_avg_sq) and parameter.
+Checkpoint = dict[str, dict[str, Tensor]]
 #: Name of the entry of a checkpoint that contains the state of the training.
 HEADER = "zero"
 #: Rounding of a float32 weight, which can exceed its change in a step with a small rate.
@@ -46,18 +48,7 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     after = read_checkpoint(folder / "after")
     shutil.rmtree(folder)
     config = run.config
-    train, _ = read_parts(config)
-    batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
-    weights = {name: w.to(run.device).double() for name, w in before["weight"].items()}
-    loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
-    if config.clip is not None:
-        gradients = clipped(gradients, config.clip)
-    optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
-    optimizer.t = step
-    if step:
-        optimizer.m = {name: m.to(run.device).double() for name, m in before["exp_avg"].items()}
-        optimizer.v = {name: v.to(run.device).double() for name, v in before["exp_avg_sq"].items()}
-    expected = optimizer.step(weights, gradients)
+    loss, weights, expected, optimizer = repeat_step(run, result, before, step)
     where = f"step {step}"
     allowed = loss_tolerance(config, REPLAYED_LOSS)
     yield Sources("reported", "float64").equal(
@@ -83,6 +74,28 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     yield rounding.all_near("weights after a random step", off, 1.0)
 
 
+def repeat_step(
+    run: Run, result: results.Learn, checkpoint: Checkpoint, step: int
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor], reference.AdamW]:
+    """Take one step from a checkpoint in float64.
+
+    Return its loss, the weights before and after the step, and the optimizer.
+    """
+    config = run.config
+    train, _ = read_parts(config)
+    batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
+    weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
+    loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+    if config.clip is not None:
+        gradients = clipped(gradients, config.clip)
+    optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
+    optimizer.t = step
+    if step:
+        optimizer.m = {n: m.to(run.device).double() for n, m in checkpoint["exp_avg"].items()}
+        optimizer.v = {n: v.to(run.device).double() for n, v in checkpoint["exp_avg_sq"].items()}
+    return loss, weights, optimizer.step(weights, gradients), optimizer
+
+
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     """Return the gradient scaled to at most `max_norm`; Pascanu et al. 2013, algorithm 1."""
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
@@ -102,23 +115,15 @@ def rate(base: float, step: int, total: int) -> float:
     return peak * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
 
 
-def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Return the weights and the state of AdamW in a checkpoint by kind and parameter."""
     reader = dcp.FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.zeros(entry.size) for name, entry in stored.items() if hasattr(entry, "size")
     }
-    with warnings.catch_warnings():
-        # torch warns that this process loads alone, which is intended.
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    kinds: dict[str, dict[str, Tensor]] = {
-        "weight": {},
-        "step": {},
-        "exp_avg": {},
-        "exp_avg_sq": {},
-    }
+    _load_alone(state, reader)
+    kinds: Checkpoint = {"weight": {}, "step": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, tensor in state.items():
         if name.startswith("model."):
             kinds["weight"][name.removeprefix("model.")] = tensor
@@ -130,10 +135,12 @@ def read_checkpoint(path: Path) -> dict[str, dict[str, Tensor]]:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of the training that zero stores in the header of a checkpoint."""
-    reader = dcp.FileSystemReader(path)
     state: dict[str, Any] = {HEADER: {}}
-    with warnings.catch_warnings():
-        # torch warns that this process loads alone, which is intended.
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, storage_reader=reader, no_dist=True)
+    _load_alone(state, dcp.FileSystemReader(path))
     return dict(state[HEADER]["extra"])
+
+
+def _load_alone(state: dict[str, Any], reader: dcp.FileSystemReader) -> None:
+    # torch warns that this process loads alone, which is intended.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        dcp.load(state, storage_reader=reader, no_dist=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.samples import WHOLE_STEP, loss_curves
+from llmsys_suite.measure.samples import CORE_WAIT, WHOLE_STEP, loss_curves
 from llmsys_suite.results import Plan, Train
 
 
@@ -60,7 +60,7 @@ class Record:
             for s in rank_samples:
                 if warmup >= s["warmup"]:
                     seconds = s["ended"] - s["began"]
-                    seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
+                    seconds -= min(max(0.0, seconds - s["seconds"]), s[CORE_WAIT])
                     slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
         return slowest
 
