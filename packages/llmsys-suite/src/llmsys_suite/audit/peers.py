@@ -91,7 +91,7 @@ def _median_ratios(
     ratios = {"audit": math.inf}
     seconds: dict[str, list[float]] = {timed: [] for timed in calls}
     while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
-        more = timed_in_turns(run, calls, ROUNDS_PER_DECISION, warmup=0)
+        more = timed_in_turns(run, calls, ROUNDS_PER_DECISION)
         for timed in calls:
             seconds[timed] += more.seconds[timed]
         for other in calls:
@@ -130,18 +130,17 @@ class Rounds:
 
 
 def timed_in_turns(
-    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, *, warmup: int = 1
+    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> Rounds:
-    """Time each call in each round, after `warmup` rounds without timing."""
+    """Time each call in each round."""
     timed = Rounds({name: [] for name in calls}, {name: [] for name in calls})
-    for number in range(warmup + rounds):
+    for _ in range(rounds):
         for name, call in calls.items():
             start_time, core_start_time = monotonic(run), thread_seconds(run)
             call()
             core_seconds = thread_seconds(run) - core_start_time
-            if number >= warmup:
-                timed.seconds[name].append(monotonic(run) - start_time)
-                timed.core_seconds[name].append(core_seconds)
+            timed.seconds[name].append(monotonic(run) - start_time)
+            timed.core_seconds[name].append(core_seconds)
     return timed
 
 

@@ -39,8 +39,9 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
         run.wait_for_ranks()
         if stage in ran:
             collective += stage_checks(run, stage)
+    results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
-    alone = _distributed_checks(run)
+    alone = _distributed_checks(run, results)
     evidence: dict[str, Any] = {}
     recorded: list[Check] = []
     if is_trained:
@@ -49,15 +50,15 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     return evidence, [*recorded, *collective, *alone] if run.rank == 0 else []
 
 
-def _distributed_checks(run: Run) -> list[Check]:
+def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need only one rank; the first and the last rank divide the stages."""
-    shared = replace(run, results=run.gather(run.results)[0])
+    shared = replace(run, results=results)
     last = run.world - 1
     owners = {stage: last if stage in ON_LAST_RANK else 0 for stage in STAGES}
     mine = {
         stage: stage_checks(shared, stage)
         for stage in STAGES.keys() - {*COLLECTIVE}
-        if stage in shared.results and owners[stage] == run.rank
+        if stage in results and owners[stage] == run.rank
     }
     by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]

@@ -49,7 +49,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "parallel": {
         "waiting": ("rows.waiting",),
-        "the work in a timed iteration": (),
+        "the work in a timed iteration, and the split that it belongs to": (),
     },
     "memory": {
         "the peak of inference": ("peaks.inference_peak_mib",),

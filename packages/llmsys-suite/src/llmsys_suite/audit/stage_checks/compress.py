@@ -33,8 +33,8 @@ BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
 OVER_GRID = 0.95
 #: Rounds of the audit's own timing.
 ROUNDS = 3
-#: Bits of a codebook. With b bits, each row of a weight has at most 2**b distinct values, and some
-#: row has more than 2**(b - 1).
+#: Bits of a codebook. With b bits, a weight has at most 2**b distinct values, and more than
+#: 2**(b - 1).
 CODEBOOK_BITS = {"k-means, 4 bits": 4, "k-means, 2 bits": 2}
 #: Range of the largest rounding error of all weights, in steps of a grid. Of hundreds of weights,
 #: one is close to the middle between two values, unless the grid has more bits.
@@ -130,7 +130,7 @@ def _structure(method: str, original: Decoder, model: nn.Module) -> list[str]:
         if not isinstance(weight, Tensor) or weight.ndim != 2 or "embedding" in name:
             continue
         if method in CODEBOOK_BITS:
-            values = max(len(row.unique()) for row in weight.detach())
+            values = len(weight.detach().unique())
             bits = CODEBOOK_BITS[method]
             if not 2 ** (bits - 1) < values <= 2**bits:
                 wrong.append(f"{method}, {name}: {values} values")
@@ -166,8 +166,7 @@ def _grid_error(model: Decoder, small: nn.Module, bits: int) -> float:
         if isinstance(layer, nn.Linear):
             rounded = small.get_submodule(name).weight
             assert isinstance(rounded, Tensor)
-            span = 2 * layer.weight.abs().amax(1, keepdim=True)
-            step = span / (2**bits - 2)
+            step = 2 * layer.weight.abs().amax(1, keepdim=True) / (2**bits - 2)
             worst = max(worst, float(((layer.weight - rounded).abs() / step).max()))
     return worst
 

@@ -54,7 +54,7 @@ def timed_again(
     timed = timed_in_turns(run, calls, rounds)
     checks = compare(timed)
     while not all(check.passed for check in checks) and time.monotonic() < stop_time:
-        timed.extend(timed_in_turns(run, calls, rounds, warmup=0))
+        timed.extend(timed_in_turns(run, calls, rounds))
         checks = compare(timed)
     return checks
 
