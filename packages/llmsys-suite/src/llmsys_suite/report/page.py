@@ -57,8 +57,8 @@ def run(run: Run) -> None:
 def write_report(folder: RunFolder) -> str:
     """Write report.md and report.html; return the text of report.md."""
     stage_sections = list(sections(folder))
-    lines = [f"# {title(folder)}", "", *opening(folder), "", *map(_markdown, stage_sections)]
-    markdown = "\n".join([*lines, OF_THE_RUN, ""])
+    head = [f"# {title(folder)}", "", *opening(folder), "", OF_THE_RUN, ""]
+    markdown = "\n".join([*head, *map(_markdown, stage_sections)])
     folder.write_text("report.md", markdown)
     folder.write_text("report.html", page(folder, stage_sections))
     if folder.complete:
