@@ -65,10 +65,10 @@ def make_run(out, resume, learn_rows=ROWS, options=None):
 def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
     """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
     run = make_run(out, resume, learn_rows, options)
-    config, rank, world = run.config, run.rank, run.world
+    rank, world = run.rank, run.world
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {})
     cls, steps = VARIANTS[variant if world > 1 else SINGLE], []
-    if config.tensor * config.pipeline > 1:
+    if run.config.tensor * run.config.pipeline > 1:
         cls = SplitModel
 
     def step(self, tokens, targets, original=cls.step):

@@ -73,7 +73,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "compress": {"whether a method is too slow by less than a factor of 1.6": ()},
 }
-#: Figures that are no results of a stage.
+#: Figures that are not results of a stage.
 OF_THE_RUN = (
     "Reported, not audited: facts of the machine, seconds of stages, peaks of processes, and the "
     "sentences, pictures, column titles and units of this report, which shows the numbers of "
