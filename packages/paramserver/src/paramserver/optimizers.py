@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -90,12 +90,6 @@ class Updater:
         self.targets = parameters
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
-        if spec.max_norm is not None and any(t.dtype == torch.float16 for t in self.targets):
-            raise ValueError(
-                "expected max_norm=None with float16 parameters, in which the norm may overflow; "
-                "pass master_dtype=torch.float32 to the servers, or train float32 parameters with "
-                "torch.autocast"
-            )
         self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
         _copy_tensor_options(self.optimizer)
         if spec.groups:
@@ -105,7 +99,10 @@ class Updater:
     def step(self) -> None:
         """Apply the gradients of `targets`, clear them, and advance the schedule."""
         if self.spec.max_norm is not None:
-            clip_grad_norm_(self.targets, self.spec.max_norm, error_if_nonfinite=True)
+            gradients = [t.grad for t in self.targets if t.grad is not None]
+            # Squares of finite gradients may overflow in the gradients' type.
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+            clip_grads_with_norm_(self.targets, self.spec.max_norm, get_total_norm(norms))
         self.optimizer.step()
         # Parameters without a gradient are skipped, so the momentum of other fragments is kept.
         self.optimizer.zero_grad()
