@@ -213,3 +213,30 @@ def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
     server = Server(dict(module.named_parameters()), OUTER, LocalSteps(2), workers=1, elastic=True)
     with pytest.raises(ValueError, match=f"expected a checkpoint of a worker in {path}"):
         Worker(module, server, optimizer=OUTER, checkpoint=path)
+
+
+class Labeled(nn.Linear):
+    """A module whose state contains a path after the first step."""
+
+    path = None
+
+    def get_extra_state(self):
+        return {"path": self.path}
+
+    def set_extra_state(self, state):
+        self.path = state["path"]
+
+
+def test_a_state_that_could_not_be_loaded_does_not_replace_the_checkpoint(tmp_path):
+    file = tmp_path / "worker"
+    module = Labeled(2, 1)
+    server = Server(dict(module.named_parameters()), OUTER, LocalSteps(1), workers=1, elastic=True)
+    worker = Worker(module, server, optimizer=OUTER, checkpoint=file)
+    worker.pull()
+    worker.push()
+    content = file.read_bytes()
+    worker.pull()
+    module.path = file
+    with pytest.raises(ValueError, match="expected numbers, texts and tensors only"):
+        worker.push()
+    assert file.read_bytes() == content

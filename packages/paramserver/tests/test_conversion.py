@@ -1,5 +1,6 @@
 """Journals continue with another number of servers, and a lost one is refused at once."""
 
+import copy
 import shutil
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -130,6 +132,49 @@ def test_a_job_continues_with_another_number_of_servers(tmp_path, job, before, a
     assert_equal_parameters(trained, dict(same.workers[0].module.named_parameters()))
     assert [server.version for server in new.servers] == [same.servers[0].version] * after
     assert new.servers[0].staleness == same.servers[0].staleness
+
+
+def small_groups(name, shape):
+    return {} if len(shape) > 1 else {"lr": 0.3}
+
+
+@pytest.mark.parametrize("servers", [3, pytest.param(7, marks=pytest.mark.exhaustive)])
+def test_parameters_of_one_element_and_rates_of_groups_are_converted(tmp_path, servers):
+    """Some servers store parameters of one group only, or of the groups in another order.
+
+    torch's `load_state_dict` would round NAdam's `mu_product` to the type of the parameters.
+    """
+    torch.manual_seed(0)
+    initial = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    spec = OptimizerSpec(partial(torch.optim.NAdam, lr=0.1), schedule, small_groups)
+    job = Job(print, initial, spec, BulkSynchronous(), workers=1)
+
+    def train(folder, steps, servers):
+        journals = []
+        hosts = []
+        for shard in replace(job, servers=servers).shards():
+            hosts.append(replace(job, servers=servers).server(shard, elastic=True))
+            journals.append(DiskJournal.start(folder / f"server-{shard.number}", hosts[-1].core))
+        module = copy.deepcopy(initial)
+        worker = Worker(module, hosts)
+        while worker.position < steps:
+            worker.pull()
+            module(torch.full((1, 3), 0.1 * worker.position).double()).sum().backward()
+            worker.push()
+        worker.finish()
+        for journal, host in zip(journals, hosts, strict=True):
+            journal.snapshot(host.core)
+            journal.close()
+        return dict(module.named_parameters())
+
+    undisturbed = train(tmp_path / "undisturbed", 9, 1)
+    train(tmp_path / "1", 3, 1)
+    convert_journal(replace(job, servers=servers), tmp_path / "1", tmp_path / "many")
+    train(tmp_path / "many", 6, servers)
+    convert_journal(job, tmp_path / "many", tmp_path / "back")
+    for name, parameter in train(tmp_path / "back", 9, 1).items():
+        assert torch.equal(parameter, undisturbed[name])
 
 
 def test_another_number_of_servers_is_refused_with_the_command_that_converts(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from paramserver import (
@@ -30,13 +31,13 @@ def _close_all():
         OPEN.pop().close()
 
 
-def server_with(folder, **options):
+def server_with(folder, optimizer=torch.optim.Adam, **options):
     module = nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    adam = torch.optim.Adam
-    server = Server(dict(module.named_parameters()), adam, Asynchronous(), workers=1, elastic=True)
+    parameters = dict(module.named_parameters())
+    server = Server(parameters, optimizer, Asynchronous(), workers=1, elastic=True)
     journal = DiskJournal(folder, **options)
     journal.load(server.core)
     OPEN.append(journal)
@@ -178,6 +179,39 @@ def test_server_may_be_killed_while_a_snapshot_is_written(tmp_path, monkeypatch)
     may_continue.set()
     journal.wait()
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
+
+
+class WithArray(torch.optim.SGD):
+    """An optimizer whose state contains an array after the first step."""
+
+    elementwise = True
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = np.ones(1)
+
+
+def test_snapshot_that_could_not_be_loaded_does_not_replace_the_journal(tmp_path, caplog):
+    server, journal = server_with(tmp_path, optimizer=partial(WithArray, lr=0.1))
+    steps(server, 3)
+    journal.snapshot(server.core)
+    journal.close()
+    assert "expected numbers, texts and tensors only" in caplog.text
+    restarted, _ = server_with(tmp_path, optimizer=partial(WithArray, lr=0.1))
+    assert state_of(restarted) == state_of(server)
+
+
+def test_optimizer_whose_options_cannot_be_stored_is_refused_before_training(tmp_path):
+    server = Server(dict(nn.Linear(2, 1).named_parameters()), with_function, workers=1)
+    with pytest.raises(RuntimeError, match="expected numbers, texts and tensors only"):
+        DiskJournal.start(tmp_path, server.core)
+
+
+def with_function(parameters):
+    optimizer = torch.optim.SGD(parameters)
+    optimizer.param_groups[0]["function"] = lambda: None
+    return optimizer
 
 
 def test_journal_folder_that_cannot_be_created_is_named_in_error(tmp_path):

@@ -4,6 +4,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,16 @@ SCHEDULERS = {
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
 }
 FULL = OptimizerSpec(ADAMW, SCHEDULERS["sequential"], no_decay, max_norm=0.3)
+
+
+def half_cosine(step):
+    return np.float32(0.5) * (1 + np.cos(step / 8))
+
+
+NUMPY = OptimizerSpec(
+    partial(torch.optim.Adam, lr=np.float32(0.1), betas=tuple(np.array([0.8, 0.9]))),
+    partial(lr_scheduler.LambdaLR, lr_lambda=half_cosine),
+)
 
 
 def servers_of(module, spec, policy=None, servers=1, **options):
@@ -157,7 +168,7 @@ def test_gradients_whose_squares_overflow_are_clipped(policy, dtype, gradient):
     torch.testing.assert_close(module.weight.detach(), torch.full((1, 4), -1.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"])])
+@pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), NUMPY])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
     def opened():
@@ -189,6 +200,9 @@ def test_a_journal_of_another_schedule_or_group_is_refused(tmp_path):
         "scheduler CosineAnnealingLR": OptimizerSpec(ADAMW, longer, no_decay, 0.3),
         "options of 0.bias": OptimizerSpec(ADAMW, cosine, max_norm=0.3),
         "max_norm 0.2": OptimizerSpec(ADAMW, cosine, no_decay, max_norm=0.2),
+        "options of 0.weight": OptimizerSpec(
+            partial(torch.optim.AdamW, lr=np.float64(0.06), weight_decay=0.5), cosine, no_decay, 0.3
+        ),
     }
     for difference, other in others.items():
         with pytest.raises(ValueError, match=f"expected a journal with {difference}"):

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import LocalSteps
+from paramserver.optimizers import save_state
 from paramserver.protocol.session import Session
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Replace the file at `path` atomically by one with `state`, and sync it to the disk."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
+    with unfinished.open("w+b") as file:
+        save_state(state, file)
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)

@@ -209,5 +209,4 @@ def _local_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parame
             "`push`"
         )
     spec.check_groups(parameters)
-    shapes = [parameter.shape for parameter in parameters.values()]
-    return Updater(spec, list(parameters.values()), list(parameters), shapes)
+    return Updater(spec, list(parameters.values()), list(parameters), parameters)

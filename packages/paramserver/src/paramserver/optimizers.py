@@ -7,10 +7,12 @@ updates with it.
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -72,7 +74,7 @@ class Updater:
         factory: the optimizer factory.
         parameters: the parameters, or parts of parameters.
         names: name of each of `parameters`.
-        shapes: for each of `parameters`, the shape of the whole parameter.
+        model: all parameters of the model, by name. Their groups are those of all servers.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Updater:
         factory: OptimizerFactory,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        model: Mapping[str, Tensor],
     ) -> None:
         self.spec = spec = spec_of(factory)
         self._parameters = parameters
@@ -90,8 +92,8 @@ class Updater:
         self.targets = parameters
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
-        self.optimizer = spec.optimizer(self._groups(shapes) if spec.groups else self.targets)
-        _copy_tensor_options(self.optimizer)
+        self.optimizer = spec.optimizer(self._groups(model) if spec.groups else self.targets)
+        _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
         self._scheduler = _checked(spec.scheduler(self.optimizer)) if spec.scheduler else None
@@ -112,10 +114,10 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state of the optimizer, the schedule and the master weights."""
-        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        optimizer = _without_numpy(copy.deepcopy(self.optimizer.state_dict()))
         state: dict[str, Any] = {"optimizer": optimizer, "scheduler": None, "masters": None}
         if self._scheduler:
-            state["scheduler"] = copy.deepcopy(self._scheduler.state_dict())
+            state["scheduler"] = _without_numpy(copy.deepcopy(self._scheduler.state_dict()))
         if self.spec.master_dtype:
             state["masters"] = [target.detach().clone() for target in self.targets]
         return state
@@ -124,7 +126,15 @@ class Updater:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a value of `state_dict`."""
         # A copy, because the optimizer keeps and changes the tensors that it loads.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        saved = copy.deepcopy(state["optimizer"])
+        self.optimizer.load_state_dict(saved)
+        targets = [t for group in self.optimizer.param_groups for t in group["params"]]
+        for index, values in saved["state"].items():
+            # torch has rounded the values to the parameter's type, such as `mu_product` of NAdam.
+            loaded = self.optimizer.state[targets[index]]
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    loaded[key] = value.to(loaded[key].device)
         if self._scheduler and state.get("scheduler") is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if self.spec.master_dtype:
@@ -139,14 +149,18 @@ class Updater:
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         settings["optimizer"] = type(self.optimizer).__name__
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
-        types = (bool, int, float, str, tuple, Tensor)
+        types = (bool, int, float, str, tuple, list, Tensor)
         for group in self.optimizer.param_groups:
-            options = [f"{key}={value}" for key, value in group.items() if type(value) in types]
+            options = [
+                f"{key}={value}"
+                for key, value in group.items()
+                if type(value) in types and key != "params"
+            ]
             for target in group["params"]:
                 settings[f"options of {names[id(target)]}"] = ", ".join(options)
         settings["scheduler"] = "None"
         if self._scheduler:
-            state = self._scheduler.state_dict()
+            state = _without_numpy(self._scheduler.state_dict())
             settings["scheduler"] = f"{type(self._scheduler).__name__} {state}"
         return settings
 
@@ -157,18 +171,34 @@ class Updater:
             for parameter, target in zip(self._parameters, self.targets, strict=True):
                 parameter.copy_(target)
 
-    def _groups(self, shapes: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Return one optimizer group per set of options."""
+    def _groups(self, model: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Return one optimizer group per set of options, in the same order on all servers."""
         assert self.spec.groups is not None
         groups: dict[str, dict[str, Any]] = {}
-        for target, name, shape in zip(self.targets, self._names, shapes, strict=True):
-            options = dict(self.spec.groups(name, torch.Size(shape)))
-            group = groups.setdefault(repr(sorted(options.items())), {"params": [], **options})
-            group["params"].append(target)
+        group_of = {}
+        for name, parameter in model.items():
+            options = dict(self.spec.groups(name, parameter.shape))
+            key = repr(sorted(options.items()))
+            group_of[name] = groups.setdefault(key, {"params": [], **options})
+        for target, name in zip(self.targets, self._names, strict=True):
+            group_of[name]["params"].append(target)
         return list(groups.values())
 
 
-def _copy_tensor_options(optimizer: Optimizer) -> None:
+def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write a state to a file; raise `ValueError` if it could not be loaded again."""
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, weights_only=True, map_location="meta")  # reads no tensor
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "expected numbers, texts and tensors only in the state of the optimizer, the schedule "
+            "and the module, because journals and checkpoints contain nothing else"
+        ) from error
+
+
+def _copy_options(optimizer: Optimizer) -> None:
     """Copy options that are tensors, such as `lr`, which a schedule changes in place.
 
     A factory passes the same tensor to the optimizers of several servers or workers.
@@ -177,6 +207,19 @@ def _copy_tensor_options(optimizer: Optimizer) -> None:
         for name, option in group.items():
             if isinstance(option, Tensor):
                 group[name] = option.clone()
+            elif name != "params":
+                group[name] = _without_numpy(option)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return the value with Python numbers instead of NumPy's, which files cannot contain."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(_without_numpy(element) for element in value)
+    if type(value) is dict:
+        return {key: _without_numpy(element) for key, element in value.items()}
+    return value
 
 
 def _require_known_options(optimizer: Optimizer) -> None:
@@ -198,14 +241,5 @@ def _checked(scheduler: LRScheduler) -> LRScheduler:
         )
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"expected a torch scheduler, got {type(scheduler).__name__}")
-    file = io.BytesIO()
-    torch.save(scheduler.state_dict(), file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"expected a scheduler whose state_dict() contains numbers, texts and tensors only, "
-            f"because journals store it, got that of {type(scheduler).__name__}"
-        ) from error
+    save_state(_without_numpy(scheduler.state_dict()), io.BytesIO())
     return scheduler

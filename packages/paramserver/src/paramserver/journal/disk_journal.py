@@ -24,8 +24,6 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from paramserver.journal.files import (
     IDENTITY_BYTES,
     SEAL,
@@ -49,6 +47,7 @@ from paramserver.journal.files import (
     snapshot_tail,
     sync_folder,
 )
+from paramserver.optimizers import save_state
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Record
 
@@ -85,7 +84,7 @@ class DiskJournal:
         self._written = 0
         self._writer: threading.Thread | None = None
         #: Error of the last snapshot; the journal continues without that snapshot.
-        self.error: OSError | RuntimeError | None = None
+        self.error: Exception | None = None
 
     @classmethod
     def start(cls, folder: str | Path, core: Core, *, fsync: bool = False) -> "DiskJournal":
@@ -100,7 +99,8 @@ class DiskJournal:
             journal.snapshot(core)
             journal.wait()
             if journal.error:
-                raise RuntimeError(f"cannot write a journal in {folder}: {journal.error}")
+                text = f"cannot write a journal in {folder}: {journal.error}"
+                raise RuntimeError(text) from journal.error
         return journal
 
     def load(self, core: Core) -> bool:
@@ -236,7 +236,7 @@ class DiskJournal:
         unfinished = journal_path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
-                torch.save(state, file)
+                save_state(state, file)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 checksum = compute_checksum(file, size)
@@ -247,7 +247,7 @@ class DiskJournal:
             unfinished.rename(journal_path(self.folder, "snapshot", number))
             sync_folder(self.folder)
             self.error = None
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+        except Exception as error:  # torch's writer raises RuntimeError
             # The journal files are complete without the snapshot; the next one is made later.
             unfinished.unlink(missing_ok=True)
             self._report(error)
@@ -256,7 +256,7 @@ class DiskJournal:
             for old in (n for n in file_numbers(self.folder, name) if n < number):
                 journal_path(self.folder, name, old).unlink(missing_ok=True)
 
-    def _report(self, error: OSError | RuntimeError) -> None:
+    def _report(self, error: Exception) -> None:
         self.error = error
         # torch's writer does not report the cause, which is often a full disk.
         free = shutil.disk_usage(self.folder).free

@@ -51,8 +51,7 @@ def updater_of_pieces(
     Raises:
         ValueError: the updates would differ from those of whole parameters.
     """
-    names, shapes = [p.name for p in pieces], [p.shape for p in pieces]
-    updater = Updater(factory, targets, names, shapes)
+    updater = Updater(factory, targets, [piece.name for piece in pieces], parameters)
     updater.spec.check_groups(parameters)
     is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
     if updater.spec.max_norm is not None and (is_local or servers > 1 or fragments > 1):

@@ -48,10 +48,10 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         raise ValueError(f"expected a new folder for the journals, got {target}, which exists")
     old = _restored(job, source)
     new = [job.server(shard, elastic=True).core for shard in job.shards()]
-    values, options = _whole_values([core.replica for core in old])
+    values = _whole_values([core.replica for core in old])
     for core in new:
         core.ledger = old[0].ledger.copy()
-        _set_values(core.replica, values, options)
+        _set_values(core.replica, values)
         _set_history(core.replica, [core.replica for core in old], values)
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -82,35 +82,28 @@ def _restored(job: Job, source: Path) -> list[Core]:
     return cores
 
 
-def _whole_values(replicas: Sequence[Replica]) -> tuple[Values, dict[str, dict[str, Any]]]:
-    """Return the values of whole parameters, and the options of their groups, by name.
+def _whole_values(replicas: Sequence[Replica]) -> Values:
+    """Return the values of whole parameters by name.
 
     The values are the parameters, the state of the optimizer, and the gradients of pushes that are
     accepted but not applied yet.
     """
     values: Values = {}
-    options: dict[str, dict[str, Any]] = {}
     for replica in replicas:
-        for index, (piece, target, state, group) in enumerate(_targets(replica)):
+        for index, (piece, target, state) in enumerate(_targets(replica)):
             of_piece = {_PARAMETER: target.detach(), **state}
             for push in sorted(replica._accepted):
                 of_piece[f"push {push}"] = replica._staged[push][index]
             for key, value in of_piece.items():
                 _add(values.setdefault(piece.name, {}), key, value, piece)
-            options[piece.name] = group
-    return values, options
+    return values
 
 
-def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any], dict[str, Any]]]:
-    """Return the pieces with their updated tensor, and the state and options of the optimizer."""
+def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
+    """Return the pieces with their updated tensor and its state in the optimizer."""
     updater = replica._updater
-    options = {
-        id(target): {key: value for key, value in group.items() if key != "params"}
-        for group in updater.optimizer.param_groups
-        for target in group["params"]
-    }
     return [
-        (piece, target, updater.optimizer.state.get(target, {}), options[id(target)])
+        (piece, target, updater.optimizer.state.get(target, {}))
         for piece, target in zip(replica.shard.pieces, updater.targets, strict=True)
     ]
 
@@ -135,32 +128,34 @@ def _part(value: Any, piece: Piece) -> Any:
     """Return the part of a parameter's value that belongs to a piece."""
     if not isinstance(value, Tensor):
         return value
-    if value.numel() == 1 < torch.Size(piece.shape).numel():
+    if value.shape != (torch.Size(piece.shape).numel(),):
         return value.clone()
     return value[piece.start : piece.stop].clone().view(piece.view_shape)
 
 
 @torch.no_grad()
-def _set_values(replica: Replica, values: Values, options: dict[str, dict[str, Any]]) -> None:
+def _set_values(replica: Replica, values: Values) -> None:
     """Set the parameters and the state of the optimizer."""
     updater = replica._updater
-    for piece, target, _, _ in _targets(replica):
+    for piece, target, _ in _targets(replica):
         parts = {key: _part(value, piece) for key, value in values[piece.name].items()}
         target.copy_(parts.pop(_PARAMETER))
         state = {key: part for key, part in parts.items() if not key.startswith("push ")}
         if state:
             updater.optimizer.state[target] = state
-    for group in updater.optimizer.param_groups:
-        name = next(p.name for p, t, _, _ in _targets(replica) if t is group["params"][0])
-        group.update(options[name])
 
 
 def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> None:
     """Set the position in the log, the schedule, and the pushes that are not applied yet."""
     first = old[0]
     updater = replica._updater
-    state = updater.state_dict() | {"scheduler": first._updater.state_dict()["scheduler"]}
-    updater.load_state_dict(state)
+    # All servers have the same groups, so they share the options, such as the learning rate.
+    state = updater.state_dict()
+    former = first._updater.state_dict()
+    former_groups = former["optimizer"]["param_groups"]
+    for group, former_group in zip(state["optimizer"]["param_groups"], former_groups, strict=True):
+        group.update(former_group | {"params": group["params"]})
+    updater.load_state_dict(state | {"scheduler": former["scheduler"]})
     replica.position = first.position
     replica.version = first.version
     replica.base_version = first.base_version
