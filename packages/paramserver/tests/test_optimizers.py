@@ -295,6 +295,8 @@ def groups_by_dimension(parameters):
             r"expected `groups` to return options for some parameter, got none for any of 0\.wei",
         ),
         (OptimizerSpec(MOMENTUM, lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau"),
+        (lambda _: SGD(model().parameters()), {}, "of the parameters that its factory receives"),
+        (lambda p: SGD(list(p)[1:]), {}, "of the parameters that its factory receives"),
         (
             MOMENTUM,
             {"policy": LocalSteps(4, OptimizerSpec(MOMENTUM, max_norm=1.0), fragments=2)},

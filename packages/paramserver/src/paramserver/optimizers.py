@@ -93,6 +93,12 @@ class Updater:
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
         self.optimizer = spec.optimizer(self._groups(model) if spec.groups else self.targets)
+        received = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if received != {id(target) for target in self.targets}:
+            raise ValueError(
+                "expected an optimizer of the parameters that its factory receives, got one of "
+                "other parameters; pass a function such as partial(torch.optim.SGD, lr=0.1)"
+            )
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
