@@ -66,13 +66,7 @@ def check_checkpoint(
 ) -> None:
     """Raise `ValueError` unless a worker can continue from the state of a checkpoint.
 
-    Args:
-        path: the file, for the error.
-        state: its content.
-        policy: policy of the job.
-        session: session with which the worker has joined.
-        layouts: layout of each server's shard.
-        settings: settings of the local optimizer.
+    The other arguments describe the job that the worker has joined. `path` is for the error.
     """
     remedy = f"remove {path} to continue without the state of the local optimizer"
     _, pushes, _ = state["at"]

@@ -29,14 +29,7 @@ from paramserver.transport.exchange import Exchange
 class LocalTraining:
     """The local optimizer of a worker, its steps, and the exchange of fragments.
 
-    Args:
-        policy: the policy of the servers.
-        factory: factory of the local optimizer.
-        module: the module to train.
-        parameters: the parameters of the module that are on the servers.
-        exchange: exchanges with the servers, whose payload is a `Changes`.
-        layouts: layout of each server's shard.
-        checkpoint: see `Worker`.
+    The payload of `exchange` is a `Changes`, and `layouts` are those of the servers' shards.
     """
 
     def __init__(

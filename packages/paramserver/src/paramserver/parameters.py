@@ -62,13 +62,8 @@ def require_unchanged(
 ) -> None:
     """Raise `ValueError` unless the module's trainable parameters are those on the servers.
 
-    Trainable parameters without a gradient are not checked.
-
-    Args:
-        module: the module of worker `rank`.
-        parameters: the trainable parameters when the worker was created.
-        shapes: the shape of each of `parameters` at that time.
-        rank: number of the worker, for the error.
+    Trainable parameters without a gradient are not checked. `parameters` and `shapes` are those of
+    the time when the worker was created.
     """
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if frozen:

@@ -34,7 +34,8 @@ class Server:
             `functools.partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerSpec`. With `LocalSteps`
             the server uses the policy's `outer` instead, and workers use `optimizer` locally.
         consistency: the policy; None is `BulkSynchronous()`.
-        workers: number of workers from the start. No worker continues before all have joined.
+        workers: number of workers from the start. A policy that waits for the slowest worker also
+            waits for those that have not joined yet, which are at clock 0.
         shard: the part of the parameters that this server stores; None is all of them. With several
             servers, the server of the first shard orders the updates of all servers.
         timeout: seconds after which a wait ends with an error, if the awaited worker has neither

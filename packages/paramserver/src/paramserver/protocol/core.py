@@ -90,13 +90,7 @@ class Core:
 
         The data of the answer are in `answer_data`. If `validate` raises, nothing has changed.
 
-        Args:
-            worker: number of the worker that sent the request.
-            message: the request.
-            data: gradients of the request.
-            now: current time in seconds.
-            is_known_finite: whether the gradients are known to be finite.
-            session: see `validate`.
+        `now` is the current time in seconds; see `validate` for `session`.
         """
         log = self.validate(worker, message, session)
         # A BEAT comes from a thread of the worker and does not end a wait of the worker.

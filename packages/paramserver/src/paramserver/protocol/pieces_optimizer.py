@@ -38,15 +38,7 @@ def updater_of_pieces(
     servers: int,
     fragments: int,
 ) -> Updater:
-    """Return the updater of the pieces that a server stores.
-
-    Args:
-        factory: the optimizer factory.
-        targets: the memory of each piece.
-        pieces: the pieces of the server's shard.
-        parameters: all parameters of the model, by name.
-        servers: number of servers over which the parameters are partitioned.
-        fragments: number of fragments of the shard.
+    """Return the updater of the pieces that a server stores in the memory of `targets`.
 
     Raises:
         ValueError: the updates would differ from those of whole parameters.

@@ -24,14 +24,8 @@ def validate(
 ) -> Log | None:
     """Return the log that a request contains, if any; raise an exception if it is invalid.
 
-    Args:
-        worker: number of the worker that the request names.
-        message: the request.
-        session: the number with which the sender joined, or None if the transport guarantees that
-            the sender is `worker`.
-        replica: the state of the server's shard.
-        ledger: the server's ledger.
-        elastic: whether other workers may join.
+    `session` is the number with which the sender joined, or None if the transport guarantees that
+    the sender is `worker`.
     """
     check_request(worker, message)
     kind = message.kind
