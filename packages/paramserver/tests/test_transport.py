@@ -26,7 +26,7 @@ def test_run_equals_one_process(transport):
     assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
     assert result.values == [[0, 1, 2, 3, 4]] * 3
     assert result.versions == [5, 5]
-    assert result.staleness == {0: 30}
+    assert result.staleness == {0: 15}
 
 
 def keep_own_parameters(worker):

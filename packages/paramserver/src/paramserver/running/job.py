@@ -167,7 +167,7 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
         [outcome.value for outcome in workers],
         parameters,
         [server.version for server in reports],
-        sum((server.staleness for server in reports), Counter()),
+        reports[0].staleness,  # every server applies every gradient
         lost,
     )
 
