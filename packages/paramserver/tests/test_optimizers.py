@@ -140,6 +140,15 @@ def test_groups_by_name_equal_one_process_wherever_tensors_are_split(servers):
     assert (trained["0.bias"] - decayed["0.bias"]).abs().max() > 1e-3
 
 
+def test_rates_that_differ_in_the_last_digits_belong_to_different_groups():
+    def rates(name, _):
+        return {"lr": torch.tensor(0.01) if name.endswith("bias") else torch.tensor(0.0100001)}
+
+    (server,) = servers_of(model(), OptimizerSpec(ADAMW, groups=rates))
+    groups = server.core.replica._updater.optimizer.param_groups
+    assert sorted(group["lr"].item() for group in groups) == pytest.approx([0.01, 0.0100001], 1e-6)
+
+
 def test_clipping_by_the_global_norm_equals_one_process():
     trained = train(servers_of(model(), FULL), 8)
     assert_equal_parameters(trained, train_alone(FULL, 8))

@@ -180,15 +180,16 @@ class Updater:
     def _groups(self, model: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return one optimizer group per set of options, in the same order on all servers."""
         assert self.spec.groups is not None
-        groups: dict[str, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
         group_of = {}
         for name, parameter in model.items():
-            options = dict(self.spec.groups(name, parameter.shape))
-            key = repr(sorted(options.items()))
-            group_of[name] = groups.setdefault(key, {"params": [], **options})
+            new = {"params": [], **self.spec.groups(name, parameter.shape)}
+            group_of[name] = next((group for group in groups if group == new), new)
+            if group_of[name] is new:
+                groups.append(new)
         for target, name in zip(self.targets, self._names, strict=True):
             group_of[name]["params"].append(target)
-        return list(groups.values())
+        return groups
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
