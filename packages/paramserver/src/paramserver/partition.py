@@ -144,7 +144,7 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ValueError(
                 f"expected floating-point parameters of at least 16 bits, got {name} of "
-                f"{tensor.dtype}; store torch.view_as_real of a complex parameter"
+                f"{tensor.dtype}; freeze it, or convert it (torch.view_as_real of a complex one)"
             )
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]
