@@ -177,6 +177,19 @@ def test_gradients_whose_squares_overflow_are_clipped(policy, dtype, gradient):
     torch.testing.assert_close(module.weight.detach(), torch.full((1, 4), -1.0, dtype=dtype))
 
 
+def test_sparse_gradients_of_local_steps_are_clipped():
+    module = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(module.weight)
+    spec = OptimizerSpec(partial(SGD, lr=1.0), max_norm=1.0)
+    (server,) = servers_of(module, SGD, LocalSteps(2), workers=1)
+    worker = Worker(module, server, optimizer=spec)
+    worker.pull()
+    (1e25 * module(torch.tensor([1, 1, 2]))).sum().backward()
+    worker.push()
+    rows = torch.tensor([0.0, -2.0, -1.0, 0.0]) / 10**0.5
+    torch.testing.assert_close(module.weight.detach(), rows[:, None].expand(4, 2))
+
+
 @pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), NUMPY])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
