@@ -183,7 +183,7 @@ class Updater:
         groups: list[dict[str, Any]] = []
         group_of = {}
         for name, parameter in model.items():
-            new = {"params": [], **self.spec.groups(name, parameter.shape)}
+            new: dict[str, Any] = {"params": [], **self.spec.groups(name, parameter.shape)}
             group_of[name] = next((group for group in groups if group == new), new)
             if group_of[name] is new:
                 groups.append(new)
