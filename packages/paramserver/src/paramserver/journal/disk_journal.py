@@ -99,6 +99,7 @@ class DiskJournal:
             journal.snapshot(core)
             journal.wait()
             if journal.error:
+                journal.close()
                 text = f"cannot write a journal in {folder}: {journal.error}"
                 raise RuntimeError(text) from journal.error
         return journal
