@@ -81,8 +81,12 @@ def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
 
 
 def keep_dimensions():
-    model = FSDP(make())
-    assert [p.dim() for p in model.parameters()] == [p.dim() for p in make().parameters()]
+    model, twin = FSDP(make()), make()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.dim() == theirs.dim()
+        # A norm is over all ranks, so the number of elements must be too.
+        assert ours.numel() == ours.nelement() == theirs.numel()
+        assert torch.zeros_like(ours).numel() == theirs.numel()
     embedding = FSDP(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()

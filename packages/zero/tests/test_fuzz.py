@@ -6,6 +6,7 @@ on all parts. Many save on the way and resume at another stage on another number
 """
 
 import copy
+import gc
 import random
 import re
 import sys
@@ -29,7 +30,7 @@ from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
 SAMPLE, ALL = 8, 10_000
-AT_ONCE = 8
+AT_ONCE, EXHAUSTIVE_AT_ONCE = 8, 500
 GROUPS = {}
 OPTIMIZERS = {
     "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],
@@ -516,6 +517,8 @@ REFUSALS = ("cleared after backward on some ranks",)
 
 
 def programs(first, last, folder, published=False):
+    # Each new ShardedOptimizer collects garbage, which would visit all objects of torch.
+    gc.freeze()
     refused, failures = 0, []
     for number in range(first, last):
         family = FAMILIES[number % len(FAMILIES)] if published else None
@@ -545,11 +548,11 @@ def test_random_programs_equal_one_process(tmp_path, first):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(SAMPLE, ALL, 5 * AT_ONCE))
+@pytest.mark.parametrize("first", range(0, ALL, EXHAUSTIVE_AT_ONCE))
 def test_every_random_program_equals_one_process(tmp_path, first):
-    last = min(ALL, first + 5 * AT_ONCE)
+    last = first + EXHAUSTIVE_AT_ONCE
     for refused in run_ranks(programs, WORLD, first, last, str(tmp_path), timeout=7200):
-        assert refused <= 5 * AT_ONCE // 4
+        assert refused <= EXHAUSTIVE_AT_ONCE // 4
 
 
 @pytest.mark.exhaustive

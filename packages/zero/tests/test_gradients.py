@@ -1,6 +1,7 @@
 """Changes of `.grad`, `.data` and `requires_grad` have the same effect as in one process."""
 
 import copy
+import pickle
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -644,6 +645,18 @@ def refuse_copies():
             copy.deepcopy(what)
     with pytest.raises(TypeError, match="save_checkpoint"):
         torch.save(model, "/dev/null")
+    averaged, _optimizer, *_ = pair(2)
+    model(torch.ones(1, 3)).sum().backward()
+    loss_of(averaged, 0, 0).backward()
+    for module in (model, averaged):
+        parameter = next(module.parameters())
+        copied = copy.deepcopy(parameter.grad)
+        assert type(copied) is type(parameter.grad)
+        assert copied.norm() == parameter.grad.norm()
+        with pytest.raises(TypeError, match=r"use full_tensor\(\), called by every rank"):
+            pickle.dumps(parameter.grad)
+    with pytest.raises(TypeError, match=r"use full_tensor\(\), called by every rank"):
+        pickle.dumps(list(model.parameters()))
     return True
 
 
@@ -836,6 +849,7 @@ MISUSES = {
         "combines this rank's elements with a plain tensor of their shape",
     ),
     "numpy": (lambda n, _: n["0.weight"].grad.tolist(), "full_tensor"),
+    "product": (lambda n, _: n["3.weight"].detach() @ n["0.weight"].detach(), "full_tensor"),
 }
 
 

@@ -1271,7 +1271,9 @@ def load_other_groups():
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     other = torch.optim.AdamW(list(make().parameters())[:3])
-    with pytest.raises(ValueError, match="expected 6 parameters in group 0 of the state, got 3"):
+    with pytest.raises(
+        ValueError, match=r"expected a state of groups of \[6\] parameters, got groups of \[3\]"
+    ):
         ours.load_state_dict(other.state_dict())
     return True
 

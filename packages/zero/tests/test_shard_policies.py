@@ -114,7 +114,7 @@ def shard_everything(name):
     """Train with all parameters sharded; every rank stores 1/n of them."""
     model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name))
     total = sum(p.numel() for p in twin.parameters())
-    stored = sum(p.numel() for p in model.parameters())
+    stored = sum(p.shape.numel() for p in model.parameters())
     # Each unit is padded to a multiple of the world size.
     assert abs(stored - total / dist.get_world_size()) <= len(model.units)
     train(model, ours, twin, theirs, mean_square, clip=0.5)

@@ -1,6 +1,7 @@
 """Optimizers of shards: state dicts with torch's tools, whole matrices."""
 
 import copy
+import pickle
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import load_checkpoint, save_checkpoint
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 DEADLINE = 600.0
@@ -195,3 +196,98 @@ def dropped_on_one_rank():
 
 def test_optimizers_that_cannot_step_shards_are_refused():
     assert all(run_ranks(dropped_on_one_rank, 2, timeout=DEADLINE))
+
+
+CREATED_IN_THE_CONSTRUCTOR = [
+    cls.__name__
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type)
+    and cls is not torch.optim.Optimizer
+    and cls([nn.Parameter(torch.ones(2, 2))], lr=0.1).state
+]
+
+
+def assert_sharded_state(optimizer):
+    """Assert that state is stored as plain tensors, and that state dicts contain DTensors."""
+    state_dict = optimizer.state_dict()
+    assert isinstance(state_dict["state"][0]["sum"], DTensor)
+    assert {type(v) for state in optimizer.state.values() for v in state.values()} == {torch.Tensor}
+    assert_same_state(pickle.loads(pickle.dumps(copy.deepcopy(state_dict))), state_dict)
+    # A user may add state between steps.
+    for parameter, state in optimizer.state.items():
+        state["sum"] = torch.full_like(parameter, 0.5)
+    assert_same_state(optimizer.state_dict(), state_dict)
+
+
+def use_state_from_the_constructor(folder, name):
+    model, ours, twin, theirs = pair(3, name, initial_accumulator_value=0.5)
+    assert_sharded_state(ours)
+    # torch's function is the first that reads the state.
+    model, ours, *_ = pair(3, name, initial_accumulator_value=0.5)
+    whole = get_optimizer_state_dict(model.module, ours, options=FULL)
+    assert_same_state(whole["state"], get_optimizer_state_dict(twin, theirs)["state"])
+    weights, state = get_state_dict(model.module, ours)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    for method in ("dcp", "sharded", "whole"):
+        other, optimizer, *_ = pair(3, name)
+        if method == "dcp":
+            load_by_torch(folder, other.module, optimizer)
+        else:
+            optimizer.load_state_dict((ours if method == "sharded" else theirs).state_dict())
+        train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=2)
+    return True
+
+
+@pytest.mark.parametrize("name", CREATED_IN_THE_CONSTRUCTOR)
+def test_state_from_the_constructor_is_sharded_state(tmp_path, name):
+    assert all(run_ranks(use_state_from_the_constructor, 2, str(tmp_path / "x"), name))
+
+
+class Moments(torch.optim.Optimizer):
+    """An element-wise optimizer with state under names of NAdam's and ASGD's numbers."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for key in ("mu", "eta"):
+                    state.setdefault(key, torch.zeros_like(parameter))
+                state["mu"].lerp_(parameter.grad, 0.1)
+                state["eta"].add_(state["mu"].abs())
+                parameter.addcdiv_(state["mu"], state["eta"] + 1.0, value=-group["lr"])
+
+
+def shard_moments(model, stage):
+    if stage == 3:
+        model = FSDP(model, elementwise_optimizers=(Moments,))
+        return model, Moments(model.parameters())
+    return model, ShardedOptimizer(model.parameters(), Moments, elementwise=True)
+
+
+def resume_moments(folder, stage):
+    twin = make()
+    theirs = Moments(twin.parameters())
+    model, ours = shard_moments(make(), stage)
+    train(model, ours, twin, theirs, mean_square)
+    save_checkpoint(folder, model, ours)
+    for method in ("checkpoint", "state dict"):
+        other, optimizer = shard_moments(make(), stage)
+        if method == "checkpoint":
+            load_checkpoint(folder, other, optimizer)
+        else:
+            other.load_state_dict(model.state_dict())
+            optimizer.load_state_dict(ours.state_dict())
+        fresh = copy.deepcopy(twin)
+        reference = Moments(fresh.parameters())
+        reference.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        train(other, optimizer, fresh, reference, mean_square)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_of_every_element_is_sharded_whatever_its_name(tmp_path, stage):
+    assert all(run_ranks(resume_moments, 2, str(tmp_path / "x"), stage))

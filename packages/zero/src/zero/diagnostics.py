@@ -16,19 +16,20 @@ STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
 
-def describe_difference(everyone: Sequence[Sequence[Any]]) -> str:
-    """Describe the first entry of a rank's list that differs from rank 0's; "" if all agree."""
+def check_alike(everyone: Sequence[Sequence[Any]]) -> None:
+    """Raise ValueError if a rank's description of its parameters differs from rank 0's."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if len(other) != len(first):
-            return f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}: {REMEDY}"
+            raise ValueError(
+                f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}: {REMEDY}"
+            )
         for index, (expected, actual) in enumerate(zip(first, other, strict=True)):
             if expected != actual:
-                return (
+                raise ValueError(
                     f"parameter {index} is {actual} on rank {rank} but {expected} on rank 0: "
                     f"{REMEDY}"
                 )
-    return ""
 
 
 def find_unresponsive_ranks(

@@ -19,7 +19,12 @@ from zero.process_groups import Communicator
 
 #: Entries of torch's optimizer state that are one number per parameter. They have the same shape as
 #: a 0-dimensional parameter, but are not its elements.
-NUMBERS = {"step", "mu_product", "mu", "eta"}
+_NUMBERS = {"step", "mu_product", "mu", "eta"}
+
+
+def has_elements(key: str, shape: torch.Size, parameter_shape: torch.Size) -> bool:
+    """Return True if a state entry of this name and shape has an element per parameter element."""
+    return shape == parameter_shape and (len(shape) > 0 or key not in _NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Run:
         """
         if not isinstance(value, Tensor):
             return value
-        is_part = value.shape == whole_shape and value.shape != self.shape and key not in NUMBERS
+        is_part = has_elements(key, value.shape, whole_shape) and value.shape != self.shape
         # If two runs of a parameter shared a tensor, it would be updated twice per step. A copy
         # that is made in inference mode could not be updated.
         with torch.inference_mode(False), torch.no_grad():
@@ -99,7 +104,7 @@ def state_rows(
     """
     state = _whole_state(local_state, parameter.shape, communicator)
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and key not in NUMBERS:
+        if isinstance(value, Tensor) and has_elements(key, value.shape, parameter.shape):
             state[key] = shard_rows(value.to(parameter.device), communicator)
     return state
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero.diagnostics import describe_difference
+from zero.diagnostics import check_alike
 from zero.fsdp.shard import find_unit
 from zero.process_groups import Communicator, check_separate_elements
 
@@ -111,9 +111,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named
     ]
-    problem = describe_difference(communicator.gather_objects(described))
-    if problem:
-        raise ValueError(problem)
+    check_alike(communicator.gather_objects(described))
     check_shardable(named)
     for name, parameter in named:
         if _has_hooks(parameter):

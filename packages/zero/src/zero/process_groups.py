@@ -198,10 +198,6 @@ class Communicator:
     def _process_group(self) -> Any:
         return self.group or dist.group.WORLD
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Return the communicator itself, which copies of a gradient share."""
-        return self
-
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = sum over ranks of input[block of this rank]`.
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.checkpoint import checksums
-from zero.checkpoint.contents import HEADER, VERSION, read_contents
+from zero.checkpoint.contents import VERSION, read_contents
 from zero.checkpoint.draft import current
 from zero.checkpoint.loading import Loading
 from zero.checkpoint.other_formats import check_format
@@ -32,9 +32,8 @@ from zero.checkpoint.ownership import (
     slots,
     tied_names,
 )
-from zero.checkpoint.storage import find, fingerprint, together, write_folder
+from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import find_weights
-from zero.gradients.shard import plain
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
@@ -48,7 +47,7 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write model, optimizer and `extra` (plain values and tensors) to the folder `path`.
+    """Write model, optimizer and rank 0's `extra` (plain values and tensors) to the folder `path`.
 
     Every rank must call it. If a rank fails, every rank raises a RuntimeError that names the failed
     ranks, and the folder is unchanged.
@@ -195,8 +194,7 @@ def _collect_slot(
             if is_first and (not slot.is_replicated or rank == 0):
                 objects[name] = value
             continue
-        # State that an optimizer created in its constructor has the type of the shard.
-        flat = plain(value.detach()).reshape(-1)
+        flat = value.detach().reshape(-1)
         if value.shape == run.shape:
             parts.append(Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated))
         elif is_first:

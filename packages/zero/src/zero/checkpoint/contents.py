@@ -18,13 +18,12 @@ import torch
 
 from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
-from zero.checkpoint.storage import Folder
+from zero.checkpoint.storage import HEADER, Folder
 from zero.checkpoint.weights import Weights
 from zero.optimizer.state_dict import options_of
 
 #: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
 VERSION = 4
-HEADER = "zero"
 USUAL_PREFIXES = ("", "model.", "module.")
 
 #: Maps a parameter's name in the model, or its number in the optimizer, to the (key, stored name)

@@ -20,7 +20,7 @@ from zero.checkpoint.ownership import (
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
-from zero.dtensors import NUMBERS
+from zero.dtensors import has_elements
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
@@ -265,7 +265,7 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
     """Return the part of a state tensor that this rank reads, with newly allocated memory."""
     shape, dtype = stored
     run = slot.run
-    if run is not None and shape == slot.shape and key not in NUMBERS:
+    if run is not None and has_elements(key, shape, slot.shape):
         values = torch.empty(run.stop - run.start, dtype=dtype, device=slot.parameter.device)
         return Part(name, shape, run.start, run.stop, values, target=values.view(run.shape))
     values = torch.empty(shape.numel(), dtype=dtype)

@@ -28,6 +28,9 @@ from zero.diagnostics import explain
 
 T = TypeVar("T")
 
+#: The name under which `extra` and the non-tensor states of modules are saved.
+HEADER = "zero"
+
 
 def write_folder(
     path: Path,
@@ -228,8 +231,9 @@ def _check_loadable(objects: dict[str, Any]) -> None:
             pickled.seek(0)
             torch.load(pickled, weights_only=True)
         except Exception as error:
+            kind = "`extra` and the extra state of modules" if name == HEADER else name
             raise TypeError(
-                f"expected plain values and tensors in {name}, got an object that a load would "
+                f"expected plain values and tensors in {kind}, got an object that a load would "
                 f"refuse ({str(error).splitlines()[0]}): save the values that it consists of"
             ) from error
 

@@ -87,8 +87,8 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError(
-            "a module of fully_shard cannot be copied: use its state dict, or zero.FSDP, whose "
-            "copies are independent models"
+            "a module of fully_shard cannot be copied: copy it before fully_shard, and load the "
+            "state_dict() of this one"
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

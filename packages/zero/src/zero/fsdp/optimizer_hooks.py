@@ -9,7 +9,7 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,9 +40,19 @@ from zero.process_groups import Communicator
 
 @cache
 def install() -> None:
-    """Register hooks for the steps of all optimizers of this process."""
+    """Register hooks for the steps and state dicts of all optimizers of this process."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    state_dict = torch.optim.Optimizer.state_dict
+
+    @wraps(state_dict)
+    def state_dict_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        find_shard_optimizer(optimizer)
+        return state_dict(optimizer)
+
+    # Before its first step an optimizer may have state from its constructor or a load. torch has
+    # no hook for the state dicts of all optimizers.
+    torch.optim.Optimizer.state_dict = state_dict_of_shards  # type: ignore[assignment,method-assign]
 
 
 def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
@@ -63,6 +73,9 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
             shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
             shard_optimizer.update(optimizer)
         _known[optimizer] = shard_optimizer, parameters
+    for state in optimizer.state.values() if shard_optimizer else ():
+        # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
+        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     return shard_optimizer
 
 
@@ -108,13 +121,10 @@ def _return_once(losses: list[Any]) -> Any:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    shard_optimizer, _ = _known.get(optimizer, (None, []))
+    shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer is None:
         return
     end_step()
-    for state in optimizer.state.values():
-        # A copy of a gradient, such as a momentum buffer, must not act like a gradient.
-        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.scatter_full_tensors():
             # torch's tools require that the state is empty on all ranks or on none.

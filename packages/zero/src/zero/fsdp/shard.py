@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero.gradients.reductions import PartialGradient
 from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
 from zero.process_groups import Communicator
 
@@ -131,6 +132,8 @@ class Shard(nn.Parameter):
             copied = nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+    __reduce_ex__ = PartialGradient.__reduce_ex__
 
     @property
     def grad(self) -> Tensor | None:

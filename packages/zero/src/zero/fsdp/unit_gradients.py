@@ -65,11 +65,6 @@ class UnitGradients:
         """The collectives of the unit's ranks."""
         return self.unit.communicator
 
-    @property
-    def is_reducing(self) -> bool:
-        """True while a reduction is in progress."""
-        return self._reduction is not None
-
     def num_trainable(self) -> int:
         """Return the number of parameters that a backward may reach."""
         return sum(parameter.full.requires_grad for parameter in self.unit.parameters)

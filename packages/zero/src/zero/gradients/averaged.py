@@ -108,11 +108,6 @@ class AveragedGradient(PartialGradient):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
 
-    def __deepcopy__(self, memo: Any) -> AveragedGradient:
-        result: AveragedGradient = self.clone()  # type: ignore[assignment]
-        memo[id(self)] = result
-        return result
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -24,6 +24,17 @@ class PartialGradient(Tensor):
         """Return this rank's elements as plain tensors."""
         raise NotImplementedError
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        result = self.clone()
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "expected a whole tensor to copy or pickle, got a tensor of which this rank stores "
+            "only some elements: use full_tensor(), called by every rank, or a state_dict()"
+        )
+
 
 def gather_runs(
     runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator

@@ -32,9 +32,9 @@ ELEMENTWISE_OPERATORS = {
 #: Element-wise Python functions and methods that are not named like an operator with this tag.
 ELEMENTWISE_FUNCTIONS = {
     "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
-    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
-    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
-    "true_divide", "square", "clamp", "masked_fill", "positive",
+    "data", "real", "empty_like", "full_like", "fill_", "nan_to_num", "clip", "where", "isfinite",
+    "isreal", "multiply", "divide", "subtract", "negative", "absolute", "true_divide", "square",
+    "clamp", "masked_fill", "positive",
 }  # fmt: skip
 #: Tensor attributes that return a view of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}

@@ -75,6 +75,8 @@ class ShardGradient(PartialGradient):
                 return norms(*args, **kwargs)
             if name.startswith("_foreach_"):
                 return _apply_foreach(func, name, args, kwargs)
+            if name in ("numel", "nelement") and not cls.is_stepping:
+                return args[0].elements.shape.numel()
             if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
@@ -129,7 +131,7 @@ def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
     name = python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
-        is_of_object = name in NOT_IN_PLACE or name.startswith(("register_", "__reduce"))
+        is_of_object = name in NOT_IN_PLACE or name.startswith("register_")
         if ShardGradient.is_stepping or is_of_object:
             return func(*args, **kwargs)
         if is_access and (func.__name__ != "__get__" or name not in VIEWS):
@@ -151,7 +153,12 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     is_in_place = name.rstrip("_") + "_" == name and name not in NOT_IN_PLACE
     if is_local or is_in_place or name in READS_ELEMENTS:
         _check_is_local(name, is_local, leaves)
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, IndexError):
+        # The reason for the error is a shape that differs between ranks.
+        _check_is_local(name, is_local, ())
+        raise
     if is_local and type(result) is Tensor:
         gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
         _check_is_local(name, gradient.shape == result.shape, ())

@@ -11,9 +11,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero.diagnostics import describe_difference
 from zero.fsdp.shard import find_unit, replaced_parameters
-from zero.process_groups import Communicator
 
 #: The ShardedOptimizer of each parameter that has one.
 _owners = WeakTensorKeyDictionary()
@@ -121,13 +119,3 @@ def check_state_keys(state: Iterable[Any], parameters: Container[Any]) -> None:
                 f"shape {tuple(key.shape)}, whose entry would have no effect: change the entries "
                 "in state.values() in place, clear `state`, or use load_state_dict()"
             )
-
-
-def check_alike_on_all_ranks(
-    parameters: Sequence[nn.Parameter], communicator: Communicator
-) -> None:
-    """Raise ValueError if the ranks passed parameters of different shapes or dtypes."""
-    described = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-    problem = describe_difference(communicator.gather_objects(described))
-    if problem:
-        raise ValueError(problem)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 
+from zero.diagnostics import check_alike
 from zero.fsdp.shard import Shard
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_buckets import Bucket
@@ -34,7 +35,6 @@ from zero.optimizer.optimizer_kinds import (
 )
 from zero.optimizer.option_checks import OptionChecks
 from zero.optimizer.parameter_groups import (
-    check_alike_on_all_ranks,
     check_groups_unchanged,
     check_in_one_group,
     check_ordered,
@@ -159,7 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_alike_on_all_ranks(group["params"], self.communicator)
+            described = [(tuple(p.shape), str(p.dtype)) for p in group["params"]]
+            check_alike(self.communicator.gather_objects(described))
             split = self._how_to_split(group)
         except BaseException:
             # A group without shards would break the next step.

@@ -32,20 +32,13 @@ class Sharded(Protocol):
 @torch.no_grad()
 def load_state_dict(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
     """Load a state dict with DTensors."""
-    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if sizes != saved_sizes:
         raise ValueError(
-            f"expected a state of {len(optimizer.param_groups)} parameter groups, got "
-            f"{len(state_dict['param_groups'])}: make the same groups as when saving"
+            f"expected a state of groups of {sizes} parameters, got groups of {saved_sizes}: make "
+            "the same groups as when saving"
         )
-    for index, pair in enumerate(
-        zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    ):
-        sizes = [len(group["params"]) for group in pair]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"expected {sizes[0]} parameters in group {index} of the state, got {sizes[1]}: "
-                "make the same groups as when saving"
-            )
     shards = [shard for group in optimizer.inner.param_groups for shard in group["params"]]
     index_of = {shard: index for index, shard in enumerate(shards)}
     runs = _runs(optimizer)
