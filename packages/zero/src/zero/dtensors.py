@@ -78,7 +78,8 @@ def _whole_state(
     for run, state in local_state:
         for key, value in state.items():
             is_run = isinstance(value, Tensor) and value.shape == run.shape
-            entries.append((run, key, _to_cpu(value), is_run))
+            local = value.detach().cpu() if isinstance(value, Tensor) else value
+            entries.append((run, key, local, is_run))
     whole: dict[str, Any] = {}
     for rank_entries in communicator.gather_objects(entries):
         for run, key, value, is_run in rank_entries:
@@ -115,7 +116,3 @@ def full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for key in group["params"]:
             entry = state_dict["state"].get(key, {})
             yield {name: full_value(value) for name, value in entry.items()}
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -68,10 +68,10 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
         if any(find_unit(parameter) for parameter in parameters):
             try:
                 check_constructed(optimizer)
+                shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
+                shard_optimizer.update(optimizer)
             except ValueError as error:
                 raise RuntimeError(str(error)) from error
-            shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
-            shard_optimizer.update(optimizer)
         _known[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
@@ -268,16 +268,13 @@ def _needs_full_tensors(
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in unit.elementwise_optimizers for _, unit, _ in entries)
-    try:
-        split = how_to_split(
-            cls,
-            {} if is_known else options_from(optimizer, group),
-            entries[0][0].device,
-            elementwise=True if is_declared else None,
-            group=options_of(group),
-            shapes=[sharded.shape for _, _, sharded in entries],
-            as_columns=True,
-        )
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
+    split = how_to_split(
+        cls,
+        {} if is_known else options_from(optimizer, group),
+        entries[0][0].device,
+        elementwise=True if is_declared else None,
+        group=options_of(group),
+        shapes=[sharded.shape for _, _, sharded in entries],
+        as_columns=True,
+    )
     return split == "parameters"
