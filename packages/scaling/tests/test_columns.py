@@ -192,6 +192,7 @@ def test_run_without_a_state_among_runs_with_states_is_left_out(blank):
         ("notes", "", "diverged"),
         ("problem", None, "OOM"),
         ("exit_code", 0, 137),
+        ("ExitCode", "0:0", "1:0"),
         ("exitCode", "0", "1"),
         ("exit_status", "0", ""),
     ],

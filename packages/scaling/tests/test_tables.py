@@ -340,14 +340,49 @@ def test_checkpoints_without_run_names_or_steps_are_refused(spacing, shuffled):
     ]
     order = np.random.default_rng(0).permutation(15) if shuffled else np.arange(15)
     rows = [rows[i] for i in order]
-    with pytest.raises(ValueError, match=r"rises with the tokens of each size.*history='…'"):
+    with pytest.raises(ValueError, match=r"evenly spaced token counts.*history='…'"):
         load_runs(rows)
     assert len(load_runs(rows, history=False)) == 15
     grid = [row | {"D": 1e9 * 2 ** (row["D"] // 9e8)} for row in rows]
     assert len(load_runs(grid)) == 15
     many = [{"N": n, "D": 1e9 * 1.2**s, "loss": 4 - s / 50} for n in (1e8, 3e8) for s in range(25)]
-    with pytest.raises(ValueError, match="rises with the tokens of each size"):
+    with pytest.raises(ValueError, match="evenly spaced token counts, or many"):
         load_runs(many)
+
+
+@pytest.mark.parametrize("names", [{}, {"run": "r{}"}])
+@pytest.mark.parametrize("step", ["_step", "checkpoint"])
+def test_history_with_the_tokens_of_the_whole_training_is_refused(names, step):
+    """The tokens of a config are those of the end, so the rows of a run do not differ in them."""
+    rows = [
+        {"N": n, "D": 20 * n, step: f"m/step_{s}" if step == "checkpoint" else s, "loss": 4 - s / 9}
+        | {k: v.format(i) for k, v in names.items()}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(3)
+    ]
+    with pytest.raises(ValueError, match=f"'{step}' rises with the tokens of each size"):
+        load_runs(rows)
+    if names:
+        with pytest.raises(ValueError, match="pass only the last row of each run"):
+            load_runs(rows, history="run")
+    # Repetitions have different times, but no different steps.
+    seeds = [row | {step: "m/step_9", "seed": i % 3, "time": i} for i, row in enumerate(rows)]
+    assert len(load_runs(seeds)) == 9
+
+
+@pytest.mark.parametrize("column", ["dir_name", "Run", "split"])
+def test_training_and_validation_of_one_run_are_not_read_as_two_runs(column):
+    """TensorBoard writers of Keras and of `add_scalars` use one folder per data split."""
+    stem = "" if column == "split" else "run{}/loss_"
+    rows = [
+        {column: f"{stem.format(i)}{part}", "N": n, "D": 20 * n, "loss": 3 - i / 9 - len(part) / 99}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for part in ("train", "validation")
+    ]
+    with pytest.raises(ValueError, match=rf"{column}' names \[.*train', .*validation'\]"):
+        load_runs(rows)
+    assert len(load_runs(rows, history=False)) == 6
+    assert len(load_runs(rows[1::2])) == 3
 
 
 @pytest.mark.parametrize("column", ["_timestamp", "Wall time", "epoch", "iteration"])
@@ -660,11 +695,25 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
         *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
         *("init_loss", "start_loss", "target_loss", "teacher_loss", "kl_loss", "mtp_loss"),
         *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
+        *("loss_se", "loss_sum", "val_loss_count", "loss_ci_low", "loss_upper", "neg_loss"),
     ],
 )
 def test_part_of_a_loss_is_not_read_as_the_loss(name):
     with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
+
+
+def test_perplexity_per_byte_is_not_described_as_per_token():
+    table = {"N": BASE["N"], "D": BASE["D"], "byte_perplexity": np.exp(BASE["loss"])}
+    assert "(nats, of perplexity per byte)" in load_runs(table).explanation
+
+
+def test_nested_columns_of_polars_are_flattened():
+    polars = pytest.importorskip("polars", reason="polars is not installed here")
+    config = [{"n_params": n} for n in BASE["N"]]
+    summary = [{"tokens": d, "eval/loss": y} for d, y in zip(BASE["D"], BASE["loss"], strict=True)]
+    frame = polars.DataFrame({"config": config, "summary": summary})
+    np.testing.assert_allclose(load_runs(frame).loss, BASE["loss"])
 
 
 def test_structured_array_is_a_table_and_plain_array_is_refused():

@@ -1,5 +1,6 @@
 """Histories: tables with several rows per training run, of which the last row is kept."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
-from scaling.tables.names import WORDS
+from scaling.tables.names import WORDS, split_words
 from scaling.tables.table import Reading
 from scaling.units import Array
 
@@ -134,9 +135,12 @@ def _find_run_ends(
         candidates += [names[c] for c in ("name", "experiment") if c in names]
     if isinstance(named, str):
         candidates = [named]
+    if "split" in names:
+        _refuse_parts(reading, names["split"])
     has_names = False
     repeated = ""
     for column in candidates:
+        _refuse_parts(reading, column)
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
         has_names = has_names or (is_unique and not _numbers_rows(reading, column))
@@ -153,11 +157,27 @@ def _find_run_ends(
         _refuse_repeated_tokens(reading, repeated, progress)
     if isinstance(named, str) and not has_names:
         raise ValueError(
-            f"history={named!r}: the rows of a run must have one size and different tokens"
+            f"history={named!r}: the rows of a run must have one size and different tokens; if the"
+            " tokens are those of the whole training, pass only the last row of each run"
         )
     if not has_names:
         _refuse_checkpoints(reading, rising, _sizes(reading, STRICT_SIZE_TOLERANCE), progress)
     return None
+
+
+def _refuse_parts(reading: Reading, column: str) -> None:
+    """Raise `ValueError` if two names differ only in a last word such as train or val."""
+    by_stem: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(map(str, reading.table.cells(column))):
+        words = split_words(name)
+        if {"train", *WORDS["held_out"]} & {*words[-1:]}:
+            by_stem.setdefault((*words[:-1],), []).append(name)
+    for names in by_stem.values():
+        if len(names) > 1:
+            raise ValueError(
+                f"column {column!r} names {names}, which may be losses of one run on several texts:"
+                " select those of one with where=…, or pass history=False if every row is a run"
+            )
 
 
 def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
@@ -187,22 +207,32 @@ def _refuse_checkpoints(
     reading: Reading, rising: Sequence[str], size: Array, progress: Array
 ) -> None:
     """Raise `ValueError` if the rows look like checkpoints of training runs."""
-    evidence = [f"column {name!r}" for name in rising if _rises(reading, name, size, progress)]
-    if not evidence and _has_checkpoints(size, progress):
-        evidence = ["the number of rows"]
-    if evidence:
-        raise ValueError(
-            f"{evidence[0]} rises with the tokens of each size: the rows may be a history of fewer"
-            " runs, or a run each; name the column of runs with history='…', or pass history=False"
-            " if every row is the end of a run"
-        )
+    rises = [name for name in rising if _rises(reading, name, size, progress)]
+    if rises:
+        evidence = f"column {rises[0]!r} rises with the tokens of each size"
+    elif _has_checkpoints(size, progress):
+        evidence = "most sizes have evenly spaced token counts, or many"
+    else:
+        return
+    raise ValueError(
+        f"{evidence}: the rows may be a history of fewer runs, or a run each; name the column of"
+        " runs with history='…', or pass history=False if every row is the end of a run"
+    )
 
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if a column rises with the tokens of a size, for at least half of all rows."""
-    steps = parse_numbers(reading.table.cells(column))
+    """Return True if a column rises with the tokens of a size, for at least half of all rows.
+
+    A step may also rise at equal tokens, which are then those of the whole training.
+    """
+    cells = reading.table.cells(column)
+    steps = parse_numbers(cells)
+    if np.isnan(steps).all():  # names of checkpoints, such as step_1000
+        steps = parse_numbers([re.sub(r"^.*?(\d*)\D*$", r"\1", str(cell)) for cell in cells])
     order = np.lexsort((steps, size))
-    rises = (np.diff(steps[order]) > 0) & (np.diff(progress[order]) > 0)
+    gain = np.diff(progress[order])
+    is_later = gain > 0 if "time" in column.lower() else gain >= 0
+    rises = (np.diff(steps[order]) > 0) & is_later
     later = int((rises & (np.diff(size[order]) == 0)).sum())
     return len(steps) >= 4 and later >= len(steps) / 2
 

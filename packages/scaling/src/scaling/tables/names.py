@@ -315,7 +315,8 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
     """Return the description of the unit in a loss's name, and the factor to nats."""
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
-        return "perplexity", 1.0
+        of = [unit for unit in ("byte", "word", "char") if unit in joined]
+        return " per ".join(["perplexity", *of]), 1.0
     # A ratio may be written as bits per byte, bits/byte or bits_byte.
     if re.search("bpb|bits?(?:per)?byte", joined):
         return "bits per byte", 1.0

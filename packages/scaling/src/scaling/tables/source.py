@@ -99,6 +99,8 @@ def _from_columns(content: Mapping[str, Any]) -> Table:
     columns = {}
     for name, values in content.items():
         cells = np.atleast_1d(np.asanyarray(values))
+        if cells.ndim > 1:  # NumPy drops the field names of a column of structs of polars
+            cells = object_cells(list(values))
         if cells.dtype.kind not in "biuf" or isinstance(cells, np.ma.MaskedArray):
             cells = object_cells(cells.tolist())  # masked cells become None
         columns[str(name)] = cells

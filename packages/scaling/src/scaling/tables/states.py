@@ -61,7 +61,7 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
     if is_state:
         finished = _finished_states(name, texts, table)
     elif is_code:
-        finished = {"0", "0.0"}
+        finished = {"0", "0.0", "00"}  # Slurm writes 0:0
     elif is_flag and present <= TRUE | FALSE:
         # A blank cell in a column of failures means that the run did not fail.
         finished = {*TRUE} if words[-1] in STATES["finished"] else {*FALSE, ""}
