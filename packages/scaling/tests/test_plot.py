@@ -98,16 +98,9 @@ def test_fit_by_isoflop_prints_warnings_on_stderr(file, capsys):
     assert "is far from any run" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--method", "parabola", "--loss", "lad"], "--loss is an option of --method parametric"),
-        (["--nearest", "5"], "--nearest is an option of --method parabola"),
-    ],
-)
-def test_option_of_the_other_method_is_refused(file, capsys, options, message):
-    assert main(["fit", str(file), "--at", "1e23", *options]) == 2
-    assert message in capsys.readouterr().err
+def test_option_of_the_other_method_is_refused(file, capsys):
+    assert main(["fit", str(file), "--at", "1e23", "--method", "parabola", "--loss", "lad"]) == 2
+    assert "--loss is an option of --method parametric" in capsys.readouterr().err
 
 
 def test_sweep_prints_the_best_rates(capsys):

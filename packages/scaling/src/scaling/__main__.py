@@ -3,13 +3,12 @@
 import argparse
 import json
 import math
-import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -18,9 +17,6 @@ from scaling.fit.search import Loss
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Output = tuple[list[str], dict[str, Any]]
 
@@ -69,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
         default="parametric",
         help="a law of N and D, or valleys of each budget; default: parametric",
     )
-    fit.add_argument("--nearest", type=int, help="runs per parabola; default: all")
     fit.add_argument(
         "--loss", choices=get_args(Loss), help="loss of parametric fits; default: huber"
     )
@@ -125,8 +120,6 @@ def _fit(arguments: argparse.Namespace) -> Output:
     at = arguments.at or [float(10 * runs.compute.max())]
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
-        if arguments.nearest is not None:
-            raise ValueError("--nearest is an option of --method parabola: drop one of them")
         fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
         # Intervals of the answers include drift; intervals of the constants do not.
         best = [fit.optimal(c) for c in at]
@@ -144,7 +137,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
     else:
         if arguments.loss is not None:
             raise ValueError("--loss is an option of --method parametric: drop one of them")
-        fit = fit_isoflop(runs, nearest=arguments.nearest)
+        fit = fit_isoflop(runs)
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
         interval = fit.exponent_interval
@@ -164,7 +157,7 @@ def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    _write(arguments.to, lambda path: path.write_text(page, "utf-8"))
+    arguments.to.write_text(page, "utf-8")
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
@@ -207,18 +200,7 @@ def _save_plot(result: Any, path: Path | None, **options: float) -> None:
         return
     from scaling.plot import plot
 
-    figure: Figure = plot(result, **options)
-    _write(path, lambda temporary: figure.savefig(temporary, dpi=150))
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then rename it, so that it is never half written."""
-    temporary = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    plot(result, **options).savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -92,13 +92,8 @@ def sweep_learning_rate(
             seed) trains and returns the final loss, or nan if the run diverged; it needs `rates`
             and `batch_sizes`, has one seed by default, and sets all other options itself.
         optimizer: "sgd" or "adam", for the built-in tasks.
-        rates: The learning rates; `SETTINGS` contains the defaults of this and the following
-            arguments.
-        batch_sizes: The batch sizes.
-        seeds: The number of seeds.
-        steps: The number of steps.
-        dimension: The input dimension.
-        noise: The standard deviation of the label noise.
+        rates, batch_sizes, seeds, steps, dimension, noise: By default those of `SETTINGS`. The
+            dimension is that of the input, and the noise is the standard deviation of the labels.
         seed: The first seed.
         device: The torch device of the built-in tasks.
 

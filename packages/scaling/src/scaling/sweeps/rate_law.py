@@ -61,11 +61,12 @@ def _surging(u: Array, k: float) -> Array:
 
 
 def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
-    """Fit the shape and the constants that minimize the squared log error.
+    """Fit the shape and the constants that minimize the squared log error on a grid.
 
-    The shapes are compared by AICc, because a surge has a third constant. Raises `ValueError` for
-    fewer than five batch sizes, for a number that is not positive and finite, and for rates without
-    a visible B_c: far from it, each shape is a constant or proportional to B or to sqrt(B).
+    Steps of the grid are about one percent in B_c and nine percent in k. The shapes are compared by
+    AICc, because a surge has a third constant. Raises `ValueError` for fewer than five batch sizes,
+    for a number that is not positive and finite, and for rates without a visible B_c: far from it,
+    each shape is a constant or proportional to B or to sqrt(B).
     """
     b = np.asarray(batch_sizes, np.float64)
     r = np.asarray(rates, np.float64)

@@ -143,7 +143,10 @@ def _find_run_ends(
         _refuse_parts(reading, column)
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
-        has_names = has_names or (is_unique and not _numbers_rows(reading, column))
+        # A column `id` of numbers may be an index or the key of a database.
+        first = str(reading.table.cells(column)[0]).removesuffix(".0")
+        is_index = column.lower() in ("id", "uid") and first.isdigit()
+        has_names = has_names or (is_unique and not is_index)
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are one training run at different times.
@@ -193,14 +196,6 @@ def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> N
         " with the same tokens, as after a restart, and in other rows with more: keep one of these"
         " rows, or pass history=False if every row is a run"
     )
-
-
-def _numbers_rows(reading: Reading, column: str) -> bool:
-    """Return True if a column `id` numbers the rows, like a database key or an index."""
-    if column.lower() not in ("id", "uid"):
-        return False
-    numbers = parse_numbers(reading.table.cells(column))
-    return bool((np.diff(numbers) > 0).all())
 
 
 def _refuse_checkpoints(

@@ -48,8 +48,7 @@ def _columns_with_unit(reading: Reading) -> set[str]:
     for k, column in reading.columns.items():
         cells = reading.table.columns.get(column.name, np.zeros(1))
         has_suffixes = all(isinstance(c, str) and c.strip()[-1:].isalpha() for c in cells)
-        names_unit = "unit" in column.description or column.description.startswith("in ")
-        if names_unit or ", in " in column.description or has_suffixes:
+        if column.unit != 1 or has_suffixes:
             known.add(k)
     return known
 

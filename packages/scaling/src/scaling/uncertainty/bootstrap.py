@@ -69,14 +69,9 @@ def bootstrap(
 ) -> Bootstrap:
     """Refit resampled runs, drawn with replacement.
 
-    Args:
-        fit: The fit to resample.
-        resamples: The number of resamples.
-        level: The level of the intervals.
-        seed: The seed of the resamples.
-        by: Groups of runs that are resampled together, because their errors have a common cause.
-            "budget" groups runs of one compute budget; a sequence has one label per run, such as
-            its seed or data order.
+    `by` groups runs that are resampled together, because their errors have a common cause. "budget"
+    groups runs of one compute budget; a sequence has one label per run, such as its seed or data
+    order.
 
     Raises:
         ValueError: There are fewer than five groups, or too few resamples for the level.
