@@ -1,5 +1,6 @@
 """The speedup of a recipe that is cheaper by a known factor is recovered."""
 
+import dataclasses
 import math
 import warnings
 
@@ -73,8 +74,23 @@ def test_unreachable_loss_costs_infinite_compute():
         speedup = effective_speedup(a, b, 1e24)
     assert speedup.factor == math.inf
     assert speedup.interval.high == math.inf
-    with pytest.raises(ValueError, match=r"expected a finite compute >= 1e\+06, got 0"):
+    with pytest.raises(ValueError, match="expected a positive and finite compute, got compute = 0"):
         effective_speedup(a, b, 0)
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_interval_does_not_jump_where_the_loss_becomes_unreachable():
+    """The error of both laws exceeds the distance from an irreducible loss to the other side."""
+    target = LAW.optimal(1e23).loss
+    a = fit_parametric(isoflop_runs(LAW))
+    above, below = (
+        effective_speedup(a, fit_parametric(isoflop_runs(dataclasses.replace(LAW, E=e))), 1e23)
+        for e in (1.001 * target, 0.999 * target)
+    )
+    assert math.isinf(above.factor)
+    assert math.isfinite(below.factor)
+    assert above.interval.high == below.interval.high == math.inf
+    assert 1 < below.interval.low < above.interval.low < 1.2 * below.interval.low
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")

@@ -13,16 +13,11 @@ LONGEST = 9
 class ComparesArrays:
     """Base class whose `==` compares fields, arrays elementwise; nan equals nan.
 
-    The repr has at most ten lines. Declare subclasses with `eq=False`, because the generated
-    comparison raises for arrays.
+    The repr has at most ten lines. Declare subclasses with `eq=False, repr=False`, because the
+    generated comparison raises for arrays.
     """
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __init_subclass__(cls) -> None:
-        # The decorator `dataclass` replaces an inherited method, but not one that the class
-        # defines.
-        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, fl
     return float(first), float(last)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Optimum(ComparesArrays):
     """The compute-optimal model of a budget in FLOPs."""
 

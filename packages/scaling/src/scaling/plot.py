@@ -5,6 +5,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,29 +54,21 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 
 def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
     """Return one function per panel of `plot`; each draws its panel on axes."""
-    if isinstance(result, ParametricFit):
-        fit = result
-        return [
-            lambda axes: _plot_optima(axes, fit, up_to),
-            lambda axes: _plot_residuals(axes, fit),
-            lambda axes: _plot_interval(axes, fit, up_to),
-        ]
-    if isinstance(result, IsoflopFit):
-        valleys = result
-        return [
-            lambda axes: _plot_valleys(axes, valleys),
-            lambda axes: _plot_optima(axes, valleys, up_to),
-        ]
+    if isinstance(result, ParametricFit | IsoflopFit):
+        optima = partial(_plot_optima, fit=result, up_to=up_to)
+        if isinstance(result, IsoflopFit):
+            return [partial(_plot_valleys, fit=result), optima]
+        interval = partial(_plot_interval, fit=result, compute=up_to)
+        return [optima, partial(_plot_residuals, fit=result), interval]
     if isinstance(result, Sweep):
-        sweep = result
-        return [lambda axes: _plot_losses(axes, sweep), lambda axes: _plot_best_rates(axes, sweep)]
+        return [partial(_plot_losses, sweep=result), partial(_plot_best_rates, sweep=result)]
     is_sequence = isinstance(result, Sequence)
     if not (is_sequence and result and all(isinstance(row, BacktestRow) for row in result)):
         raise TypeError(
             "expected the result of fit_parametric, fit_isoflop, backtest or a sweep, got"
             f" {reprlib.repr(result)}"
         )
-    return [lambda axes: _plot_backtest(axes, result)]
+    return [partial(_plot_backtest, rows=result)]
 
 
 def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:

@@ -42,7 +42,7 @@ class ScalingWarning(UserWarning):
     """A warning that the data or the method make a result less certain than it looks."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Runs(ComparesArrays):
     """A table of finished runs, each column a float64 vector of the same length.
 

@@ -30,7 +30,7 @@ from scaling.units import Array
 OUTLIER_SPREADS = 10
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ParametricFit(Estimate):
     """A fitted law whose answers carry intervals.
 

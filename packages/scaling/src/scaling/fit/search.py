@@ -71,7 +71,7 @@ class Proof:
         return self.complete and self.landed == self.converged > 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate(ComparesArrays):
     """A fitted law without intervals, together with the runs and options of the fit."""
 

@@ -55,7 +55,7 @@ class Term:
     center_constant: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem(ComparesArrays):
     """The data of a fit: a form, its inputs and the logarithms of the target.
 

@@ -33,7 +33,7 @@ from scaling.uncertainty.drift import (
 from scaling.units import Array
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IsoflopFit(ComparesArrays):
     """The laws N_opt = scale * C^exponent and D_opt = C / (k N_opt), with k = C / (N D)."""
 

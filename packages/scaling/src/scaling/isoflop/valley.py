@@ -44,7 +44,7 @@ MIN_EXPONENT = 0.01
 MAX_EXPONENT = 4.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Valley(ComparesArrays):
     """The fitted valley of one budget."""
 

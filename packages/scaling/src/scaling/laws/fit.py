@@ -32,7 +32,7 @@ Rows = Runs | Mapping[str, ArrayLike]
 RESAMPLES = 400
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LawFit(ComparesArrays):
     """A fitted law of some form, with the data and options of the fit."""
 
@@ -142,7 +142,7 @@ def fit_law(
 
     Raises:
         ValueError: Columns are missing or of unequal length, a value is not positive, there are
-            fewer rows than constants, or the rows do not identify the law.
+            fewer rows than constants, or sizes and tokens do not identify the law.
 
     A `ScalingWarning` reports constants at a bound.
     """

@@ -24,7 +24,7 @@ from scaling.units import Array
 FIT_RANGE = 1.6
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sweep(ComparesArrays):
     """Mean final losses by batch size and rate, and the best rate of each batch size.
 

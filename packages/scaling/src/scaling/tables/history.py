@@ -144,8 +144,7 @@ def _find_run_ends(
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
         # A column `id` of numbers may be an index or the key of a database.
-        first = str(reading.table.cells(column)[0]).removesuffix(".0")
-        is_index = column.lower() in ("id", "uid") and first.isdigit()
+        is_index = column.lower() in ("id", "uid") and str(reading.table.cells(column)[0]).isdigit()
         has_names = has_names or (is_unique and not is_index)
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0

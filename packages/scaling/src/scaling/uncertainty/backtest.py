@@ -24,7 +24,7 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 METHODS = ("parametric", "isoflop")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BacktestRow(ComparesArrays):
     """The predictions of one method at one cut."""
 

@@ -23,7 +23,7 @@ from scaling.uncertainty.posterior import Sample
 from scaling.uncertainty.quantity import Quantity, named_quantity
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bootstrap(Sample):
     """The laws that were fitted to resampled runs."""
 

@@ -94,7 +94,7 @@ class CutError(NamedTuple):
     weight: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Drift(ComparesArrays):
     """Standard deviations of a law's errors, in logarithms, per decade beyond the runs."""
 

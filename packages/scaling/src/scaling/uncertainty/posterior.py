@@ -55,7 +55,7 @@ class Prediction:
         return self.loss
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sample(ComparesArrays):
     """Sampled laws near a fitted law, with intervals of every quantity that they imply."""
 
@@ -88,7 +88,7 @@ class Sample(ComparesArrays):
         return Prediction(loss, self.interval(loss_at(parameters, tokens)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Posterior(Sample):
     """A weighted sample of the laws that are consistent with the runs of a fit."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import Interval, require_numbers
+from scaling.law import Interval, require_budget, require_numbers
 from scaling.laws.fit import LawFit
 from scaling.laws.form import Form
 from scaling.uncertainty.diagnostics import lack_of_fit
@@ -27,15 +27,15 @@ Fit = ParametricFit | LawFit
 PAIRS = 200
 
 #: Logarithms of the smallest and the largest compute of the search.
-COMPUTE_RANGE = (math.log(1e3), math.log(1e60))
-
-#: Smallest compute at which recipes are compared. The other recipe may need a thousandth of it.
-LEAST_COMPUTE = 1e6
+COMPUTE_RANGE = (math.log(1e-30), math.log(1e60))
 
 #: Number of grid points over log N, and number of times that the grid is narrowed to the neighbors
 #: of its best point.
 GRID_POINTS = 33
 NARROWINGS = 5
+
+#: Number of computes at which the error of a law is evaluated.
+CROSSING_POINTS = 3000
 
 #: Number of bisection steps, which determine log compute to about 1e-10.
 BISECTIONS = 40
@@ -72,9 +72,7 @@ def effective_speedup(
     second = _recipe_of(b, inputs, seed=1)
     if unused := {*inputs} - {*first.inputs, *second.inputs}:
         raise ValueError(f"inputs: neither law has the inputs {sorted(unused)}")
-    require_numbers(compute=compute)
-    if not LEAST_COMPUTE <= compute < math.inf:
-        raise ValueError(f"expected a finite compute >= {LEAST_COMPUTE:g}, got {compute}")
+    require_budget(compute)
     loss = first.best_loss(first.constants, np.array([math.log(compute)]))
     log_factor = float(second.log_compute(second.constants, loss)[0]) - math.log(compute)
     factor = math.exp(log_factor)
@@ -85,18 +83,14 @@ def effective_speedup(
     log_factors = second.log_compute(second.sample, losses) - math.log(compute)
     weights = np.full(PAIRS, 1 / PAIRS)
     low, high = weighted_quantiles(log_factors, weights, [0.025, 0.975])
+    nearest, farthest = second.crossings(best, first.law_error(np.log(compute)))
     if not math.isfinite(factor):
+        low = min(low, nearest - math.log(compute))
         return Speedup(compute, best, factor, Interval(_exp(low), math.inf))
-    reached = math.log(compute) + log_factor
-    step = 0.01
-    after = float(second.best_loss(second.constants, np.array([reached + step]))[0])
-    # d log L / d log C of the second recipe converts errors of loss to errors of compute.
-    slope = max(math.log(best / after) / step, 1e-12)
-    missed = math.hypot(first.law_error(math.log(compute)), second.law_error(reached))
-    extra = normal_quantile(0.95) * missed / slope
     widening = max(first.widening, second.widening)
-    down = math.hypot(widening * min(low - log_factor, 0), extra)
-    up = math.hypot(widening * max(high - log_factor, 0), extra)
+    reached = math.log(compute) + log_factor
+    down = math.hypot(widening * min(low - log_factor, 0), reached - nearest)
+    up = math.hypot(widening * max(high - log_factor, 0), farthest - reached)
     interval = Interval(_exp(log_factor - down), _exp(log_factor + up))
     return Speedup(compute, best, factor, interval)
 
@@ -124,10 +118,10 @@ class _Recipe:
     #: Standard deviation of the error of log loss due to the form of the law.
     lack: float
 
-    def law_error(self, log_compute: float) -> float:
+    def law_error(self, log_compute: Array) -> Array:
         """Return the standard deviation of log loss beyond noise: drift and lack of fit."""
-        decades = max((log_compute - self.log_start) / math.log(10), 0.0)
-        return math.hypot(self.drift * decades, self.lack)
+        decades = np.maximum((log_compute - self.log_start) / math.log(10), 0.0)
+        return np.hypot(self.drift * decades, self.lack)
 
     def best_loss(self, constants: Array, log_compute: Array) -> Array:
         """Return the least loss (S,) over all N, for each pair of law and compute."""
@@ -156,6 +150,25 @@ class _Recipe:
             low = np.where(above, middle, low)
             high = np.where(above, high, middle)
         return np.where(is_reached, high, np.inf)
+
+    def crossings(self, loss: float, error: Array) -> tuple[float, float]:
+        """Return the log compute at which the law less and plus its 95 % error reaches a loss.
+
+        `error` is the standard deviation of the log of that loss. A log compute is inf if the loss
+        is not reached.
+        """
+        grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
+        gaps = np.log(self.best_loss(self.constants, grid) / loss)
+        margin = normal_quantile(0.95) * np.hypot(error, self.law_error(grid))
+        return _first_crossing(grid, gaps - margin), _first_crossing(grid, gaps + margin)
+
+
+def _first_crossing(x: Array, y: Array) -> float:
+    """Return the first zero of y, linear between points, after positive values; inf if none."""
+    i = int(np.argmax(y <= 0))
+    if y[i] > 0:
+        return math.inf
+    return float(x[i - 1] + (x[i] - x[i - 1]) * y[i - 1] / (y[i - 1] - y[i])) if i else float(x[0])
 
 
 def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
