@@ -362,6 +362,23 @@ def test_intervals_cover_later_runs_of_tables_nobody_tuned_on():
     assert min(losses) == pytest.approx(0.85, abs=0.01)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "olmo_ladder.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/olmo_ladder.csv (README: Limits)",
+)
+@pytest.mark.parametrize("text", ["c4_en", "pile", "dolma_wiki"])
+def test_intervals_cover_later_runs_of_the_olmo_ladder(text):
+    """The table is an export of wandb, with the history of 30 runs of five sizes."""
+    columns = {"loss": f"eval/{text}-validation/CrossEntropyLoss"}
+    runs = load_runs(FOLDER / "scaling" / "olmo_ladder.csv", columns=columns)
+    assert len(runs) == 30
+    cuts = list(cuts_of(runs, fit_parametric))
+    assert [size_coverage(*cut, PRIOR_SIZE_DRIFT) for cut in cuts] == [1.0] * 3
+    assert [loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in cuts] == [1.0] * 3
+
+
 def test_coverage_is_printed_with_every_interval_beyond_the_runs():
     runs = isoflop_runs(LAW, noise=2e-3)
     for fit, text in ((fit_parametric(runs), COVERAGE), (fit_isoflop(runs), VALLEY_COVERAGE)):

@@ -757,6 +757,7 @@ def test_unit_of_an_unknown_name_is_refused():
         ("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\n", "column 'N' .* row 2: '---'"),
         ("N,D,loss\n1e8,1e10,3\nN,D,loss\n", "column 'N' .* row 3: 'N'"),
         ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; choose one"),
+        ("N,D,loss\n1e8,52 GB,3\n", "'D' must be positive and finite, but row 2: '52 GB'"),
         ("N,D,loss\n1e8,1e10,\n", "no runs with a loss"),
         ("N,D,loss\n1e8,7 parrots,3\n", "column 'D' .* row 2: '7 parrots'"),
         ("N,D,loss\n1,234,567,1e10,3\n", "line 2 has 5 cells under 3 columns"),
@@ -848,6 +849,7 @@ def test_name_is_recognized_with_its_unit(name, ours, unit):
         *("tokens_per_second", "throughput/tflops_per_second", "flops_per_token", "mfu", "d_model"),
         *("tokens_per_param", "router_z_loss", "aux_loss", "loss_std", "lr", "val_tokens"),
         *("unique_tokens", "", "D/N", "tokens/params", "N/D", "token/param", "flops/params"),
+        *("data_GB", "throughput/theoretical_flops"),
     ],
 )
 def test_names_of_other_quantities_are_not_recognized(name):
