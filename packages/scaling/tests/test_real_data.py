@@ -155,3 +155,25 @@ def test_tied_constants_are_those_of_their_runs():
     eta = 0.121
     printed = 1.51 + (141 * m**eta + 190 * m**-eta) * c**-eta
     np.testing.assert_allclose(loss, printed, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize(
+    ("runs_of", "published", "other"),
+    [
+        # Runs as by Kaplan et al. reproduce their exponent, and tuned ones that of Hoffmann et al.
+        ("base-long-kaplan-kaplan-train", 0.88, 0.50),
+        ("tuned-short-const-standard-val", 0.50, 0.88),
+    ],
+)
+@pytest.mark.parametrize("text", ["owt2", "rw"])
+def test_exponents_of_kaplan_and_hoffmann_are_those_of_porian_s_runs(
+    text, runs_of, published, other
+):
+    """Porian et al. 2024, arXiv 2406.19146: tuning explains the difference of the exponents."""
+    path = FOLDER / "scaling" / "porian.csv"
+    if not path.exists():
+        pytest.skip("SCALING_DATA names no folder with scaling/porian.csv")
+    interval = fit_isoflop(load_runs(path, where={"set": f"{text}-{runs_of}"})).exponent_interval
+    assert published in interval
+    assert other not in interval
