@@ -370,6 +370,19 @@ def test_history_with_the_tokens_of_the_whole_training_is_refused(names, step):
     assert len(load_runs(seeds)) == 9
 
 
+def test_name_beside_a_checkpoint_may_be_that_of_a_size():
+    rows = [
+        {"name": n, "ckpt": f"m/step_{s}", "N": n, "D": 20 * n * 2**s, "loss": 4 - s / 9 - i / 7}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(3)
+    ]
+    with pytest.raises(ValueError, match="'ckpt' rises with the tokens of each size"):
+        load_runs(rows)
+    assert len(load_runs(rows, history=False)) == 9
+    with pytest.warns(ScalingWarning, match="6 earlier ones are left out"):
+        assert len(load_runs(rows, history="name")) == 3
+
+
 @pytest.mark.parametrize("column", ["dir_name", "Run", "split"])
 def test_training_and_validation_of_one_run_are_not_read_as_two_runs(column):
     """TensorBoard writers of Keras and of `add_scalars` use one folder per data split."""

@@ -130,6 +130,7 @@ def _find_run_ends(
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
     }
     rising = [names[c] for c in WORDS["progress_columns"] if c in names]
+    checkpoints = [names[c] for c in WORDS["checkpoint_columns"] if c in names]
     candidates = [names[c] for c in WORDS["run_columns"] if c in names]
     if rising:
         candidates += [names[c] for c in ("name", "experiment") if c in names]
@@ -163,7 +164,8 @@ def _find_run_ends(
             " tokens are those of the whole training, pass only the last row of each run"
         )
     if not has_names:
-        _refuse_checkpoints(reading, rising, _sizes(reading, STRICT_SIZE_TOLERANCE), progress)
+        size = _sizes(reading, STRICT_SIZE_TOLERANCE)
+        _refuse_checkpoints(reading, rising + checkpoints, size, progress)
     return None
 
 
@@ -215,16 +217,14 @@ def _refuse_checkpoints(
 
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if a column rises with the tokens of a size, for at least half of all rows.
-
-    A step may also rise at equal tokens, which are then those of the whole training.
-    """
+    """Return True if a column rises with the tokens of a size, for at least half of all rows."""
     cells = reading.table.cells(column)
     steps = parse_numbers(cells)
     if np.isnan(steps).all():  # names of checkpoints, such as step_1000
         steps = parse_numbers([re.sub(r"^.*?(\d*)\D*$", r"\1", str(cell)) for cell in cells])
     order = np.lexsort((steps, size))
     gain = np.diff(progress[order])
+    # Steps may rise at equal tokens, which are then those of the whole training.
     is_later = gain > 0 if "time" in column.lower() else gain >= 0
     rises = (np.diff(steps[order]) > 0) & is_later
     later = int((rises & (np.diff(size[order]) == 0)).sum())
