@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
-from scaling.tables.names import WORDS, split_words
+from scaling.tables.names import WORDS
 from scaling.tables.table import Reading
 from scaling.units import Array
 
@@ -171,11 +171,11 @@ def _find_run_ends(
 
 def _refuse_parts(reading: Reading, column: str) -> None:
     """Raise `ValueError` if two names differ only in a last word such as train or val."""
-    by_stem: dict[tuple[str, ...], list[str]] = {}
+    part = re.compile(f"(.*[^a-z]|)(?:{'|'.join(['train', *WORDS['held_out']])})")
+    by_stem: dict[str, list[str]] = {}
     for name in dict.fromkeys(map(str, reading.table.cells(column))):
-        words = split_words(name)
-        if {"train", *WORDS["held_out"]} & {*words[-1:]}:
-            by_stem.setdefault((*words[:-1],), []).append(name)
+        if match := part.fullmatch(name.lower()):
+            by_stem.setdefault(match[1], []).append(name)
     for names in by_stem.values():
         if len(names) > 1:
             raise ValueError(
