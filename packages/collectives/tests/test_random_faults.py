@@ -156,7 +156,16 @@ def any_model(kind, call, hosts, wire, agree, *, native):
     return CostModel.from_json(agree(model.to_json()))
 
 
-def sequences(world_seed, first, most, timeout):
+def connect(port):
+    """Return a new connection to the store of the test, which outlives all ranks.
+
+    A file store does not: a rank that is stopped or killed while it writes may leave the file
+    locked or damaged.
+    """
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+
+
+def sequences(port, world_seed, first, most, timeout):
     """Run sequences until one of them ends a process; return this rank's results."""
     import collectives.backend  # noqa: F401
 
@@ -164,7 +173,8 @@ def sequences(world_seed, first, most, timeout):
     import scipy.optimize  # noqa: F401
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control = dist.FileStore(os.environ["STORE_FILE"], world)
+    # A connection answers one thread at a time, so the groups have connections of their own.
+    control = dist.PrefixStore(f"control {first}", connect(port))
     dispatch.tune = any_model
     control.set(f"pid/{rank}", str(os.getpid()))
     results = []
@@ -174,7 +184,7 @@ def sequences(world_seed, first, most, timeout):
         ends = fault in ("dies", "is killed", "is stopped")
         survivors = [r for r in range(world) if not (ends and r == odd)]
         try:
-            results.append(Sequence(choose, fault, odd, control, i, timeout).run())
+            results.append(Sequence(choose, fault, odd, control, port, i, timeout).run())
         finally:
             # A rank that hangs does so until the other ranks have their results. No rank waits for
             # a rank that failed its check, or that is stopped.
@@ -196,12 +206,13 @@ class Sequence:
     All ranks draw the same random numbers, so they agree on the calls and on the fault.
     """
 
-    def __init__(self, choose, fault, odd, control, number, timeout):
+    def __init__(self, choose, fault, odd, control, port, number, timeout):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.fault = fault
         self.is_odd = self.rank == odd
         self.odd = odd
         self.control = control
+        self.port = port
         self.number = number
         self.timeout = timeout
         self.where = choose.choice(PLACES)
@@ -231,7 +242,7 @@ class Sequence:
         dispatch._models.clear()
         dist.init_process_group(
             "collectives",
-            store=dist.FileStore(f"{os.environ['STORE_FILE']}.{self.number}", self.world),
+            store=dist.PrefixStore(f"group {self.number}", connect(self.port)),
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=30),
@@ -346,11 +357,12 @@ class Sequence:
 def check(seed, count, timeout):
     """Run `count` sequences; return the number of each fault and the longest wait for an error."""
     done = 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     counts_by_fault = Counter()
     slowest = 0.0
     while done < count:
         world = random.Random(f"{seed} {done}").choice((2, 3, 4))
-        how = seed, done, count - done, timeout
+        how = store.port, seed, done, count - done, timeout
         outcomes = try_ranks(sequences, world, *how, backend="", timeout=900)
         results = [o.value for o in outcomes if o.exit_code not in (7, -signal.SIGKILL)]
         for outcome in outcomes:

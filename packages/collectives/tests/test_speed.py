@@ -59,6 +59,26 @@ def test_two_ranks_are_faster_than_gloo_by_the_guaranteed_factor(size):
         assert_at_least(f"collectives: gloo over {kind}, {size} bytes, 2 ranks", expected, ratio)
 
 
+def times_of_copies_and_reductions():
+    """Return the median of the times of an all-reduce over those of a copy of the same bytes.
+
+    A rank of two that reduces 100 MiB in shared memory reads and writes 100 MiB, as a copy does.
+    """
+    plain = torch.randn(100 * MIB // 4)
+    shared = collectives.shared_empty(100 * MIB // 4).copy_(plain)
+    contenders = {
+        "copy": partial(torch.empty_like(plain).copy_, plain),
+        "shared": partial(collectives.all_reduce, shared),
+    }
+    times = bench.time_interleaved(contenders, 100 * MIB, quick=False, device="cpu", rounds=15)
+    return float(np.median(times["shared"].rounds / times["copy"].rounds))
+
+
+def test_long_shared_tensors_are_reduced_at_the_speed_of_memory():
+    ratio = max(run_ranks(times_of_copies_and_reductions, 2))
+    assert_at_most("collectives: all-reduce over copy, shared_empty, 100 MiB", 1.3, ratio)
+
+
 def test_four_ranks_are_faster_than_gloo_at_every_size():
     measured = run_ranks(ratios, 4, (KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB))[0]
     for size, pair in measured.items():

@@ -28,7 +28,7 @@ CHECK_SECONDS = 0.5
 NUMBER_BYTES = 8
 STORE_LOST = (
     "the group's store does not answer: the process that serves it (a launcher, or rank 0 of the "
-    "default group) has ended or hangs"
+    "default group) has ended or hangs, or a rank was stopped while it used a file store"
 )
 T = TypeVar("T")
 
