@@ -207,6 +207,14 @@ def test_class_of_a_multimodal_file_decides_whether_it_has_a_head() -> None:
             Transformer.from_hf(content | {"tie_word_embeddings": False})
 
 
+def test_head_with_other_sizes_than_the_language_model_is_refused() -> None:
+    whole = {"model_type": "ovis2", "text_config": {"model_type": "qwen2", **TEXT}}
+    sizes = {"hidden_size": TEXT["hidden_size"], "vocab_size": TEXT["vocab_size"]}
+    assert Transformer.from_hf(whole | sizes).vocab_size == TEXT["vocab_size"]
+    with pytest.raises(ValueError, match="expected one vocab_size of 'ovis2', got 7 in the file"):
+        Transformer.from_hf(whole | sizes | {"vocab_size": 7})
+
+
 def test_base_model_of_a_narrow_opt_projects_its_output() -> None:
     text = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 16, "hidden_size": 32}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}

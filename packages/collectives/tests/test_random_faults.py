@@ -173,7 +173,7 @@ def sequences(port, world_seed, first, most, timeout):
     import scipy.optimize  # noqa: F401
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A connection answers one thread at a time, so the groups have connections of their own.
+    # A connection answers one thread at a time, so the groups have separate connections.
     control = dist.PrefixStore(f"control {first}", connect(port))
     dispatch.tune = any_model
     control.set(f"pid/{rank}", str(os.getpid()))

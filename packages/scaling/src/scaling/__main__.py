@@ -3,9 +3,10 @@
 import argparse
 import json
 import math
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -157,7 +158,7 @@ def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    arguments.to.write_text(page, "utf-8")
+    _write(arguments.to, lambda path: path.write_text(page, "utf-8"))
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
@@ -200,7 +201,18 @@ def _save_plot(result: Any, path: Path | None, **options: float) -> None:
         return
     from scaling.plot import plot
 
-    plot(result, **options).savefig(path, dpi=150)
+    figure = plot(result, **options)
+    _write(path, lambda temporary: figure.savefig(temporary, dpi=150))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, then rename it, so that it is never half written."""
+    temporary = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

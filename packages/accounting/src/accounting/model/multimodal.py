@@ -12,6 +12,8 @@ from accounting.model.transformer import Transformer, matrices
 
 # Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
+# Families whose head has the sizes of the whole file instead of those of the language model.
+_OUTER_HEAD = ("ovis2",)
 
 
 def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
@@ -19,6 +21,12 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
     for field in _NESTED:
         inner = content.get(field)
         if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
+            for size in ("hidden_size", "vocab_size") if family in _OUTER_HEAD else ():
+                if content.get(size, inner.get(size)) != inner.get(size):
+                    raise ValueError(
+                        f"expected one {size} of {family!r}, got {content[size]} in the file and "
+                        f"{inner.get(size)} in {field}"
+                    )
             return {"model_type": f"{family}_text"} | dict(inner)
     if TOWERS.get(family, {}).get("flat") and content.get("text_config") is None:
         ties = ("architectures", "tie_word_embeddings")

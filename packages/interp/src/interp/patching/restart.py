@@ -30,6 +30,7 @@ class Restart:
             raise ValueError(f"expected batch >= 1, got {batch}")
         self.model, self.batch = model, batch
         projections = [f"blocks.*.attention.{part}" for part in "qkv"]
+        # The arguments of the first block: stream, padding, position embeddings, positions.
         received: list[Tensor | None] = []
         hook = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
         with hook, record(model, "blocks.*:input", "norm:input", *projections) as seen:
