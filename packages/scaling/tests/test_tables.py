@@ -990,10 +990,13 @@ def test_history_with_repeated_tokens_is_refused():
             load_runs(rows, history=history_of_runs)
     with pytest.warns(ScalingWarning, match="rows 4, 9 repeat earlier ones"):
         assert len(load_runs(rows, history=False)) == 10
-    # Repetitions of one training are not a history.
-    seeds = history([(name, n, [8, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
-    different = [row | {"loss": row["loss"] + 0.01 * i} for i, row in enumerate(seeds)]
-    assert len(load_runs(different)) == 4
+    # Rows of one name with equal tokens are repetitions, or a history with planned tokens.
+    rows = history([(name, n, [8, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
+    rows = [row | {"loss": row["loss"] + 0.01 * i} for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match="tokens are those of the whole training"):
+        load_runs(rows)
+    assert len(load_runs(rows, history=False)) == 4
+    assert len(load_runs([row | {"seed": i % 2} for i, row in enumerate(rows)])) == 4
 
 
 @pytest.mark.parametrize("restart", [5, 4, 6])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
-from scaling.tables.names import WORDS
+from scaling.tables.names import WORDS, split_words
 from scaling.tables.table import Reading
 from scaling.units import Array
 
@@ -166,7 +166,22 @@ def _find_run_ends(
     if not has_names:
         size = _sizes(reading, STRICT_SIZE_TOLERANCE)
         _refuse_checkpoints(reading, rising + checkpoints, size, progress)
+        _refuse_equal_tokens(reading, candidates, size, progress)
     return None
+
+
+def _refuse_equal_tokens(
+    reading: Reading, candidates: Sequence[str], size: Array, progress: Array
+) -> None:
+    """Raise `ValueError` if rows of one run name have one size and equal tokens, without a seed."""
+    last_words = {"".join(split_words(name)[-1:]) for name in reading.table.columns}
+    if last_words & {*WORDS["repetitions"]}:
+        return
+    for column in candidates:
+        _, codes = np.unique(reading.table.codes([column]), return_inverse=True)
+        rows = np.column_stack([codes, size, progress])
+        if codes.max() + 1 == len(np.unique(rows, axis=0)) < len(codes):
+            _refuse_repeated_tokens(reading, column, progress)
 
 
 def _refuse_parts(reading: Reading, column: str) -> None:
@@ -185,7 +200,7 @@ def _refuse_parts(reading: Reading, column: str) -> None:
 
 
 def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
-    """Raise `ValueError`, because runs repeat only some of their token counts."""
+    """Raise `ValueError`, because runs repeat some or all of their token counts."""
     codes = reading.table.codes([column])
     order = np.lexsort((progress, codes))
     is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
@@ -194,8 +209,8 @@ def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> N
     name = reading.table.cells(column)[first]
     raise ValueError(
         f"column {column!r} names {name!r} in rows {reading.rows[first]} and {reading.rows[second]}"
-        " with the same tokens, as after a restart, and in other rows with more: keep one of these"
-        " rows, or pass history=False if every row is a run"
+        " with the same tokens, as after a restart or if the tokens are those of the whole"
+        " training: keep one of these rows, or pass history=False if every row is a run"
     )
 
 
