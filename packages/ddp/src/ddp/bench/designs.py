@@ -145,7 +145,7 @@ def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
         "none": lambda model: Design("none", model, lambda: None),
         "naive": lambda model: _without_wrapper("naive", model, all_reduce_gradients),
         "flat": lambda model: _without_wrapper("flat", model, all_reduce_gradients_flat),
-        "overlapped": lambda model: _with_ddp("overlapped", model, None),
+        "overlapped": lambda model: _with_ddp("overlapped", model, bucket_size_mb=None),
     }
     for size in sizes_mb:
         makers[f"{size:g} MB"] = _Sized(size)
@@ -173,7 +173,7 @@ class _Sized:
 
     def __call__(self, model: nn.Module) -> Design:
         name = f"{self.prefix}{self.size_mb:g} MB"
-        return _with_ddp(name, model, self.size_mb, **self.arguments)
+        return _with_ddp(name, model, bucket_size_mb=self.size_mb, **self.arguments)
 
 
 def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None]) -> Design:
@@ -181,13 +181,13 @@ def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None])
     return Design(name, model, lambda: function(model, meter=meter), meter)
 
 
-def _with_ddp(name: str, model: nn.Module, size_mb: float | None, **arguments: Any) -> Design:
-    wrapped = DDP(model, size_mb, **arguments)
+def _with_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
+    wrapped = DDP(model, **arguments)
     return Design(name, wrapped, wrapped.finish_gradient_synchronization, wrapped.meter)
 
 
 def _with_early_bucket(size_mb: float, model: nn.Module) -> Design:
-    return _with_ddp(f"early {size_mb:g} MB", model, None, bucket_cap_mb_list=[1.0, size_mb])
+    return _with_ddp(f"early {size_mb:g} MB", model, bucket_cap_mb_list=[1.0, size_mb])
 
 
 def _with_torch_ddp(model: nn.Module) -> Design:
