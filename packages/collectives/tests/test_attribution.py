@@ -130,6 +130,12 @@ CASES = {
         None,
         (Cause.SILENT, [4]),
     ),
+    "a rank that takes no part in the call, is waited for and waits is not blamed": (
+        [report(rank, Status.TIMED_OUT) for rank in range(3)] + [report(3, waits_for=4)],
+        [waiting(4)],
+        None,
+        (Cause.UNKNOWN, []),
+    ),
     "ranks that still wait at the end are blamed if nobody is silent": (
         [report(0), report(1), report(2)],
         [waiting(3)],
@@ -178,7 +184,7 @@ def test_cause_and_blamed_ranks_follow_from_reports(case):
             {r.rank: r for r in failed[::order]},
             {r.rank: r for r in waits[::order]},
             call_number=CALL_NUMBER,
-            awaited=range(WORLD),
+            participants=range(WORLD),
             world=WORLD,
             peer=peer,
         )

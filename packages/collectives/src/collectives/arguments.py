@@ -1,4 +1,4 @@
-"""Validation of a call's arguments before data move, and the flat views that algorithms work on."""
+"""Validation of a call's arguments before data moves, and flat views of its tensors."""
 
 import inspect
 import warnings
@@ -23,9 +23,9 @@ Collective = Callable[P, dist.Work | None]
 
 
 def for_members(function: Collective[P]) -> Collective[P]:
-    """Let a collective return None, with a warning, on ranks outside its group, as torch does.
+    """Let a collective return None, with a warning, on ranks outside the group, as torch's does.
 
-    torch.compile breaks the graph at the collective, which it cannot trace.
+    torch.compile cannot trace a collective, so the wrapper breaks the graph.
     """
     position = list(inspect.signature(function).parameters).index("group")
 
@@ -69,14 +69,20 @@ def describe_call(
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
     check_tensors(kind, tensor, outputs)
-    # A broadcast changes every tensor except the root's; a reduce changes only the root's.
-    if kind not in ("broadcast", "reduce") or (comm.rank == root) == (kind == "reduce"):
+    if _writes_outputs(kind, is_root=comm.rank == root):
         # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
         # Tensors that were created in inference mode have no version.
         increment_version([output for output in outputs if not output.is_inference()])
     if shape is None:
         shape = compared_shape(comm, tensor)
     return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, shapes, coalesced)
+
+
+def _writes_outputs(kind: str, *, is_root: bool) -> bool:
+    """Return True if a call writes to the output tensors of this rank."""
+    if kind == "broadcast":
+        return not is_root
+    return is_root if kind == "reduce" else True
 
 
 def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
@@ -97,7 +103,7 @@ def _cached_call(
     coalesced: int,
 ) -> Call:
     if len(shape) > MAX_DIMS and not shapes:
-        # A packed call has room for `MAX_DIMS` dimensions only, so compare a digest of the shape.
+        # A packed call has room for `MAX_DIMS` dimensions only, so a digest is compared.
         shapes = (shape,)
     digest = digest_shapes(shapes) if shapes else 0
     call = Call(kind, tuple(shape), dtype, op, root, algorithm)
@@ -135,10 +141,10 @@ def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
         layout = "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{kind} expected a dense tensor, got {layout}; use to_dense() or unbind()")
     if tensor.is_quantized:
-        # Only the integers would be copied, without their scale.
+        # The integers would be copied without their scale.
         raise TypeError(f"{kind} expected a tensor that is not quantized; use int_repr()")
-    # A tensor inside torch.func, or of a subclass such as DTensor, AsyncCollectiveTensor or
-    # FakeTensor, wraps another tensor or has no memory.
+    # Subclasses (DTensor, AsyncCollectiveTensor, FakeTensor) and tensors inside torch.func wrap
+    # another tensor or have no memory.
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or is_functorch_wrapped_tensor(tensor):
         raise TypeError(
@@ -149,12 +155,12 @@ def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the tensor in one dimension: a view if it is contiguous, otherwise a copy."""
+    """Return the tensor in one dimension, as a view if it is contiguous and otherwise as a copy."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.dim() == 1 and tensor.stride(0) == 1 and not (is_lazy or tensor.requires_grad):
         return tensor
     dense = tensor.detach().contiguous()
-    # The memory of a lazy conjugate or negative view does not contain its values.
+    # The memory of a lazy conjugate or negative contains the values before that operation.
     if is_lazy:
         dense = dense.resolve_conj().resolve_neg()
     # `view` is not sufficient: a tensor of one element may keep a stride other than 1.
@@ -162,9 +168,9 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """Return the input, or a copy if its memory may overlap that of an output.
+    """Return the tensor, or a copy of it if its memory may overlap that of an output.
 
-    Otherwise a step of an algorithm would overwrite elements that a later step reads.
+    Without the copy, a step of an algorithm could overwrite elements that a later step reads.
     """
     return tensor.clone() if may_overlap(tensor, outputs) else tensor
 
@@ -172,7 +178,7 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Return True if the tensor's range of bytes overlaps that of an output.
 
-    Tensors may overlap without sharing a storage, such as two tensors of one NumPy array.
+    Storages are not compared, because two tensors of one NumPy array overlap without sharing one.
     """
     start, stop = _byte_range(tensor)
     for output in outputs:
@@ -192,13 +198,13 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy a result to the tensor that `flatten` was called with, unless it is a view."""
+    """Copy `flat` to the tensor that it was flattened from, unless it is a view of that tensor."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def check_pair(long_name: str, long: Tensor, short_name: str, short: Tensor, world: int) -> None:
-    """Raise an error unless `long` has `short`'s dtype and the size of one `short` per rank."""
+    """Raise an error unless `long` has the dtype of `short` and `world` times its elements."""
     if long.dtype != short.dtype:
         raise TypeError(
             f"{long_name} is {long.dtype} but {short_name} is {short.dtype}; make them the same"
@@ -211,7 +217,7 @@ def check_pair(long_name: str, long: Tensor, short_name: str, short: Tensor, wor
 
 
 def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
-    """Return the root's rank in the group, from its global rank or its rank in the group."""
+    """Return the root's rank in the group, from its global rank `src` or from `group_src`."""
     if (src is None) == (group_src is None):
         raise ValueError(
             "expected the root as either src (global rank) or group_src (rank in the group), got "
@@ -228,7 +234,7 @@ def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | 
 
 
 def split_sizes(sizes: Iterable[SupportsIndex] | None) -> list[int]:
-    """Return split sizes, which may be an array, as a list; None is the same as an empty list."""
+    """Return split sizes, which may be a tensor or an array, as a list of integers."""
     return [] if sizes is None else [index(size) for size in sizes]
 
 

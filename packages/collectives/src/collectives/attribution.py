@@ -12,28 +12,31 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A broken connection shows that a rank has ended, but not which one: ranks that fail close their
 # connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
-# publishes a report, and every rank applies the rules below to the same reports. The first rule
-# that matches decides.
+# publishes a report when its call fails. A rank that waits for long publishes a WAITING report
+# before that. Every rank applies the rules below to the same reports, and the first rule that
+# matches decides. "Reported" means a report of a failed call; "silent" means no report at all.
 #
-#   what the reports show                                         cause                ranks
-#   1. a rank knows that calls differ (MISMATCH)                  REPORTED_MISMATCH    as reported
-#   2. a rank knows which ranks are lost (RANK_LOST)              REPORTED_LOSS        as reported
-#   3. a rank left before this call (LEFT)                        LEFT                 these ranks
-#   4. the last call that all ranks have made differs             MISMATCH             deviating
-#   5. connections to ranks without a report are closed           DISCONNECTED         these ranks
-#   6. awaited ranks have no report and do not wait themselves    SILENT               these ranks
-#   7. an earlier call that all ranks remember differs            MISMATCH             deviating
-#   8. awaited ranks have no report                               SILENT               these ranks
-#   9. the connection to a known peer failed                      PEER_DISCONNECTED    the peer
-#  10. otherwise                                                  UNKNOWN              none
+#   what the reports show                                          cause                ranks
+#   1. a rank knows that calls differ (MISMATCH)                   REPORTED_MISMATCH    as reported
+#   2. a rank knows which ranks are lost (RANK_LOST)               REPORTED_LOSS        as reported
+#   3. ranks left before this call (LEFT)                          LEFT                 these ranks
+#   4. the last call that all ranks have made, or its lengths,     MISMATCH             deviating
+#      differ
+#   5. connections to ranks that have not reported are closed      DISCONNECTED         these ranks
+#   6. needed ranks are silent                                     SILENT               these ranks
+#   7. an earlier call that all ranks remember differs             MISMATCH             deviating
+#   8. participants have not reported                              SILENT               these ranks
+#   9. the connection to a known peer failed                       PEER_DISCONNECTED    the peer
+#  10. otherwise                                                   UNKNOWN              none
 #
-# - An awaited rank takes part in the failed call, or another rank reports that it waits for it.
-# - A rank that waits is not blamed by rule 6: it waits for the lost rank itself. If all awaited
-#   ranks wait, rule 8 blames those without a report: they had the whole timeout to report.
-# - A wait that times out closes connections too. If an awaited rank is missing, rule 5 does not
-#   apply to ranks that wait: they are about to report.
-# - Rule 4 comes before rule 5 because a rank without a report may have completed this call. If
-#   rule 5 applies, rule 4 considers the reports only.
+# - A participant takes part in the failed call, or is the peer that this rank waited for. A needed
+#   rank is a participant, or a rank that any report waits for.
+# - Rule 4 comes before rule 5, because a rank that has not reported may have completed this call.
+#   It also compares the calls of ranks that wait, unless rule 5 matches.
+# - A wait that times out closes connections too. If a rank has timed out and a needed rank is
+#   silent, rule 5 excludes the ranks that wait, because they are about to report.
+# - Rule 6 does not blame a rank that waits, because it waits for the lost rank itself. If no needed
+#   rank is silent, rule 8 blames the participants that had the whole timeout to report.
 # - Calls with empty tensors send no messages, so ranks can complete different calls. From then on
 #   equal calls have different numbers, and only rule 7 finds the rank that deviated. It comes after
 #   the rules for lost ranks, because such a difference may be harmless.
@@ -123,7 +126,7 @@ def attribute(
     waiting: Mapping[int, Report],
     *,
     call_number: int,
-    awaited: Collection[int],
+    participants: Collection[int],
     world: int,
     peer: int | None = None,
 ) -> Attribution:
@@ -133,7 +136,7 @@ def attribute(
         reports: the reports of ranks whose call has failed, by rank.
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
-        awaited: the ranks that take part in the call.
+        participants: the ranks that take part in the call, and the peer that this rank waited for.
         world: the number of ranks in the group.
         peer: the rank whose connection failed, if known.
     """
@@ -143,22 +146,27 @@ def attribute(
     if reported is not None:
         return reported
     alive = dict(sorted({**reports, **waiting}.items()))
-    expected = {report.waits_for for report in alive.values() if report.waits_for is not None}
-    missing = expected.union(awaited) - alive.keys()
+    waited_for = {report.waits_for for report in alive.values() if report.waits_for is not None}
+    silent = waited_for.union(participants) - alive.keys()
     disconnected = disconnected_ranks(reports)
-    if missing and any(report.status is Status.TIMED_OUT for report in reports.values()):
+    if silent and any(report.status is Status.TIMED_OUT for report in reports.values()):
         disconnected = [rank for rank in disconnected if rank not in waiting]
     difference = _find_difference(reports if disconnected else alive, world)
     if difference is not None:
         return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
     if disconnected:
         return Attribution(Cause.DISCONNECTED, disconnected)
-    if missing:
-        return Attribution(Cause.SILENT, sorted(missing))
+    if silent:
+        return Attribution(Cause.SILENT, sorted(silent))
     difference = _find_earlier_difference(alive)
     if difference is not None:
         return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
-    return _last_resort(sorted(set(awaited) - reports.keys()), peer)
+    unreported = sorted(set(participants) - reports.keys())
+    if unreported:
+        return Attribution(Cause.SILENT, unreported)
+    if peer is not None:
+        return Attribution(Cause.PEER_DISCONNECTED, [peer])
+    return Attribution(Cause.UNKNOWN)
 
 
 def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
@@ -191,15 +199,6 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
                 return Attribution(cause, report.blamed, rank, report.difference)
     left = ranks_that_left(reports, call_number)
     return Attribution(Cause.LEFT, left) if left else None
-
-
-def _last_resort(without_report: list[int], peer: int | None) -> Attribution:
-    """Return the cause by rules 8 to 10, which apply if every rank is alive and no calls differ."""
-    if without_report:
-        return Attribution(Cause.SILENT, without_report)
-    if peer is not None:
-        return Attribution(Cause.PEER_DISCONNECTED, [peer])
-    return Attribution(Cause.UNKNOWN)
 
 
 def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:

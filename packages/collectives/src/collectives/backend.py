@@ -1,38 +1,44 @@
-"""The backend "collectives" of torch.distributed, with which torch's trainers run on this package.
+"""The backend "collectives" of torch.distributed, which lets torch's trainers use this package.
 
     import collectives.backend
     torch.distributed.init_process_group("cpu:collectives,cuda:nccl")   # or just "collectives"
 
-CPU tensors are handled by this package. Tensors of another device are handled by the backend that
-torch uses for that device (NCCL for CUDA). It is created with the first of these tensors, inside
-the same group: torch itself never creates a second backend in a group that is implemented in
-Python.
+`CollectivesProcessGroup` decides every method of torch's `ProcessGroup`. Most methods are
+implemented below by this package. Methods in `GLOO` are forwarded to gloo, methods in `REFUSED`
+raise an error, and torch's base class answers questions about names and ranks.
 
-`CollectivesProcessGroup` lists every method of torch's `ProcessGroup` under the part of the program
-that implements it: this package, gloo, torch's bookkeeping, or nothing (the method is refused).
+Tensors of another device go to the backend that torch uses for that device (NCCL for CUDA). That
+backend is created with the first such tensor, because torch never adds a second backend to a group
+that is implemented in Python.
 
-It is a `ProcessGroup`, not a Python `Backend`. torch 2.15 supports Python backends too, but wraps
-their handles in handles whose `is_completed` never returns True.
+The class is a `ProcessGroup`, not a Python `Backend`. torch 2.15 supports Python backends too, but
+wraps their handles in handles whose `is_completed` never returns True.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from collectives import collective, lists
+from collectives.coalesced import coalesced
 from collectives.communicator import Communicator
+from collectives.execution.timeouts import check_timeout
 from collectives.execution.work import CoalescedWork, Work
-from collectives.process_group.device_backends import connect_gloo, copy_options, create_backend
+from collectives.process_group.device_backends import (
+    connect_gloo,
+    copy_options,
+    create_backend,
+    split_options,
+)
 from collectives.process_group.method_arguments import Options, single, single_list
-from collectives.process_group.methods import Started, collective_method, on_gloo, refused
+from collectives.process_group.methods import OptionalWork, collective_method, on_gloo, refused
 from collectives.store import fresh_store
 
 NAME = "collectives"
@@ -44,7 +50,7 @@ _GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose collectives on CPU tensors are this package's."""
+    """A process group that runs collectives on CPU tensors with this package."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         if isinstance(backend_options, _GlooOptions):
@@ -55,23 +61,24 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank = options.group_rank
         world = options.group_size
         timeout = options.timeout
+        check_timeout(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
-        # Up to torch 2.11 the constructor that takes the store cannot create a Python subclass.
+        # Up to torch 2.11, the constructor with a store cannot create a Python subclass.
         super().__init__(rank, world)
         self._backend_options = backend_options
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
-        # The handles of the calls since `_start_coalescing`; None outside of it.
+        # The handles of the calls since `_start_coalescing`, or None outside of a coalesced block.
         self._coalescing: deque[dist.Work] | None = None
         bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
         store = fresh_store(options.store, rank, world, deadline)
-        # Needed to create a backend of another device, or a group from this one.
+        # Used to create backends of other devices, and groups of some of the ranks.
         self._options = copy_options(options, store=store)
         self._gloo: Any = connect_gloo(store, rank, world, deadline)
         self._gloo._set_default_timeout(timeout)
-        # torch's C++ code obtains the backend of a device from the base class.
+        # torch's C++ code reads the backend of a device from the base class.
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
         self._set_default_backend(kind)
@@ -80,51 +87,49 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._gloo, store=store, timeout=timeout, deadline=deadline
         )
 
-    # ----- ours: collectives of one tensor per rank -----
+    # ----- this package: collectives of one tensor per rank -----
 
     @collective_method("op")
-    def allreduce(self, tensors: Any, options: Options) -> Started:
+    def allreduce(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce a tensor over all ranks, in place; gloo reduces sparse tensors."""
         tensor = single(tensors)
         if tensor.is_sparse:
             gloo_options = dist.AllreduceOptions()
             gloo_options.reduceOp = options.op
-            return self._gloo.allreduce([tensor], gloo_options), [tensor]
-        return collective.all_reduce(tensor, options.op, self, options.async_op), [tensor]
+            return self._gloo.allreduce([tensor], gloo_options)
+        return collective.all_reduce(tensor, options.op, self, options.async_op)
 
     @collective_method("root")
-    def broadcast(self, tensors: Any, options: Options) -> Started:
+    def broadcast(self, tensors: Any, options: Options) -> OptionalWork:
         """Copy the root's tensor to every rank."""
-        tensor = single(tensors)
-        work = collective.broadcast(
-            tensor, group=self, async_op=options.async_op, group_src=options.root
+        return collective.broadcast(
+            single(tensors), group=self, async_op=options.async_op, group_src=options.root
         )
-        return work, [tensor]
 
     @collective_method("root", "op")
-    def reduce(self, tensors: Any, options: Options) -> Started:
+    def reduce(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce over all ranks into the root's tensor."""
-        tensor = single(tensors)
-        work = lists.reduce(
-            tensor, op=options.op, group=self, async_op=options.async_op, group_dst=options.root
+        return lists.reduce(
+            single(tensors),
+            op=options.op,
+            group=self,
+            async_op=options.async_op,
+            group_dst=options.root,
         )
-        return work, [tensor]
 
     @collective_method()
-    def all_gather_single(self, output: Any, input: Any, options: Options) -> Started:
+    def all_gather_single(self, output: Any, input: Any, options: Options) -> OptionalWork:
         """Write the inputs of all ranks to `output`, in rank order."""
-        result = single(output)
-        work = collective.all_gather_into_tensor(result, single(input), self, options.async_op)
-        return work, [result]
+        return collective.all_gather_into_tensor(
+            single(output), single(input), self, options.async_op
+        )
 
     @collective_method("op")
-    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> Started:
+    def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> OptionalWork:
         """Reduce `input` over all ranks and write this rank's slice to `output`."""
-        result = single(output)
-        work = collective.reduce_scatter_tensor(
-            result, single(input), options.op, self, options.async_op
+        return collective.reduce_scatter_tensor(
+            single(output), single(input), options.op, self, options.async_op
         )
-        return work, [result]
 
     @collective_method()
     def all_to_all_single(
@@ -134,17 +139,11 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         options: Options,
-    ) -> Started:
+    ) -> OptionalWork:
         """Send the i-th part of `input` to rank i; write the received parts to `output`."""
-        work = collective.all_to_all_single(
-            output,
-            input,
-            list(output_split_sizes),
-            list(input_split_sizes),
-            self,
-            options.async_op,
+        return collective.all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, self, options.async_op
         )
-        return work, [output]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Return a handle whose `wait` returns when every rank has called this method."""
@@ -156,81 +155,99 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         started = collective.barrier(self, options.async_op, timeout=options.timeout)
         return Work.completed([]) if started is None else started
 
-    # ----- ours: collectives of lists of tensors -----
+    # ----- this package: collectives of lists of tensors -----
 
     @collective_method()
-    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
+    def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Fill every rank's list with every rank's tensor."""
         outputs = single_list(output_tensors)
-        return lists.all_gather(outputs, single(input_tensors), self, options.async_op), outputs
+        return lists.all_gather(outputs, single(input_tensors), self, options.async_op)
 
     @collective_method("root")
-    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
+    def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Fill the root's list with every rank's tensor."""
-        outputs = single_list(output_tensors)
-        return _gather(self, outputs, single(input_tensors), options), outputs
+        return lists.gather(
+            single(input_tensors),
+            single_list(output_tensors),
+            group=self,
+            async_op=options.async_op,
+            group_dst=options.root,
+        )
 
     @collective_method("root")
-    def gather_single(self, output: Any, input: Any, options: Options) -> Started:
+    def gather_single(self, output: Any, input: Any, options: Options) -> OptionalWork:
         """Write every rank's input to the root's output, in rank order."""
-        result = single(output)
-        is_root = self.rank() == options.root
-        outputs = list(result.view(-1).tensor_split(self.size())) if is_root else []
-        return _gather(self, outputs, single(input), options), [result]
+        outputs: list[Tensor] = []
+        if self.rank() == options.root:
+            outputs = list(single(output).view(-1).tensor_split(self.size()))
+        return lists.gather(
+            single(input),
+            outputs,
+            group=self,
+            async_op=options.async_op,
+            group_dst=options.root,
+        )
 
     gather_into_tensor = gather_single
 
     @collective_method("root")
-    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
+    def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Copy the i-th tensor of the root's list to rank i."""
-        output = single(output_tensors)
-        work = lists.scatter(
-            output,
+        return lists.scatter(
+            single(output_tensors),
             single_list(input_tensors),
             group=self,
             async_op=options.async_op,
             group_src=options.root,
         )
-        return work, [output]
 
     @collective_method("op")
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> Started:
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, options: Options
+    ) -> OptionalWork:
         """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
         output = single(output_tensors)
         inputs = single_list(input_tensors)
-        return lists.reduce_scatter(output, inputs, options.op, self, options.async_op), [output]
+        return lists.reduce_scatter(output, inputs, options.op, self, options.async_op)
 
     @collective_method()
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], options: Options
-    ) -> Started:
+    ) -> OptionalWork:
         """Send the i-th input to rank i; write the received tensors to the outputs."""
-        work = lists.all_to_all(output_tensors, input_tensors, self, options.async_op)
-        return work, output_tensors
+        return lists.all_to_all(output_tensors, input_tensors, self, options.async_op)
 
-    # ----- ours: coalesced calls -----
+    # ----- this package: coalesced calls -----
 
     @collective_method("op")
-    def allreduce_coalesced(self, tensors: Any, options: Options) -> Started:
+    def allreduce_coalesced(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce several tensors in place, in one call."""
-        return _coalesced(self, "all_reduce", [[t] for t in tensors], tensors, options)
+        return coalesced(
+            "all_reduce", [[t] for t in tensors], tensors, options.op, self, options.async_op
+        )
 
     @collective_method()
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Options) -> Started:
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, options: Options
+    ) -> OptionalWork:
         """Run `all_gather_single` on several pairs of tensors, in one call."""
-        return _coalesced(self, "all_gather", [[output] for output in outputs], inputs, options)
+        return coalesced(
+            "all_gather", [[out] for out in outputs], inputs, None, self, options.async_op
+        )
 
     @collective_method("op")
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, options: Options
-    ) -> Started:
+    ) -> OptionalWork:
         """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
-        return _coalesced(self, "reduce_scatter", [[output] for output in outputs], inputs, options)
+        return coalesced(
+            "reduce_scatter", [[out] for out in outputs], inputs, options.op, self, options.async_op
+        )
 
     @collective_method()
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], options: Options
-    ) -> Started:
+    ) -> OptionalWork:
         """Copy input_list[i] of each rank to output_lists[rank][i], in one call."""
         lengths = [len(outputs) for outputs in output_lists]
         if lengths != [len(input_list)] * self.size():
@@ -239,7 +256,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
             )
         outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
-        return _coalesced(self, "all_gather", outputs, input_list, options)
+        return coalesced("all_gather", outputs, input_list, None, self, options.async_op)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls."""
@@ -258,7 +275,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._coalescing = None
         return CoalescedWork(works)
 
-    # ----- ours: names of the same methods in torch up to 2.11 -----
+    # ----- this package: names of the same methods in torch up to 2.11 -----
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -266,7 +283,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # ----- ours: life cycle -----
+    # ----- this package: life cycle -----
 
     def shutdown(self) -> None:
         """Announce that this rank leaves; stop the threads and the backends of other devices."""
@@ -282,6 +299,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the following calls, and of backends and groups created later."""
+        check_timeout(timeout)
         self._gloo._set_default_timeout(timeout)
         for backend in self._others.values():
             backend.set_timeout(timeout)
@@ -344,16 +362,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{'.'.join(map(str, ranks))}"
-        global_ranks = self._options.global_ranks_in_group or range(self.size())
-        options = copy_options(
-            self._options,
-            store=PrefixStore(f"split/{name}", self._options.store),
-            group_rank=ranks.index(self.rank()),
-            group_size=len(ranks),
-            timeout=timeout or self._gloo.options._timeout,
-            group_id=name,
-            global_ranks_in_group=[global_ranks[rank] for rank in ranks],
-        )
+        if timeout is None:
+            timeout = self._gloo.options._timeout
+        options = split_options(self._options, ranks, name, timeout)
         group = CollectivesProcessGroup(options, opts or self._backend_options)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
@@ -378,32 +389,6 @@ REFUSED = {
     "unregister_post_hook": "no hook can be registered",
     "unregister_pre_hook": "no hook can be registered",
 }
-
-
-def _gather(
-    group: CollectivesProcessGroup, outputs: list[Tensor], tensor: Tensor, options: Options
-) -> dist.Work | None:
-    return lists.gather(
-        tensor, outputs, group=group, async_op=options.async_op, group_dst=options.root
-    )
-
-
-def _coalesced(
-    group: CollectivesProcessGroup,
-    kind: str,
-    outputs: list[list[Tensor]],
-    inputs: Sequence[Tensor],
-    options: Options,
-) -> Started:
-    if not inputs or len(outputs) != len(inputs):
-        raise ValueError(
-            f"a coalesced {kind} expected lists of one length that is not zero, got "
-            f"{len(outputs)} outputs and {len(inputs)} inputs"
-        )
-    op = None if kind == "all_gather" else options.op
-    work = lists.coalesced(kind, outputs, inputs, op, group, options.async_op)
-    return work, [tensor for tensors in outputs for tensor in tensors]
-
 
 for _name in GLOO:
     setattr(CollectivesProcessGroup, _name, on_gloo(_name))

@@ -1,7 +1,16 @@
 """Collectives with the names and arguments of torch.distributed, and an `algorithm` argument.
 
-With `algorithm="auto"` the cost model chooses. A name such as "shared_memory" or "ring" selects
-that algorithm, or raises `ValueError` if the group cannot run it.
+With `algorithm="auto"`, calls run in shared memory if all ranks share it. Otherwise the cost model
+chooses (`choice/cost.py`), and tensors that are not on the CPU are passed to torch's function of
+the same name. Another name, such as "ring", selects that algorithm.
+
+Every function must be called on all ranks of the group, with equal dtypes and shapes unless it says
+otherwise. It returns None when the call has finished, or a handle at once if `async_op` is True.
+It raises
+
+    ValueError, TypeError   if an argument is not valid or the group cannot run the algorithm
+    Mismatch                if the ranks have made different calls
+    RankLost                if a rank has died, left, or not made the call within the timeout
 """
 
 from collections.abc import Sequence
@@ -27,7 +36,8 @@ from collectives.arguments import (
     split_lengths,
     split_sizes,
 )
-from collectives.communicator import Communicator, limit_calls
+from collectives.communicator import Communicator
+from collectives.execution.timeouts import limit_calls
 from collectives.groups import communicator
 from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call
@@ -44,7 +54,11 @@ def all_reduce(
     *,
     algorithm: str = "auto",
 ) -> dist.Work | None:
-    """Reduce `tensor` over all ranks, in place."""
+    """Reduce `tensor` of any shape over all ranks, in place.
+
+    float16, bfloat16 and 8-bit floats are accumulated in float32. AVG needs a floating or complex
+    dtype.
+    """
     if not tensor.is_cpu and algorithm == "auto":
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     comm = communicator(group)
@@ -87,7 +101,10 @@ def all_gather_into_tensor(
     *,
     algorithm: str = "auto",
 ) -> dist.Work | None:
-    """Write the inputs of all ranks to `output`, in rank order."""
+    """Write the inputs of all ranks to `output`, in rank order.
+
+    `output` has `world_size` times as many elements as `input`.
+    """
     if not output.is_cpu and algorithm == "auto":
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     comm = communicator(group)
@@ -131,7 +148,8 @@ def all_to_all_single(
 ) -> dist.Work | None:
     """Send the i-th part of `input` to rank i; write the received parts to `output` in rank order.
 
-    Split sizes are numbers of rows.
+    The tensors are split along the first dimension, into equal parts by default. Split sizes are
+    numbers of rows per rank. Either all ranks or no rank must pass them.
     """
     if not output.is_cpu and algorithm == "auto":
         return dist.all_to_all_single(
@@ -192,26 +210,26 @@ def run(
             return None
 
     def body(packed: bytes) -> None:
-        # An earlier call may still write to the input, so it is not copied until now.
+        # The input is not copied before this point, because earlier calls may still write to it.
         tensors = flat_tensors()
         dispatch.run(comm, call, packed, *tensors)
         copy_back(output, tensors[0])
 
     def make_job() -> Job | None:
-        # The engine cannot copy an input when the call runs.
+        # The engine cannot copy the input at the time when the call runs.
         return None if must_copy else dispatch.make_job(comm, call, output, source)
 
-    # A broadcast overwrites the tensors of the other ranks, which may contain anything.
-    is_passed = call.kind != "broadcast" or comm.rank == call.root
-    passed = [source] if is_passed else []
-    return comm.run(call, passed, body, async_op=async_op, result=output, make_job=make_job)
+    # A broadcast does not read the tensors of the other ranks, so NaNs in them do not matter.
+    is_read = call.kind != "broadcast" or comm.rank == call.root
+    inputs = [source] if is_read else []
+    return comm.run(call, inputs, body, async_op=async_op, result=output, make_job=make_job)
 
 
 def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Return True if the output overlaps the input and neither is this rank's slice of the other.
+    """Return True if writing the output could overwrite input that is still needed.
 
-    The output of a reduce-scatter may be a slice of its input, and the input of an all-gather may
-    be a slice of its output.
+    The tensors may overlap if the shorter one is this rank's slice of the longer one. The
+    algorithms of reduce-scatter and all-gather support this.
     """
     longer, shorter = (output, input) if output.numel() > input.numel() else (input, output)
     slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
@@ -227,7 +245,7 @@ def barrier(
 ) -> dist.Work | None:
     """Wait until every rank of the group has called this function.
 
-    `timeout` applies to this call only; the default is the group's timeout.
+    `timeout` applies to this call only. The default is the group's timeout.
     """
     comm = communicator(group)
     call = Call("barrier", (), torch.uint8)
@@ -239,10 +257,10 @@ def barrier(
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """Return zeros in memory that all ranks of the host map, where reductions run in place.
+    """Return zeros in memory that all ranks of the host map, where `all_reduce` needs no copies.
 
-    Every rank of the group must call this function with the same size. If ranks cannot share
-    memory, the result is an ordinary tensor: every collective accepts it and is slower.
+    Every rank of the group must call this function with the same size and dtype. If ranks cannot
+    share memory, the result is an ordinary tensor, with which collectives are slower.
     """
     comm = communicator(group)
     # torch validates the size and the dtype, and chooses the default dtype.

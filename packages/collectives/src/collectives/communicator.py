@@ -1,20 +1,25 @@
-"""The communicator of a group: messages, shared memory, the order of calls and their failures.
+"""The communicator of a process group: the path of every call from its arguments to its end.
 
-Each process group has one communicator, which its first collective creates (see `groups.py`). The
-calls of a group run one at a time, in the order in which they are made: synchronous calls on the
-caller's thread, asynchronous calls on the group's progress thread (see `execution/progress.py`).
+    collective.py, lists.py       validate the arguments and describe the call
+    Communicator.run              puts the call behind all earlier calls of the group
+    _Execution.run                runs the call on the caller's thread or on the progress thread
+    algorithms/dispatch.py        compares the ranks' calls, chooses an algorithm and moves the data
+    Communicator.fail             turns an error into one that names the ranks that caused it
 
-A call that fails makes the group unusable and names the ranks that caused it. Only a mismatch that
-is found before data moves leaves the group usable.
+A process group has one communicator per rank, which its first collective creates (see `groups.py`).
+The calls of a group run one at a time, in the order in which they are made. Synchronous calls run
+on the caller's thread, asynchronous calls on the progress thread (see `execution/progress.py`).
+
+A call that fails makes the group unusable. The exception is a mismatch that is found before data
+moves: the group can still be used.
 """
 
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -33,6 +38,7 @@ from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
 from collectives.execution.progress import ProgressQueue
 from collectives.execution.threads import is_daemon_of_user, start_thread
+from collectives.execution.timeouts import call_timeout
 from collectives.execution.work import Work
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
@@ -45,31 +51,30 @@ from collectives.shared_memory.fingerprint import Call, has_nan
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
-#: All communicators of this process, also those of registered backends.
+#: The communicators of this process, including those of registered backends.
 all_communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 #: Set when the process starts to exit: see Note [Threads at exit].
 is_exiting = threading.Event()
-#: The timeout in seconds of calls inside a `limit_calls` context.
-_call_timeout: ContextVar[float | None] = ContextVar("call_timeout", default=None)
 
 
 class Communicator:
-    """The state that all collectives of one rank and one group share.
+    """The state of one rank in one process group, which all of its collectives use.
 
     Args:
+        group: torch's process group, or its gloo backend.
         store: a store that only this group uses: see `fresh_store`.
         timeout: the timeout of the group.
-        deadline: a value of time.monotonic until which all ranks must have set up the group.
+        deadline: the time by which all ranks must have set up the group, a value of
+            time.monotonic.
     """
 
     def __init__(self, group: Any, *, store: Store, timeout: timedelta, deadline: float) -> None:
         self.rank = group.rank()
         self.world = group.size()
         self._process_id = os.getpid()
-        #: Timeout of the group in seconds.
-        self.group_timeout = timeout.total_seconds()
-        #: Timeout of the current call in seconds.
-        self.timeout = self.group_timeout
+        self._initial_timeout = timeout.total_seconds()
+        #: The timeout of the current call in seconds.
+        self.timeout = self._initial_timeout
         self.store = store
         self.gloo = GlooGroups(group, store)
         self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
@@ -91,19 +96,20 @@ class Communicator:
             gloo=self.gloo,
         )
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
-        #: The measured costs by collective.
+        #: The measured costs of each collective.
         self.cost_models: dict[str, CostModel] = {}
-        #: The algorithm that "auto" has chosen, by collective, size and whether gloo can run it.
+        #: The choices of "auto": the algorithm for a collective, a size in bytes, and True if gloo
+        #: can run the call.
         self.choices: dict[tuple[str, int, bool], str] = {}
-        #: Set by `checked`: compare the ranks' calls before data moves.
+        #: True inside `checked`: the ranks compare their calls before data moves.
         self.compare_calls = False
-        #: Set by `checked`: search the inputs for NaNs.
+        #: True inside `checked(nan=True)`: the inputs are searched for NaNs.
         self.find_nan = False
-        #: True if shapes are compared. `checked(shapes=False)` sets it to False, so that only
-        #: numbers of elements are compared.
+        #: False inside `checked(shapes=False)`: numbers of elements are compared, not shapes.
         self.compare_shapes = True
+        #: The call that runs, or the last one.
         self.operation = Operation()
-        self._calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
+        self._recent_calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         self._is_closed = False
         self._is_stopping = False
         self._stop_watching = threading.Event()
@@ -122,13 +128,14 @@ class Communicator:
         result: Tensor | Sequence[Tensor] | None = None,
         make_job: Callable[[], Job | None] = lambda: None,
     ) -> Work | None:
-        """Run a call after all earlier ones, on this thread or on the progress thread.
+        """Run a call after all earlier calls of the group.
+
+        Return None when the call has finished. With `async_op`, return its handle at once.
 
         Args:
-            call: the call as other ranks see it.
+            call: the call that the ranks compare.
             inputs: the tensors that this rank contributes.
-            body: runs the collective; its argument is the packed call.
-            async_op: return a handle instead of waiting.
+            body: the function that runs the collective; its argument is the packed call.
             result: the tensors of the handle's result; by default the inputs.
             make_job: returns the call as a job for the engine, or None if the engine cannot run it.
         """
@@ -138,14 +145,14 @@ class Communicator:
             call=call,
             inputs=as_list(inputs),
             body=body,
-            # The checks that are active now apply, although the call may run later.
+            # These settings are read now, because the call may run after their context has ended.
             compare_calls=self.compare_calls,
             find_nan=self.find_nan,
-            timeout=_call_timeout.get(),
+            timeout=call_timeout.get(),
             in_inference_mode=any(output.is_inference() for output in outputs),
         )
-        # Recording costs microseconds, so it is skipped unless the profiler runs. The event of an
-        # asynchronous call covers its start only: an event must not outlive the profiler.
+        # Recording costs microseconds, so nothing is recorded unless the profiler runs. The event
+        # of an asynchronous call covers its start only, because it must not outlive the profiler.
         event = (
             record_function(f"collectives:{call.kind}") if _profiler_enabled() else nullcontext()
         )
@@ -177,7 +184,7 @@ class Communicator:
             work = Work(
                 run,
                 outputs,
-                timeout=execution.timeout or self._current_group_timeout(),
+                timeout=execution.timeout or self.group_timeout,
                 count_calls=lambda: self.operation.number,
                 has_moved=partial(is_done, job),
             )
@@ -185,16 +192,16 @@ class Communicator:
         return work
 
     def run_connected(self, call: Call, *tensors: Tensor) -> bool:
-        """Run a synchronous call for which a gloo group exists; return False if `run` must be used.
+        """Run a synchronous call for which a gloo group exists, with less overhead than `run`.
 
-        This is a shortcut of `run` with less overhead.
+        Return False, without running the call, if it needs a feature that only `run` supports.
         """
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
-        if _call_timeout.get() is not None or tensors[0].is_inference():
+        if call_timeout.get() is not None or tensors[0].is_inference():
             return False
         with self.progress.running:
-            self._count(False, call.packed)
+            self.start_call(call.packed)
             try:
                 self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, self.timeout)
             except BaseException as error:
@@ -208,37 +215,53 @@ class Communicator:
             raise error
         raise reason from error
 
-    def start_call(self, compare_calls: bool, packed: bytes, timeout: float | None) -> None:
+    def start_call(
+        self, packed: bytes, *, compare_calls: bool = False, timeout: float | None = None
+    ) -> None:
         """Make a call the group's current one; raise RankLost if the group has failed.
 
-        `timeout` is the call's timeout in seconds, or None for the group's timeout.
+        Args:
+            packed: the packed call.
+            compare_calls: the ranks compare this call before data moves.
+            timeout: the timeout of this call in seconds; None means the group's timeout.
         """
-        self._count(compare_calls, packed)
-        if timeout is not None:
-            self._set_timeout(timeout)
+        if is_exiting.is_set() and is_daemon_of_user():
+            raise SystemExit  # ends the thread silently: see Note [Threads at exit]
+        group_error = self.failures.group_error
+        if group_error is not None:
+            raise RankLost(group_error.ranks, f"an earlier call has failed: {group_error}")
+        self.timeout = timeout or self.group_timeout
+        if self.topology.arena is not None:
+            self.topology.arena.timeout = self.timeout
+        self._recent_calls.append(packed)
+        number = self.operation.number + 1
+        self.operation = Operation(number, self._recent_calls, range(self.world), compare_calls)
         self.point_to_point.finish_within(self.timeout)
         self.point_to_point.tag_by(b"")
 
     def abort(self) -> None:
-        """Leave the group at once; the current call fails on this rank and on the other ranks."""
+        """Leave the group at once; the current call fails on all ranks."""
         if not self.is_inherited:
             self.fail_group(f"rank {self.rank} called abort")
 
     def fail_group(self, reason: str) -> None:
-        """Leave the group with a `reason` that blames this rank, and end all waits."""
+        """Leave the group and blame this rank for it, with a reason; all waits end."""
         self.failures.leave_group_with_reason(
             RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
         )
 
     def stop(self) -> None:
-        """End the threads after the queued calls."""
+        """End the threads after the queued calls, because the process ends.
+
+        The rank does not leave the group: if other ranks make further calls, they notice that this
+        process has ended.
+        """
         self._stop_watching.set()
-        # The process ends without leaving the group, so other ranks learn that it has ended.
         self._is_stopping = True
         self.progress.stop()
 
     def close(self) -> None:
-        """Announce to the other ranks that this rank leaves, after the queued calls."""
+        """Leave the group after the queued calls, and announce this to the other ranks."""
         if self._is_closed or self.is_inherited:
             return
         self._is_closed = True
@@ -259,39 +282,22 @@ class Communicator:
         return self.progress.running.locked() and self.failures.group_error is None
 
     def _on_progress_ended(self) -> None:
-        """Announce that no further calls follow, and release system resources."""
+        """Announce that this rank makes no further calls, and release system resources."""
         if self._is_stopping:
             return
         if self.failures.group_error is None:
             self.failures.announce_end(self.operation)
         self.topology.close()
 
-    def _count(self, compare_calls: bool, packed: bytes) -> None:
-        if is_exiting.is_set() and is_daemon_of_user():
-            raise SystemExit  # ends the thread silently: see Note [Threads at exit]
-        group_error = self.failures.group_error
-        if group_error is not None:
-            raise RankLost(group_error.ranks, f"an earlier call has failed: {group_error}")
-        if self._current_group_timeout() != self.timeout:
-            self._set_timeout(self.group_timeout)
-        self._calls.append(packed)
-        number = self.operation.number + 1
-        self.operation = Operation(number, self._calls, range(self.world), compare_calls)
-
-    def _current_group_timeout(self) -> float:
-        """Return the timeout of the gloo group in seconds, which torch may have changed."""
-        self.group_timeout = self.gloo.timeout_seconds() or self.group_timeout
-        return self.group_timeout
-
-    def _set_timeout(self, seconds: float) -> None:
-        self.timeout = seconds
-        if self.topology.arena is not None:
-            self.topology.arena.timeout = seconds
+    @property
+    def group_timeout(self) -> float:
+        """Return the timeout of the group in seconds, which torch may have changed."""
+        return self.gloo.timeout_seconds() or self._initial_timeout
 
 
 @dataclass(slots=True)
 class _Execution:
-    """One call with everything that it needs to run, on either thread."""
+    """A call and its settings, which either thread can run."""
 
     communicator: Communicator
     call: Call
@@ -301,8 +307,8 @@ class _Execution:
     find_nan: bool
     #: The timeout of this call in seconds, or None for the group's.
     timeout: float | None
-    #: True if the call writes to a tensor that was created in inference mode. torch allows this in
-    #: that mode only, which the calling thread may have left.
+    #: True if the call writes to a tensor that was created in inference mode. torch allows such a
+    #: write only in that mode, which the calling thread may have left.
     in_inference_mode: bool
 
     def run(self, job: Job | None) -> None:
@@ -313,7 +319,7 @@ class _Execution:
             call = replace(call, has_nan=True)
         # The engine owns the lock while it has jobs: see Note [Engine hand-over].
         with comm.progress.running if job is None else nullcontext():
-            comm.start_call(self.compare_calls, call.packed, self.timeout)
+            comm.start_call(call.packed, compare_calls=self.compare_calls, timeout=self.timeout)
             try:
                 if job is None:
                     with torch.inference_mode() if self.in_inference_mode else nullcontext():
@@ -322,15 +328,12 @@ class _Execution:
                     comm.topology.require().do(job)
             except BaseException as error:
                 comm.fail(error)
-            finally:
-                if self.timeout is not None:
-                    comm._set_timeout(comm.group_timeout)
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
-    """Publish that this rank is waiting if two successive polls find it in the same call.
+    """Publish that this rank waits, whenever two successive polls find it in the same call.
 
-    A rank that waits is then not mistaken for a late one: see Note [Attribution of a failure].
+    The other ranks then do not mistake it for a late rank: see Note [Attribution of a failure].
     """
     previous: Operation | None = None
     published: Operation | None = None
@@ -353,21 +356,3 @@ def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return one tensor or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-@contextmanager
-def limit_calls(timeout: timedelta | None) -> Iterator[None]:
-    """Use this timeout instead of the group's for calls in the context; None has no effect."""
-    if timeout is None:
-        yield
-        return
-    if timeout <= timedelta():
-        raise ValueError(
-            f"expected a positive timeout, got {timeout.total_seconds():g} s; pass None for the "
-            "timeout of the group"
-        )
-    token = _call_timeout.set(timeout.total_seconds())
-    try:
-        yield
-    finally:
-        _call_timeout.reset(token)

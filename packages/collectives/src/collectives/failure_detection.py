@@ -1,11 +1,17 @@
 """Detection of lost ranks: the reports that ranks exchange when a call fails.
 
-When messages fail, every rank that still runs publishes a report in the group's store and closes
-its connections, so that the messages of the other ranks fail too. It then collects the reports of
-the other ranks, and `attribution` decides which ranks are blamed. Ranks that share memory inform
-each other through their clocks (see `shared_memory/arena.py`).
+A failed message shows that some rank is lost, but not which one. Every rank that still runs
+therefore takes these steps (`FailureDetector._find_cause`):
 
-All of this ends within the group's timeout plus two seconds: ranks wait for each other up to the
+    1. It publishes a report in the group's store.
+    2. It closes its connections, so that the messages of the other ranks fail too.
+    3. It collects the other ranks' reports.
+    4. It applies the rules of `attribution.py`, which blame the same ranks everywhere.
+
+Ranks that share memory need no reports: they see each other's clocks and processes (see
+`shared_memory/arena.py`).
+
+The error is raised within the timeout plus two seconds. Ranks wait for each other up to the
 timeout, and the remaining time is for the reports.
 """
 
@@ -17,6 +23,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from collectives.algorithms.gloo import GlooGroups
+from collectives.algorithms.point_to_point import PointToPoint
 from collectives.attribution import (
     Attribution,
     Cause,
@@ -27,50 +35,55 @@ from collectives.attribution import (
     ranks_that_left,
 )
 from collectives.errors import LEFT_GROUP, UNUSABLE, Mismatch, PeerError, RankLost
+from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.fingerprint import Lengths, format_ranks
 from collectives.store import STORE_SECONDS, clone_store, query_store, run_within
 
-# Minimum time that a rank waits for reports: surviving ranks need it to notice closed connections.
+# Minimum time that a rank waits for reports: other ranks need it to notice closed connections.
 REPORT_SECONDS = 1.0
 # Time in which gloo notices that all connections to a dead rank have ended.
 DISCONNECT_SECONDS = 0.25
-# Interval at which a rank checks whether it is waiting, in seconds and as a fraction of the
-# timeout.
+# Interval at which a rank checks whether it is waiting: seconds, and a fraction of the timeout.
+# The longer of the two applies.
 MIN_POLL_SECONDS = 0.1
 POLL_FRACTION = 0.1
 # Pause between two reads of the reports, because all ranks read the same store.
 READ_INTERVAL_SECONDS = 0.05
-
+# The key of the report of a rank that knows the cause.
 CAUSE_KEY = "report/cause"
 
 
 @dataclass
 class Operation:
-    """The call that a group is running, as far as failure detection needs it."""
+    """The call that a group runs, with the facts that a report needs."""
 
-    #: Number of calls so far, including this one.
+    #: The number of calls so far, including this one.
     number: int = 0
-    #: The last calls, packed; this one is the last.
+    #: The most recent calls, packed; the last one is this call.
     calls: Sequence[bytes] = ()
-    #: Ranks that send and receive messages in this call.
+    #: The ranks that send and receive messages in this call.
     participants: Sequence[int] = ()
-    #: True if ranks compare their calls before data moves.
+    #: True if the ranks compare their calls before data moves.
     compares_calls: bool = False
-    #: This rank's lengths in an all-to-all.
+    #: This rank's lengths in an all-to-all, otherwise None.
     lengths: Lengths | None = None
-    #: A value of time.monotonic.
+    #: The time at which this rank made the call, a value of time.monotonic.
     start_time: float = field(default_factory=time.monotonic)
 
 
 class FailureDetector:
-    """One rank's side of failure detection: it explains a failed call and leaves the group.
+    """The part of failure detection that runs on one rank of a group.
+
+    It explains a failed call, and leaves the group so that the other ranks notice.
 
     Args:
         store: the group's store.
+        rank: this rank.
+        world: the number of ranks in the group.
         arena: the memory that this rank shares with other ranks, or None.
         one_host: True if the arena contains all ranks of the group.
-        point_to_point: the `PointToPoint` messages of the group.
-        gloo: the `GlooGroups` of the group.
+        point_to_point: the connections for messages between ranks.
+        gloo: the connections of gloo's own collectives.
     """
 
     def __init__(
@@ -79,18 +92,18 @@ class FailureDetector:
         rank: int,
         world: int,
         *,
-        arena: Any,
+        arena: Arena | None,
         one_host: bool,
-        point_to_point: Any,
-        gloo: Any,
+        point_to_point: PointToPoint,
+        gloo: GlooGroups,
     ) -> None:
         #: The error after which the group can no longer be used, or None.
         self.group_error: RankLost | None = None
-        # A long wait of the caller in the group's store must not delay the reports.
+        # Another connection, because a thread that waits in the store would delay the reports.
         self._store = clone_store(store)
         self._rank = rank
         self._world = world
-        # Time of the store's last answer, a value of time.monotonic.
+        # The time of the store's last answer, a value of time.monotonic.
         self._last_answer = 0.0
         self._arena = arena
         self._one_host = one_host
@@ -98,9 +111,15 @@ class FailureDetector:
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
-        """Return the error to raise for a failed call; leave the group unless it remains usable."""
+        """Return the error to raise for a failed call, and leave the group if it is unusable.
+
+        Args:
+            error: the error that the call raised on this rank.
+            operation: the failed call.
+            timeout: the timeout of the call in seconds.
+        """
         if isinstance(error, Mismatch):
-            # All ranks of this host have found the mismatch, but other hosts wait for messages.
+            # If the ranks of this host alone have found the mismatch, other hosts still wait.
             if not (self._one_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation, is_known_on_host=True)
             return error
@@ -121,8 +140,8 @@ class FailureDetector:
     ) -> None:
         """Leave the group and publish the reason to every rank.
 
-        With `is_known_on_host`, the clock is not changed: all ranks of this host find the mismatch
-        by themselves, and a late rank still has to reach that tick.
+        Pass `is_known_on_host` if all ranks of this host find the reason at the same tick. The
+        clock then keeps its value, because a late rank still waits for it at that tick.
         """
         self.group_error = RankLost(reason.ranks, str(reason))
         if not self._one_host:
@@ -138,16 +157,16 @@ class FailureDetector:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
 
     def announce_end(self, operation: Operation) -> None:
-        """Publish that this rank makes no further calls after this operation."""
+        """Publish that this operation was the rank's last call."""
         if self._arena is not None:
             self._arena.announce_end()
         if not self._one_host:
             self._publish_report(operation, Status.LEFT)
 
     def publish_waiting(self, operation: Operation | None) -> None:
-        """Publish the operation in which this rank waits and the rank that it waits for.
+        """Publish that this rank waits in an operation, and for which rank.
 
-        Clear the entry if `operation` is None.
+        None clears the entry.
         """
         text = ""
         if operation is not None:
@@ -164,7 +183,7 @@ class FailureDetector:
             rank=self._rank,
             status=status,
             call_number=operation.number,
-            # A copy, because the caller's thread may append to the calls meanwhile.
+            # A copy, because another thread may append to the calls meanwhile.
             calls=[call.hex() for call in tuple(operation.calls)],
             lengths=(lengths.sends, lengths.receives) if lengths else None,
             **fields,
@@ -188,12 +207,13 @@ class FailureDetector:
         self._gloo.close_connections()
 
     def _read_report(self, key: str) -> Report | None:
+        """Return the report under a key of the store, or None."""
         text = self._store.get(key) if self._store.check([key]) else b""
         self._last_answer = time.monotonic()
         return Report.from_json(text) if text else None
 
     def _read_missing(self, key: str, reports: dict[int, Report]) -> dict[int, Report]:
-        """Return the reports under `key` of all ranks that are not in `reports`."""
+        """Return the reports under `key/rank` of the ranks that are not in `reports`."""
         missing = {}
         for rank in set(range(self._world)) - reports.keys():
             report = self._read_report(f"{key}/{rank}")
@@ -202,14 +222,14 @@ class FailureDetector:
         return missing
 
     def _collect_reports(
-        self, awaited: Collection[int], deadline: float, call_number: int
+        self, participants: Collection[int], deadline: float, call_number: int
     ) -> tuple[dict[int, Report], dict[int, Report]]:
         """Return the reports of failed ranks and the reports of ranks that still wait, by rank.
 
         Collection ends at the first of these events:
-        - a rank reports the cause: this report is returned alone;
+        - a rank has reported the cause, and its report is returned alone;
         - a rank has left before call `call_number`;
-        - all `awaited` ranks have reported;
+        - all `participants` have reported;
         - a rank without a report is disconnected, and `REPORT_SECONDS` have passed;
         - `deadline` (a value of time.monotonic) and `REPORT_SECONDS` have passed.
         """
@@ -226,7 +246,7 @@ class FailureDetector:
                 now = time.monotonic()
                 if (
                     ranks_that_left(reports, call_number)
-                    or reports.keys() >= set(awaited)
+                    or reports.keys() >= set(participants)
                     or (now > min_deadline and disconnected_ranks(reports))
                     or now > deadline
                 ):
@@ -248,34 +268,34 @@ class FailureDetector:
     def _find_cause(
         self, error: PeerError, operation: Operation, timeout: float
     ) -> RankLost | Mismatch:
-        """Return the cause of failed messages, from all ranks' reports."""
+        """Return the error that names the cause of failed messages, from all ranks' reports."""
         number = operation.number
         if self._arena is not None and (dead := self._arena.dead()):
             ranks = [self._arena.names[i] for i in dead]
             return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
-        # A rank may wait for a peer that sends no messages to other hosts itself.
-        awaited = set(operation.participants)
+        # A rank may also wait for a peer of its host that takes no part in the messages.
+        participants = set(operation.participants)
         if error.peer is not None:
-            awaited.add(error.peer)
+            participants.add(error.peer)
         waited = time.monotonic() - operation.start_time
         status = Status.TIMED_OUT if waited > (1 - POLL_FRACTION) * timeout else Status.FAILED
         if status is Status.FAILED:
-            # gloo notices the closed connections of a dead rank one after another. Wait for all of
-            # them before publishing the report, because publishing closes all other connections.
+            # gloo notices the closed connections of a dead rank one after another. The report must
+            # contain all of them, and publishing it closes the other connections.
             time.sleep(DISCONNECT_SECONDS)
         self._publish_report(operation, status, waits_for=error.peer)
         context = f"messages failed in call {number}: {error}; {UNUSABLE}"
         try:
             reports, waiting = self._collect_reports(
-                awaited, operation.start_time + timeout, number
+                participants, operation.start_time + timeout, number
             )
-        except RankLost as silent_store:
-            return RankLost(silent_store.ranks, f"{silent_store}; {context}")
+        except RankLost as store_error:
+            return RankLost(store_error.ranks, f"{store_error}; {context}")
         attribution = attribute(
             reports,
             waiting,
             call_number=number,
-            awaited=awaited,
+            participants=participants,
             world=self._world,
             peer=error.peer,
         )

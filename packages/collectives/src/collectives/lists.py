@@ -1,12 +1,15 @@
-"""Collectives with lists of tensors or with a root, composed of the other collectives.
+"""Collectives with lists of tensors or with a root.
 
-    all_gather, reduce_scatter    the collective on single tensors, whose parts are the list
-    all_to_all                    the same steps; lengths may differ
-    gather, scatter               an all-to-all in which only the root receives or sends
-    reduce                        an all-reduce whose result only the root keeps
-    coalesced calls               the collective on one tensor that packs several tensors
+Each function runs the algorithm of another collective:
 
-These functions therefore compare calls, time out and report lost ranks like other collectives.
+    all_gather        all_gather_into_tensor, whose output is split into the list
+    reduce_scatter    reduce_scatter_tensor, whose input is the concatenated list
+    all_to_all        all_to_all_single; the parts are separate tensors
+    gather, scatter   an all-to-all in which only the root receives or sends
+    reduce            an all-reduce whose result only the root keeps
+
+They therefore compare calls, time out and report lost ranks like the functions in `collective.py`,
+and raise the same errors. Lists have one tensor per rank, in rank order.
 """
 
 from collections.abc import Sequence
@@ -20,8 +23,6 @@ from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
 from collectives.arguments import (
     check_memory,
-    check_tensors,
-    compared_shape,
     copy_back,
     describe_call,
     flatten,
@@ -45,7 +46,11 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> dist.Work | None:
-    """Reduce over all ranks into the tensor of rank `dst`; other ranks' tensors do not change."""
+    """Reduce `tensor` over all ranks into the tensor of rank `dst`.
+
+    The tensors of the other ranks do not change. `dst` is a global rank; `group_dst` is the rank in
+    the group and can be passed instead.
+    """
     comm = communicator(group)
     name = op_name(op)
     check_dtype(name, tensor.dtype)
@@ -71,7 +76,10 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> dist.Work | None:
-    """Fill the list of rank `dst` with every rank's tensor, in rank order."""
+    """Copy the tensors of all ranks to `gather_list`, which only rank `dst` passes.
+
+    All tensors have the same dtype and number of elements. The default of `dst` is rank 0.
+    """
     comm = communicator(group)
     root = root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
     outputs = _check_root_list("gather_list", comm, root, gather_list, tensor)
@@ -89,7 +97,10 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> dist.Work | None:
-    """Copy the i-th tensor in the list of rank `src` to the tensor of rank i."""
+    """Copy the i-th tensor of `scatter_list`, which only rank `src` passes, to rank i's `tensor`.
+
+    All tensors have the same dtype and number of elements. The default of `src` is rank 0.
+    """
     comm = communicator(group)
     root = root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
     inputs = _check_root_list("scatter_list", comm, root, scatter_list, tensor)
@@ -102,7 +113,10 @@ def scatter(
 def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Fill every rank's list with every rank's tensor, in rank order; sizes may differ."""
+    """Copy the tensors of all ranks to `tensor_list`.
+
+    Sizes may differ between ranks: `tensor_list[i]` has as many elements as the tensor of rank i.
+    """
     comm = communicator(group)
     outputs = _check_list("tensor_list", comm, tensor_list, tensor, comm.rank)
     sizes = [output.numel() for output in outputs]
@@ -126,7 +140,10 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Reduce the i-th tensors of all ranks' lists into the output of rank i; sizes may differ."""
+    """Reduce the i-th tensors of all ranks' lists into the output of rank i.
+
+    Sizes may differ within a list: `input_list[i]` has as many elements as the output of rank i.
+    """
     comm = communicator(group)
     name = op_name(op)
     check_dtype(name, output.dtype)
@@ -150,7 +167,10 @@ def all_to_all(
     group: Any = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Send the i-th input to rank i; write the received tensors to the outputs in rank order."""
+    """Send the i-th input to rank i, and write the tensor of rank i to the i-th output.
+
+    Sizes may differ: an output has as many elements as the input that its rank sends.
+    """
     comm = communicator(group)
     outputs = _check_list("output_tensor_list", comm, output_tensor_list)
     inputs = _check_list("input_tensor_list", comm, input_tensor_list)
@@ -167,7 +187,10 @@ def _exchange(
     async_op: bool,
     result: Tensors | None = None,
 ) -> dist.Work | None:
-    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
+    """Run a call that copies inputs[j] of rank i to outputs[i] of rank j, for all i and j.
+
+    `result` are the tensors of the handle's result; by default the outputs.
+    """
     for tensor in (*outputs, *inputs):
         check_memory(call.kind, tensor, inputs[0])
     dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
@@ -187,95 +210,10 @@ def _exchange(
     return comm.run(call, inputs, body, async_op=async_op, result=result or outputs)
 
 
-def coalesced(
-    kind: str,
-    outputs: Sequence[Tensors],
-    inputs: Tensors,
-    op: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Run one collective on several inputs as one call, with one comparison and one handle.
-
-    The inputs of each dtype are packed into one tensor. outputs[i] receives the result of
-    inputs[i]: it contains one tensor, or one tensor per rank.
-    """
-    comm = communicator(group)
-    name = op_name(op) if op is not None else ""
-    in_rows = comm.world if kind == "reduce_scatter" else 1
-    out_rows = comm.world if kind == "all_gather" else 1
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        check_tensors(kind, tensor, targets)
-        if name:
-            check_dtype(name, tensor.dtype)
-        _check_sizes(f"coalesced {kind}", i, tensor, targets, in_rows, out_rows)
-        by_dtype.setdefault(tensor.dtype, []).append(i)
-    shapes = tuple((tensor.dtype, *compared_shape(comm, tensor)) for tensor in inputs)
-    calls = [
-        describe_call(
-            comm,
-            kind,
-            inputs[indices[0]],
-            "auto",
-            op=name,
-            outputs=[target for i in indices for target in outputs[i]],
-            shape=(sum(inputs[i].numel() for i in indices),),
-            shapes=shapes,
-            coalesced=len(inputs),
-        )
-        for indices in by_dtype.values()
-    ]
-
-    def run_dtype(call: Call, packed: bytes, indices: list[int]) -> None:
-        sizes = [inputs[i].numel() // in_rows for i in indices]
-        rows = [
-            flatten(inputs[i]).view(in_rows, size) for i, size in zip(indices, sizes, strict=True)
-        ]
-        local = torch.cat(rows, dim=1).view(-1)
-        result = local if kind == "all_reduce" else local.new_empty(sum(sizes) * out_rows)
-        dispatch.run(comm, call, packed, *([result] if result is local else [result, local]))
-        blocks = result.view(out_rows, sum(sizes)).split(sizes, dim=1)
-        for i, block in zip(indices, blocks, strict=True):
-            parts = block.tensor_split(len(outputs[i]))
-            for target, part in zip(outputs[i], parts, strict=True):
-                target.detach().copy_(part.reshape(target.shape))
-
-    def body(packed: bytes) -> None:
-        for call, indices in zip(calls, by_dtype.values(), strict=True):
-            # The first call reports a NaN in any of the inputs.
-            run_dtype(call, packed if call is calls[0] else call.packed, indices)
-
-    result = [target for targets in outputs for target in targets]
-    return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
-
-
-def _check_sizes(
-    kind: str, position: int, tensor: Tensor, targets: Tensors, in_rows: int, out_rows: int
-) -> None:
-    """Raise ValueError unless each target has an equal part of the result's rows.
-
-    The input is the tensor at `position`. It has `in_rows` equal rows, and its result has
-    `out_rows` rows.
-    """
-    if tensor.numel() % in_rows:
-        raise ValueError(
-            f"{kind} expected the number of elements of input {position} to be a multiple of "
-            f"{in_rows} ranks, got {tensor.numel()}"
-        )
-    numel = tensor.numel() // in_rows * out_rows // len(targets)
-    for target in targets:
-        if (target.dtype, target.numel()) != (tensor.dtype, numel):
-            raise ValueError(
-                f"{kind} expected outputs of {numel} elements of {tensor.dtype} for input "
-                f"{position}, got {target.numel()} elements of {target.dtype}"
-            )
-
-
 def _describe_list(
     comm: Communicator, kind: str, tensor: Tensor, sizes: list[int], **fields: Any
 ) -> Call:
-    """Describe a call on a list of tensors whose sizes all ranks know."""
+    """Return the `Call` of a list of tensors; `sizes` must be the same on all ranks."""
     if len(set(sizes)) == 1:
         return describe_call(comm, kind, tensor, "auto", **fields)
     shapes = tuple((size,) for size in sizes)
@@ -283,7 +221,7 @@ def _describe_list(
 
 
 def _pad(flat: Tensor, length: int) -> Tensor:
-    """Return the tensor, or a longer copy if it is shorter than `length`."""
+    """Return the tensor, or a copy with zeros at the end if it is shorter than `length`."""
     if flat.numel() == length:
         return flat
     padded = flat.new_zeros(length)
@@ -298,9 +236,10 @@ def _check_list(
     like: Tensor | None = None,
     position: int | None = None,
 ) -> list[Tensor]:
-    """Return the list if it has one tensor per rank, and each has the dtype and size of `like`.
+    """Return the list; raise ValueError unless it has one tensor per rank and they match `like`.
 
-    If `position` is passed, only the size of the tensor at that position is compared.
+    Every tensor must have the dtype of `like`, and its number of elements. With `position`, only
+    the tensor at that position must have that number.
     """
     if not tensors or len(tensors) != comm.world:
         count = len(tensors) if tensors else "none"
@@ -321,7 +260,7 @@ def _check_list(
 def _check_root_list(
     name: str, comm: Communicator, root: int, tensors: Tensors | None, like: Tensor
 ) -> list[Tensor]:
-    """Return the root's list; on other ranks, which must not pass one, return empty tensors."""
+    """Return the root's list, or empty tensors on other ranks, which must not pass a list."""
     if comm.rank == root:
         return _check_list(name, comm, tensors, like)
     if tensors:

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from collectives.errors import RankLost
+from collectives.execution.timeouts import check_timeout
 from collectives.groups import communicator
 from collectives.shared_memory.fingerprint import format_ranks
 
@@ -14,18 +15,20 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     """Return a new group of the ranks that were not reported as lost when `group` failed.
 
     Every surviving rank must call this function after its `RankLost`, as with
-    `torch.distributed.new_group`. Ranks keep their global numbers, and the failed group remains
-    unusable, even if it is the default group. The new group needs the store of the default group:
-    it must not be served by a lost rank.
+    `torch.distributed.new_group`. Ranks keep their global numbers. The failed group remains
+    unusable, even if it is the default group. The ranks rendezvous in the store of the default
+    group, which a lost rank must not serve.
 
-    If further ranks of the registered backend are lost meanwhile, every survivor gets `RankLost`
-    after the timeout. `ranks` then contains all lost ranks of `group`, and the next call excludes
-    them too.
+    If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
+    `RankLost` after the timeout. Its `ranks` are all lost ranks of `group`, which the next call
+    excludes too.
 
     Args:
         group: the failed group; the default group if None.
         timeout: the timeout of the new group; if None, the timeout of the failed group.
     """
+    if timeout is not None:
+        check_timeout(timeout)
     comm = communicator(group)
     group_error = comm.failures.group_error
     if group_error is None:
@@ -43,7 +46,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     try:
         rebuilt = dist.new_group(
             [members[rank] for rank in survivors],
-            timeout=timeout or timedelta(seconds=comm.timeout),
+            timeout=timedelta(seconds=comm.group_timeout) if timeout is None else timeout,
             backend=dist.get_backend(group),
             # The lost ranks do not call this function.
             use_local_synchronization=True,

@@ -77,5 +77,5 @@ def describe(group: Any = None) -> Description:
         why_not_shared=dict(topology.why_not),
         engine=compiled,
         models=dict(comm.cost_models),
-        timeout_seconds=comm.timeout,
+        timeout_seconds=comm.group_timeout,
     )

@@ -14,13 +14,13 @@ from collectives.shared_memory.engine import Job
 
 # Note [Engine hand-over]
 # ~~~~~~~~~~~~~~~~~~~~~~~
-# The calls of a group run one at a time, in the order in which they were made. A thread runs a call
-# only while it owns the lock `running`. A synchronous call acquires it on the caller's thread. An
-# asynchronous call is queued, with one of two executors:
+# The calls of a group run one at a time, in the order in which they were made. A call runs only
+# while the lock `running` is acquired. A synchronous call acquires it on the caller's thread. An
+# asynchronous call is queued for one of two executors:
 #
 #   ENGINE  The progress thread waits inside the compiled engine, without the interpreter, and
-#           starts the call as soon as it is queued. The caller acquires `running` on behalf of the
-#           engine. The progress thread releases it after the last of these calls.
+#           starts the call as soon as it is queued. The caller acquires `running` for the first of
+#           these calls. The progress thread releases it after the last one.
 #   PYTHON  The progress thread acquires `running`, runs the call's Python body and releases it.
 #
 # The executors of the calls that have not finished determine the state:
@@ -31,9 +31,10 @@ from collectives.shared_memory.engine import Job
 #   ENGINE_THEN_PYTHON   E ... E P ... P the engine                     PYTHON
 #   PYTHON               P ... P         the call that runs, if any     PYTHON
 #
-# ENGINE also requires that the engine supports the call and that the group has not failed;
-# otherwise the executor is PYTHON. A call behind a PYTHON call is never given to the engine: it
-# would own `running`, which the earlier call has yet to acquire, and neither could finish.
+# ENGINE also requires that the engine supports the call and that the group has not failed.
+# Otherwise the executor is PYTHON. A call behind a PYTHON call never gets the executor ENGINE:
+# `running` would stay acquired for it, so the earlier call could not acquire the lock, and neither
+# call could finish.
 
 # Time that `close` waits for calls that are still queued.
 CLOSE_SECONDS = 1.0
@@ -66,7 +67,7 @@ class ProgressQueue:
     def __init__(self, arena: Arena | None, on_end: Callable[[], None]) -> None:
         #: Owned by the call that runs: see Note [Engine hand-over].
         self.running = threading.Lock()
-        #: Held while a call is queued, so that executors and the queue have the same order.
+        #: Acquired while a call is queued, so that executors and the queue have the same order.
         self.submitting = threading.Lock()
         #: The last asynchronous call that no synchronous call has waited for yet.
         self.last: Work | None = None
@@ -96,8 +97,8 @@ class ProgressQueue:
     def assign(self, make_job: Callable[[], Job | None], *, is_usable: bool) -> Job | None:
         """Choose the executor of a new call; return its job if the executor is the engine.
 
-        The caller holds `submitting` and then calls `submit`. `is_usable` is False if the group has
-        failed.
+        The caller must have acquired `submitting`, and then call `submit`. `is_usable` is False if
+        the engine must not run the call, for example because the group has failed.
         """
         job = None
         state = self.state

@@ -1,6 +1,11 @@
-"""torch's backends inside our group: gloo for messages, and the backends of other devices."""
+"""torch's backends in a group of the registered backend, and the options to create them.
+
+gloo sends the messages between ranks. Other backends handle the tensors of other devices.
+"""
 
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +16,7 @@ from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch
 
-# torch's options of a process group. Not every version has all of them.
+# torch's options of a process group, which not all versions of torch have.
 _OPTIONS = (
     "store",
     "group_rank",
@@ -24,7 +29,10 @@ _OPTIONS = (
 
 
 def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
-    """Return a gloo group of all ranks; raise RankLost with the ranks that end meanwhile."""
+    """Return a gloo group of all ranks, and raise RankLost with the ranks that end meanwhile.
+
+    `deadline` is a value of time.monotonic.
+    """
     try:
         return connect_in_time(
             store,
@@ -32,7 +40,8 @@ def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
             deadline - time.monotonic(),
         )
     except (RuntimeError, TimeoutError):
-        # gloo's error does not name a rank, so ranks that still run write to the store again.
+        # gloo's error does not name a rank. The ranks that still run therefore write to the store,
+        # and `fetch` raises an error with the ranks that do not.
         running = {r: f"still running/{r}" for r in range(world)}
         fetch(store, running, time.monotonic() + REPORT_SECONDS, {running[rank]: ""})
         raise
@@ -47,6 +56,23 @@ def copy_options(options: Any, **changes: Any) -> Any:
     return copied
 
 
+def split_options(options: Any, ranks: Sequence[int], name: str, timeout: timedelta) -> Any:
+    """Return torch's options for a group of some ranks of the group that `options` belong to.
+
+    `ranks` contain the rank of this process, which is a member of the new group.
+    """
+    global_ranks = options.global_ranks_in_group or range(options.group_size)
+    return copy_options(
+        options,
+        store=PrefixStore(f"split/{name}", options.store),
+        group_rank=list(ranks).index(options.group_rank),
+        group_size=len(ranks),
+        timeout=timeout,
+        group_id=name,
+        global_ranks_in_group=[global_ranks[rank] for rank in ranks],
+    )
+
+
 def create_backend(group: Any, device: torch.device, options: Any, backend_options: Any) -> Any:
     """Create torch's default backend for a device and register it with the group.
 
@@ -57,20 +83,20 @@ def create_backend(group: Any, device: torch.device, options: Any, backend_optio
         raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
     backend = _backend_by_name(name, device, options, backend_options)
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
-    # C++ callers (coalescing, functional collectives) obtain the backend by its device.
+    # torch's C++ code (coalescing, functional collectives) finds the backend by its device.
     group._register_backend(torch.device(device.type), kind, backend)
     return backend
 
 
 def _backend_by_name(name: str, device: torch.device, options: Any, backend_options: Any) -> Any:
-    """Create one of torch's backends for the ranks of our group, as init_process_group does."""
+    """Create one of torch's backends for the ranks of the group, as init_process_group does."""
     store: Store = PrefixStore(f"beside/{device.type}", options.store)
     rank = options.group_rank
     world = options.group_size
     timeout = options.timeout
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
-        # Up to torch 2.11 the list of plugins does not contain the built-in backends.
+        # Up to torch 2.11, the list of plugins does not contain the built-in backends.
         if name != dist.Backend.NCCL:
             raise ValueError(
                 f"cannot create backend {name} for {device.type} in a collectives group; create a "

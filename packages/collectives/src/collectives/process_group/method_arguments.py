@@ -1,6 +1,6 @@
 """The arguments of a process group's methods, in every form in which torch and users pass them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -73,13 +73,10 @@ def single_list(tensor_lists: Any) -> list[Tensor]:
     return list(tensor_lists[0])
 
 
-def first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor in nested lists, or None."""
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested lists, and skip other values."""
     for value in values:
         if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            tensor = first_tensor(value)
-            if tensor is not None:
-                return tensor
-    return None
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)

@@ -1,24 +1,23 @@
-"""Decorators that make methods of torch's ProcessGroup from functions.
+"""The three kinds of methods of the registered backend: ours, gloo's, and refused ones.
 
-A method forwards tensors of another device to the backend of that device, is implemented by a
-collective of this package, by gloo, or is refused.
+Methods of the first two kinds forward tensors that are not on the CPU to the backend of their
+device.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 
-from collectives.communicator import limit_calls
+from collectives.execution.timeouts import limit_calls
 from collectives.execution.work import Work
-from collectives.process_group.method_arguments import Options, first_tensor
+from collectives.process_group.method_arguments import Options, tensors_in
 
 Method = Callable[..., Any]
-#: The handle of a call, or None if it has finished, and the tensors that it has written.
-Started = tuple[dist.Work | None, Sequence[Tensor]]
+#: The handle of a call, or None if the call has finished.
+OptionalWork = dist.Work | None
 
 
 def by_device(method: Method) -> Method:
@@ -27,14 +26,14 @@ def by_device(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = first_tensor([*args, *kwargs.values()])
+        tensor = next(tensors_in([*args, *kwargs.values()]), None)
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
         if self._coalescing is not None:
-            # If the body of torch's `_coalescing_manager` raises, torch does not end coalescing.
-            # Handles of finished calls must not keep tensors alive until the next coalescing. Calls
-            # finish in order, so the first handle that is pending ends the search.
+            # If the body of torch's `_coalescing_manager` raises, torch does not call
+            # `_end_coalescing`, and handles of finished calls would keep their tensors alive.
+            # Calls finish in order, so the first pending handle ends the search.
             while self._coalescing and _has_succeeded(self._coalescing[0]):
                 self._coalescing.popleft()
             self._coalescing.append(work)
@@ -43,24 +42,32 @@ def by_device(method: Method) -> Method:
     return call
 
 
-def collective_method(*names: str) -> Callable[[Callable[..., Started]], Method]:
+def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Method]:
     """Return a decorator that makes a method of torch's ProcessGroup from a function.
 
-    The function receives the method's tensors and its `Options`. `names` are the options that users
-    may pass by position, after the tensors.
+    The function receives the method's tensors, of which the first are the outputs, and `Options`.
+    It returns the handle of the call, or None if the call has finished.
+
+    Args:
+        names: the options that users may pass by position, after the tensors.
     """
 
-    def decorate(function: Callable[..., Started]) -> Method:
-        *tensor_names, _ = list(inspect.signature(function).parameters)[1:]
+    def decorate(function: Callable[..., OptionalWork]) -> Method:
+        tensor_names = list(inspect.signature(function).parameters)[1:-1]
 
         @wraps(function)
         def method(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
             count = len(tensor_names)
-            by_name = {name: kwargs.pop(name) for name in tensor_names if name in kwargs}
+            tensors = dict(zip(tensor_names, args, strict=False))
+            for name in tensor_names[len(args) :]:
+                if name in kwargs:
+                    tensors[name] = kwargs.pop(name)
             options = Options.parse(names, args[count:], kwargs)
             with limit_calls(options.timeout):
-                work, results = function(self, *args[:count], options=options, **by_name)
-            return Work.completed(list(results)) if work is None else work
+                work = function(self, **tensors, options=options)
+            if work is None:
+                return Work.completed(list(tensors_in([tensors[tensor_names[0]]])))
+            return work
 
         return by_device(method)
 
@@ -70,7 +77,7 @@ def collective_method(*names: str) -> Callable[[Callable[..., Started]], Method]
 def on_gloo(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
-    The inherited method would deadlock: it holds the GIL while gloo may wait for its own thread,
+    The inherited method would deadlock. It holds the GIL while gloo may wait for its own thread,
     and that thread needs the GIL to free the tensors of an earlier call.
     """
 
@@ -84,7 +91,8 @@ def on_gloo(name: str) -> Method:
 def refused(name: str, backend: str, remedy: str) -> Method:
     """Return a method that raises NotImplementedError.
 
-    The inherited method would address the gloo backend only, without any effect on our calls.
+    The inherited method would address gloo only, and so have no effect on the calls of this
+    package.
     """
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:

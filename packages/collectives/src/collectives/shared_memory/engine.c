@@ -2,16 +2,16 @@
  * without Python's interpreter between two steps.
  *
  * A function returns DONE when it has finished, or WAITING after a peer has made it wait for a while.
- * The caller then checks whether the peer is lost, and calls the function again. `phase` and `piece`
- * record where the function continues.
+ * The caller then checks whether the peer is lost, and calls the function again. The function
+ * continues at the job's `phase` and `piece`.
  *
  * Asynchronous calls are submitted through a queue. A Python thread waits in `serve` without the
- * interpreter, so data move before the thread acquires the interpreter. `done` shows it to threads
- * that poll.
+ * interpreter, so data move before the thread acquires the interpreter. Threads that poll read
+ * `done`.
  *
  * The clock is stored with release order and loaded with acquire order, so data that were written
  * before a tick are visible after it on every machine. The same holds for the queue's counts and
- * `done`.
+ * for `done`.
  */
 
 #define _GNU_SOURCE
@@ -28,6 +28,8 @@ enum { DONE, WAITING, MISMATCH };
 enum { FLOAT32, FLOAT64, BFLOAT16, INT32, INT64, UINT8, FLOAT16 };
 enum { SUM, AVG, PRODUCT, MIN, MAX };
 enum { BLOCK = 1024, PAUSES = 16 };
+/* The phases of an all-reduce, in which a call continues after WAITING. */
+enum { FIRST_COPY, COMPARE, COPY_IN, SUM_SLOTS, COPY_OUT, SUM_IN_PLACE, LAST_WAIT, NEXT_PIECE };
 /* A wait polls for this long before it sleeps, and for the second time if the core is crowded. */
 enum { POLL_NANOSECONDS = 100000, CROWDED_POLL_NANOSECONDS = 10000 };
 /* A core is crowded for the second time after a yield has lasted for more than the first. */
@@ -43,7 +45,10 @@ typedef struct {
 } Arena;
 
 typedef struct {
-    int64_t kind, count, itemsize, dtype, op, root, phase, piece;
+    int64_t kind, count, itemsize, dtype, op, root;
+    /* `piece` is the number of the piece that passes through the slots. `phase` is 0 before a piece
+     * is copied in and 1 after it, except in an all-reduce. */
+    int64_t phase, piece;
     char *in, *out;
     char **copies; /* every rank's copy of a shared tensor, or NULL */
     /* For an all-to-all: the parts to and from each rank, and their numbers of elements. */
@@ -223,8 +228,8 @@ static uint16_t narrow_bfloat16(float x) {
     default: for (int64_t i = 0; i < n; i++) sum[i] = PLUS(FIRST, WHAT);                   \
     }
 
-/* outs = parts[0] op parts[1] op ..., in that order, in WIDE, rounded once. `outs` may be one of
- * the parts: a block is read from all of them before it is written. */
+/* Compute parts[0] op parts[1] op ... in this order, in WIDE, and write it to all `outs` after one
+ * rounding. `outs` may be among the parts: a block is read from all parts before it is written. */
 #define REDUCE(NAME, NARROW, WIDE, LOAD, STORE, DIVIDE)                                     \
     static void NAME(char **outs, int64_t copies, char **parts, int64_t world, int64_t count, \
                      int64_t op) {                                                          \
@@ -295,7 +300,7 @@ static void reduce(const Arena *a, const Job *job, char **outs, int64_t copies, 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* out = in, reduced over all ranks; protocol.py describes the three protocols. */
+/* Reduce `in` over all ranks into `out`; protocol.py describes the three protocols. */
 int all_reduce(Arena *a, Job *job) {
     const int64_t size = job->itemsize, width = a->slot_bytes / size, world = a->world;
     const int small = job->count * size <= a->one_shot_bytes;
@@ -304,11 +309,11 @@ int all_reduce(Arena *a, Job *job) {
         const int64_t start = job->piece * width, n = least(width, job->count - start);
         int64_t at, mine = split(a, n, a->rank, &at);
         switch (job->phase) {
-        case 0:
+        case FIRST_COPY:
             if (!job->copies) memcpy(slot(a, a->rank, 1), job->in, n * size);
-            TICK(1);
+            TICK(COMPARE);
             break;
-        case 1: {
+        case COMPARE: {
             WAIT();
             if (!calls_agree(a)) return MISMATCH;
             /* A note contains an allocation and an offset, or zeros if the tensor is not shared. */
@@ -318,55 +323,59 @@ int all_reduce(Arena *a, Job *job) {
                 same &= !memcmp(note(a, rank), note(a, a->rank), NOTE_BYTES);
                 none_shared &= !memcmp(note(a, rank), nothing, NOTE_BYTES);
             }
-            job->phase = job->copies && same ? 5 : none_shared ? 3 : 2;
+            job->phase = COPY_IN;
+            if (job->copies && same)
+                job->phase = SUM_IN_PLACE;
+            else if (none_shared)
+                job->phase = SUM_SLOTS;
             break;
         }
-        case 2:
+        case COPY_IN:
             memcpy(slot(a, a->rank, 1), job->in + start * size, n * size);
-            TICK(3);
+            TICK(SUM_SLOTS);
             break;
-        case 3:
+        case SUM_SLOTS:
             WAIT();
             if (small || world <= 2) {
                 for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0);
                 outs[0] = job->out + start * size;
                 reduce(a, job, outs, 1, parts, n);
-                job->phase = 7;
+                job->phase = NEXT_PIECE;
                 break;
             }
             for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0) + at * size;
             outs[0] = slot(a, a->rank, 1) + at * size;
             reduce(a, job, outs, 1, parts, mine);
-            TICK(4);
+            TICK(COPY_OUT);
             break;
-        case 4:
+        case COPY_OUT:
             WAIT();
             for (int64_t rank = 0; rank < world; rank++) {
                 int64_t theirs = split(a, n, rank, &at);
                 memcpy(job->out + (start + at) * size, slot(a, rank, 0) + at * size, theirs * size);
             }
-            job->phase = 7;
+            job->phase = NEXT_PIECE;
             break;
-        case 5: /* in place: only this rank writes its slice, in all copies */
+        case SUM_IN_PLACE: /* only this rank writes its slice, in all copies */
             mine = split(a, job->count, a->rank, &at);
             for (int64_t done = 0, step = a->piece_bytes / size; done < mine; done += step) {
                 for (int64_t rank = 0; rank < world; rank++)
                     outs[rank] = parts[rank] = job->copies[rank] + (at + done) * size;
                 reduce(a, job, outs, world, parts, least(step, mine - done));
             }
-            TICK(6);
+            TICK(LAST_WAIT);
             break;
-        case 6:
+        case LAST_WAIT:
             WAIT();
             return DONE;
-        default:
-            job->phase = 2;
+        case NEXT_PIECE:
+            job->phase = COPY_IN;
             if (++job->piece * width >= job->count) return DONE;
         }
     }
 }
 
-/* out = this rank's slice of the reduction of `in`; count is that of `out`. */
+/* Reduce this rank's slice of `in` over all ranks into `out`, which has `count` elements. */
 int reduce_scatter(Arena *a, Job *job) {
     const int64_t size = job->itemsize, width = a->slot_bytes / a->world / size;
     char *parts[a->world];
@@ -389,7 +398,7 @@ int reduce_scatter(Arena *a, Job *job) {
     }
 }
 
-/* out = every rank's `in`, in rank order; count is that of `in`, itemsize 1. */
+/* Write every rank's `in` of `count` bytes to `out`, in rank order. */
 int all_gather(Arena *a, Job *job) {
     const int64_t width = a->slot_bytes;
     for (;;) {
@@ -407,7 +416,7 @@ int all_gather(Arena *a, Job *job) {
     }
 }
 
-/* Copy the bytes of rank `root` to every rank; itemsize 1. */
+/* Copy the `count` bytes of rank `root` to every rank. */
 int broadcast(Arena *a, Job *job) {
     const int64_t width = a->slot_bytes;
     for (;;) {
@@ -429,8 +438,8 @@ static int64_t within(int64_t length, int64_t start, int64_t width) {
     return length <= start ? 0 : least(width, length - start);
 }
 
-/* outs[i] on rank j = ins[j] on rank i; lengths may differ. A slot contains the lengths that its rank
- * sends and expects, then a part for each other rank. A rank copies its part to itself directly. */
+/* Copy ins[j] of rank i to outs[i] of rank j; lengths may differ. A slot contains the lengths that
+ * its rank sends and expects, then a part for each other rank. A rank copies its own part directly. */
 int all_to_all(Arena *a, Job *job) {
     const int64_t size = job->itemsize, world = a->world, rank = a->rank;
     const int64_t head = (2 * world * 8 + 63) / 64 * 64;

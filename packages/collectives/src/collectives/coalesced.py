@@ -1,0 +1,132 @@
+"""Coalesced calls: one collective on several tensors, with one comparison and one handle.
+
+The tensors of each dtype are packed into one tensor, on which the collective runs:
+
+    all_reduce       inputs a, b          packed  [a b]
+    all_gather       inputs a, b          packed  [a b]             result  one row [a b] per rank
+    reduce_scatter   inputs a, b          packed  one row [a b] per rank, of their slices
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.algorithms import dispatch
+from collectives.algorithms.reduction import check_dtype, op_name
+from collectives.arguments import check_tensors, compared_shape, describe_call, flatten
+from collectives.communicator import Communicator
+from collectives.groups import communicator
+from collectives.shared_memory.fingerprint import Call
+
+Tensors = Sequence[Tensor]
+
+
+def coalesced(
+    kind: str,
+    outputs: Sequence[Tensors],
+    inputs: Tensors,
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Run one collective on several inputs as one call.
+
+    Args:
+        kind: "all_reduce", "all_gather" or "reduce_scatter".
+        outputs: outputs[i] receives the result of inputs[i], in one tensor or in one per rank.
+        inputs: at least one tensor.
+        op: the reduce op; None for an all-gather.
+    """
+    comm = communicator(group)
+    name = op_name(op) if op is not None else ""
+    _check_tensors(comm, kind, outputs, inputs, name)
+    indices_by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(inputs):
+        indices_by_dtype.setdefault(tensor.dtype, []).append(i)
+    shapes = tuple((tensor.dtype, *compared_shape(comm, tensor)) for tensor in inputs)
+    calls = [
+        describe_call(
+            comm,
+            kind,
+            inputs[indices[0]],
+            "auto",
+            op=name,
+            outputs=[target for i in indices for target in outputs[i]],
+            shape=(sum(inputs[i].numel() for i in indices),),
+            shapes=shapes,
+            coalesced=len(inputs),
+        )
+        for indices in indices_by_dtype.values()
+    ]
+
+    def body(packed: bytes) -> None:
+        for call, indices in zip(calls, indices_by_dtype.values(), strict=True):
+            _run_packed(
+                comm,
+                call,
+                # The first call also reports a NaN in the inputs of the other dtypes.
+                packed if call is calls[0] else call.packed,
+                [outputs[i] for i in indices],
+                [inputs[i] for i in indices],
+            )
+
+    result = [target for targets in outputs for target in targets]
+    return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
+
+
+def _run_packed(
+    comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensors], inputs: Tensors
+) -> None:
+    """Run a coalesced call on inputs of one dtype; `packed` is the packed call."""
+    rows_in, rows_out = _num_rows(call.kind, comm.world)
+    widths = [tensor.numel() // rows_in for tensor in inputs]
+    rows = [flatten(tensor).view(rows_in, -1) for tensor in inputs]
+    local = torch.cat(rows, dim=1).view(-1)
+    if call.kind == "all_reduce":
+        result = local
+        dispatch.run(comm, call, packed, local)
+    else:
+        result = local.new_empty(sum(widths) * rows_out)
+        dispatch.run(comm, call, packed, result, local)
+    blocks = result.view(rows_out, sum(widths)).split(widths, dim=1)
+    for targets, block in zip(outputs, blocks, strict=True):
+        for target, part in zip(targets, block.tensor_split(len(targets)), strict=True):
+            target.detach().copy_(part.reshape(target.shape))
+
+
+def _num_rows(kind: str, world: int) -> tuple[int, int]:
+    """Return the number of rows of a packed tensor and of its result: see the module docstring."""
+    rows_in = world if kind == "reduce_scatter" else 1
+    rows_out = world if kind == "all_gather" else 1
+    return rows_in, rows_out
+
+
+def _check_tensors(
+    comm: Communicator, kind: str, outputs: Sequence[Tensors], inputs: Tensors, op: str
+) -> None:
+    """Raise an error unless every input can be used and its outputs have its dtype and size."""
+    if not inputs or len(outputs) != len(inputs):
+        raise ValueError(
+            f"a coalesced {kind} expected lists of one length that is not zero, got "
+            f"{len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    rows_in, rows_out = _num_rows(kind, comm.world)
+    for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
+        check_tensors(kind, tensor, targets)
+        if op:
+            check_dtype(op, tensor.dtype)
+        if tensor.numel() % rows_in:
+            raise ValueError(
+                f"a coalesced {kind} expected the number of elements of input {i} to be a multiple "
+                f"of {rows_in} ranks, got {tensor.numel()}"
+            )
+        numel = tensor.numel() // rows_in * rows_out // len(targets)
+        for target in targets:
+            if (target.dtype, target.numel()) != (tensor.dtype, numel):
+                raise ValueError(
+                    f"a coalesced {kind} expected outputs of {numel} elements of {tensor.dtype} "
+                    f"for input {i}, got {target.numel()} elements of {target.dtype}"
+                )
