@@ -121,6 +121,10 @@ def pass_timeouts_of_zero():
             lambda timeout=timeout: group.barrier(timeout=timeout),
             lambda timeout=timeout: group.allreduce([tensor], timeout=timeout),
             lambda timeout=timeout: group.broadcast(tensor, 0, timeout),
+            lambda timeout=timeout: group.set_timeout(timeout),
+            lambda timeout=timeout: group.split_group([0], timeout=timeout),
+            lambda timeout=timeout: dist.new_group([0], timeout=timeout),
+            lambda timeout=timeout: collectives.rebuild(timeout=timeout),
         ):
             with pytest.raises(ValueError, match="expected a positive timeout, got"):
                 call()
