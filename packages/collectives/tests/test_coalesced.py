@@ -2,7 +2,6 @@
 
 import os
 import warnings
-import weakref
 from datetime import timedelta
 
 import collectives
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from collectives.algorithms import dispatch
-from collectives.execution.work import Work
 from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
@@ -349,43 +347,3 @@ def messages():
 
 def test_sends_and_receives_are_coalesced():
     run_ranks(messages, 2, backend="")
-
-
-def count_checks():
-    """Return the number of times that handles are checked while 60 calls are coalesced."""
-    begin()
-    num_checks = 0
-
-    def count(_):
-        nonlocal num_checks
-        num_checks += 1
-        return False
-
-    Work.is_success = count
-    with dist._coalescing_manager(device=CPU, async_ops=True) as work:
-        for _ in range(60):
-            dist.broadcast(torch.ones(3), src=0, async_op=True)
-    work.wait()
-    return num_checks
-
-
-def test_checks_of_coalesced_handles_grow_linearly():
-    assert max(run_ranks(count_checks, 2, backend="")) <= 2 * 60
-
-
-def raised_body():
-    """Leave torch's manager by an error, after which torch does not end coalescing."""
-    begin()
-    with pytest.raises(ZeroDivisionError), dist._coalescing_manager(device=CPU):
-        raise ZeroDivisionError
-    freed = []
-    for _ in range(4):
-        tensor = torch.ones(3)
-        dist.broadcast(tensor, src=0)
-        freed.append(weakref.ref(tensor))
-        del tensor
-    assert [reference() is None for reference in freed[:-1]] == [True] * 3
-
-
-def test_handles_do_not_keep_tensors_after_the_body_of_a_coalescing_raised():
-    run_ranks(raised_body, 2, backend="")

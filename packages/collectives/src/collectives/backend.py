@@ -17,7 +17,6 @@ wraps their handles in handles whose `is_completed` never returns True.
 
 import threading
 import time
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +68,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
         # The handles of the calls since `_start_coalescing`, or None outside of a coalesced block.
-        self._coalescing: deque[dist.Work] | None = None
+        self._coalescing: list[dist.Work] | None = None
         bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
@@ -262,7 +261,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Collect the handles of the following calls."""
         self.get_backend(device)
         if torch.device(device).type == CPU.type:
-            self._coalescing = deque()
+            self._coalescing = []
         else:
             super()._start_coalescing(device)
 

@@ -172,7 +172,7 @@ class FailureDetector:
         if operation is not None:
             peer = self._point_to_point.waits_for
             if peer is None and self._arena is not None:
-                peer = next(iter(self._arena.late()), None)
+                peer = next(iter(self._arena.late_ranks()), None)
             text = self._report(operation, Status.WAITING, waits_for=peer).to_json()
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, lambda: self._store.set(f"waiting/{self._rank}", text))
@@ -270,7 +270,7 @@ class FailureDetector:
     ) -> RankLost | Mismatch:
         """Return the error that names the cause of failed messages, from all ranks' reports."""
         number = operation.number
-        if self._arena is not None and (dead := self._arena.dead()):
+        if self._arena is not None and (dead := self._arena.dead_positions()):
             ranks = [self._arena.names[i] for i in dead]
             return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
         # A rank may also wait for a peer of its host that takes no part in the messages.

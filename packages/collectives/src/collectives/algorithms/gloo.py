@@ -87,14 +87,14 @@ class GlooGroups:
             return False
         return not op or (dtype in DTYPES and op in OPS)
 
-    def has_room_for(self, call: bytes) -> bool:
+    def has_room_for(self, packed: bytes) -> bool:
         """Return True if a group for this call exists or can be created."""
-        return call in self.groups or len(self.groups) < MAX_GROUPS
+        return packed in self.groups or len(self.groups) < MAX_GROUPS
 
     def run(
         self,
         kind: str,
-        call: bytes,
+        packed: bytes,
         tensors: tuple[Tensor, ...],
         op: str,
         root: int,
@@ -102,13 +102,13 @@ class GlooGroups:
     ) -> None:
         """Run the collective on flat tensors; raise PeerError if a rank does not join in time."""
         try:
-            if call not in self.groups:
+            if packed not in self.groups:
                 deadline = time.monotonic() + seconds
-                group = self._make(call, seconds)
-                self.groups[call] = group, _start_function(group, kind, op, root)
+                group = self._make(packed, seconds)
+                self.groups[packed] = group, _start_function(group, kind, op, root)
                 seconds = deadline - time.monotonic()
             self._set_timeout(seconds)
-            group, start = self.groups[call]
+            group, start = self.groups[packed]
             # gloo's internal waits use the timeout of its group.
             group._set_default_timeout(self._timeout)
             start(*tensors).wait(self._timeout)
@@ -127,7 +127,7 @@ class GlooGroups:
             self._seconds = seconds
             self._timeout = timedelta(seconds=max(MIN_SECONDS, seconds))
 
-    def _make(self, call: bytes, seconds: float) -> Any:
+    def _make(self, packed: bytes, seconds: float) -> Any:
         """Create the group for a call; raise TimeoutError if not all ranks connect in time."""
         # torch's type stubs contain neither the names of the options nor this constructor.
         gloo: Any = ProcessGroupGloo
@@ -139,7 +139,7 @@ class GlooGroups:
         options._timeout = NO_TIMEOUT
 
         return connect_in_time(
-            PrefixStore(f"gloo/{call.hex()}", self._store),
+            PrefixStore(f"gloo/{packed.hex()}", self._store),
             lambda store: gloo(store, base.rank(), base.size(), options),
             seconds,
         )

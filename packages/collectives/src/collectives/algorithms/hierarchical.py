@@ -27,13 +27,13 @@ def all_reduce(
     point_to_point: PointToPoint,
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
-    name: str,
-    call: bytes,
+    op: str,
+    packed: bytes,
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
 
     def reduce_block(block: Tensor) -> None:
-        _all_reduce(arena, point_to_point, hosts, block, name, call)
+        _all_reduce(arena, point_to_point, hosts, block, op, packed)
 
     if flat.dtype == torch.bfloat16:
         reduce_block(flat)
@@ -46,22 +46,22 @@ def _all_reduce(
     point_to_point: PointToPoint,
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
-    name: str,
-    call: bytes,
+    op: str,
+    packed: bytes,
 ) -> None:
     # AVG divides once, after the sums of all hosts have been added.
-    partial = "SUM" if name == "AVG" else name
+    partial = "SUM" if op == "AVG" else op
     leaders = host_leaders(hosts)
     start_time = time.monotonic()
     if arena is not None:
-        protocol.all_reduce(arena, flat, partial, call)
+        protocol.all_reduce(arena, flat, partial, packed)
     if point_to_point.rank in leaders:
         ring.all_reduce(point_to_point.subgroup(leaders), flat, partial)
-        average(name, flat, point_to_point.world)
+        average(op, flat, point_to_point.world)
     if arena is not None:
         # The other ranks wait for their leader, and thereby for the other hosts.
         with remaining_timeout(start_time, arena):
-            protocol.broadcast(arena, flat, 0, call)
+            protocol.broadcast(arena, flat, 0, packed)
 
 
 def broadcast(
@@ -70,7 +70,7 @@ def broadcast(
     hosts: Sequence[Sequence[int]],
     flat: Tensor,
     source: int,
-    call: bytes,
+    packed: bytes,
 ) -> None:
     """Copy the tensor of rank `source` to every rank."""
     leaders = host_leaders(hosts, source)
@@ -80,7 +80,7 @@ def broadcast(
     if arena is not None:
         leader = next(rank for rank in leaders if rank in arena.names)
         with remaining_timeout(start_time, arena):
-            protocol.broadcast(arena, flat, arena.names.index(leader), call)
+            protocol.broadcast(arena, flat, arena.names.index(leader), packed)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class PointToPoint:
     def subgroup(self, positions: Sequence[int]) -> "PointToPoint":
         """Return an object for messages between the ranks at `positions`, numbered in that order.
 
-        The new object and this one share the deadline, the tag and the awaited peer.
+        The new object and this one share the deadline, the tag and the peer that is waited for.
         """
         ranks = [self._ranks[position] for position in positions]
         part = PointToPoint(self._group, ranks, positions.index(self.rank), self._backend)
@@ -102,12 +102,12 @@ class PointToPoint:
         self._state.seconds = seconds
 
     def restart_deadline(self) -> None:
-        """Set the deadline again, after all ranks have shown that they respond."""
+        """Set the deadline again, because all ranks have just responded."""
         self.finish_within(self._state.seconds)
 
-    def tag_by(self, call: bytes) -> None:
+    def tag_by(self, packed: bytes) -> None:
         """Tag the following messages as belonging to this call: see Note [Tags of messages]."""
-        self._state.tag = zlib.crc32(call)
+        self._state.tag = zlib.crc32(packed)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive at the same time; return when all messages have been transferred.
@@ -116,16 +116,18 @@ class PointToPoint:
         """
         self._wait(self._start(sends, receives))
 
-    def exchange_reduce(
-        self, send: Message, receive: tuple[int, Tensor, Tensor], name: str
-    ) -> None:
-        """Send a tensor while receiving another one and combining it with `local` into `out`.
+    def exchange_reduce(self, send: Message, receive: tuple[int, Tensor, Tensor], op: str) -> None:
+        """Send a tensor, receive another one, and combine the received one with `local` into `out`.
 
-        `send` is (target, tensor) and `receive` is (source, local, out).
-        The tensor is received in pieces, and a piece is combined while the next one is transferred.
-        This needs two pieces of extra memory, independent of the tensor's size. `out` may share
-        memory with `local` and with the sent tensor. Both ranks must call this method, with an
-        empty tensor if there is nothing to send or receive.
+        A piece is combined while the next one is transferred. This needs two pieces of extra
+        memory, independent of the tensor's size. `out` may share memory with `local` and with the
+        sent tensor. Both ranks must call this method, with an empty tensor if there is nothing to
+        send or receive.
+
+        Args:
+            send: the target and the tensor.
+            receive: the source, `local` and `out`.
+            op: the reduce op.
         """
         target, outgoing = send
         source, local, out = receive
@@ -134,14 +136,13 @@ class PointToPoint:
             received = torch.empty_like(out)
             self.exchange([(target, outgoing)], [(source, received)])
             if out.numel():
-                COMBINE[name](local, received, out=out)
+                COMBINE[op](local, received, out=out)
             return
         outs = _pieces(out)
         # Two buffers: one is combined while the other one is received.
         buffers = [torch.empty_like(outs[0]) for _ in outs[:2]]
-        messages = [(target, piece) for piece in _pieces(outgoing)]
-        started = self._start(messages, [(source, buffer) for buffer in buffers[:1]])
-        receiving, sending = started[: len(buffers[:1])], started[len(buffers[:1]) :]
+        receiving = self._start([], [(source, buffer) for buffer in buffers[:1]])
+        sending = self._start([(target, piece) for piece in _pieces(outgoing)], [])
         for i, (local_piece, out_piece) in enumerate(zip(_pieces(local), outs, strict=True)):
             current, receiving = receiving, []
             if i + 1 < len(outs):
@@ -150,7 +151,7 @@ class PointToPoint:
             self._wait(current)
             # `out` may be the tensor that is being sent, so wait until this piece has been sent.
             self._wait(sending[i : i + 1])
-            COMBINE[name](local_piece, buffers[i % 2][: out_piece.numel()], out=out_piece)
+            COMBINE[op](local_piece, buffers[i % 2][: out_piece.numel()], out=out_piece)
         self._wait(sending[len(outs) :])
 
     def close_connections(self) -> None:

@@ -39,26 +39,26 @@ def _op_name(kind: object) -> str:
 
 
 @cache
-def check_dtype(name: str, dtype: torch.dtype) -> None:
+def check_dtype(op: str, dtype: torch.dtype) -> None:
     """Raise TypeError if the op is not defined for `dtype`."""
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    if name == "AVG" and is_integer:
+    if op == "AVG" and is_integer:
         raise TypeError(f"AVG of {dtype} has no exact result; use SUM and divide")
-    if name in ("MIN", "MAX") and dtype.is_complex:
+    if op in ("MIN", "MAX") and dtype.is_complex:
         raise TypeError(
-            f"{name} of {dtype} is not defined because complex numbers have no order; reduce the "
+            f"{op} of {dtype} is not defined because complex numbers have no order; reduce the "
             "absolute values"
         )
-    if name in ("BAND", "BOR", "BXOR") and not is_integer:
-        raise TypeError(f"{name} of {dtype} is not defined; pass integers or bool")
+    if op in ("BAND", "BOR", "BXOR") and not is_integer:
+        raise TypeError(f"{op} of {dtype} is not defined; pass integers or bool")
     try:
         value = torch.zeros(1, dtype=dtype, device="cpu")
         total = torch.zeros(1, dtype=accumulation_dtype(dtype), device="cpu")
-        reduce_into(name, [value, value], value, total)
+        reduce_into(op, [value, value], value, total)
     except RuntimeError as error:
         # torch copies some dtypes, such as uint16, but has no arithmetic for them.
         raise TypeError(
-            f"torch has no {name} of {dtype}; convert the tensor to a wider signed dtype"
+            f"torch has no {op} of {dtype}; convert the tensor to a wider signed dtype"
         ) from error
 
 
@@ -74,9 +74,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def average(name: str, tensor: Tensor, world: int) -> None:
+def average(op: str, tensor: Tensor, world: int) -> None:
     """Divide a finished sum by `world` if the op is AVG."""
-    if name != "AVG":
+    if op != "AVG":
         return
     if tensor.is_complex():
         # Complex division is not correctly rounded, but dividing the two parts separately is.
@@ -88,7 +88,7 @@ def average(name: str, tensor: Tensor, world: int) -> None:
         tensor.div_(world)
 
 
-def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:
+def reduce_into(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:
     """Compute out = parts[0] op parts[1] op ... in this order.
 
     If the accumulation dtype differs from the dtype, `scratch` is a tensor of the accumulation
@@ -96,7 +96,7 @@ def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor
     be one of parts[2:].
     """
     if scratch is None:
-        _reduce_into(name, parts, out)
+        _reduce_into(op, parts, out)
         return
     # `scratch` is empty if the tensor is.
     for start in range(0, out.numel(), max(1, scratch.numel())):
@@ -104,16 +104,16 @@ def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor
         total = scratch[: block.numel()]
         blocks = [part[start : start + scratch.numel()] for part in parts]
         blocks[0] = blocks[0].to(total.dtype)
-        _reduce_into(name, blocks, total)
+        _reduce_into(op, blocks, total)
         block.copy_(total)
 
 
-def _reduce_into(name: str, parts: Sequence[Tensor], total: Tensor) -> None:
-    combine = COMBINE[name]
+def _reduce_into(op: str, parts: Sequence[Tensor], total: Tensor) -> None:
+    combine = COMBINE[op]
     if len(parts) == 1:
         total.copy_(parts[0])
     else:
         combine(parts[0], parts[1].to(total.dtype), out=total)
     for part in parts[2:]:
         combine(total, part.to(total.dtype), out=total)
-    average(name, total, len(parts))
+    average(op, total, len(parts))

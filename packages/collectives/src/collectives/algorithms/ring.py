@@ -24,14 +24,14 @@ from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
 from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces, reduce_into
 
 
-def all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
+def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
     slices = flat.tensor_split(point_to_point.world)
-    _reduce(point_to_point, slices, None, name)
+    _reduce(point_to_point, slices, None, op)
     _gather(point_to_point, slices)
 
 
-def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
+def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, op: str) -> None:
     """Reduce this rank's slice of `flat` over all ranks into `out`, which may be that slice.
 
     The other slices of `flat` do not change.
@@ -40,7 +40,7 @@ def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, name
     if out.data_ptr() == slices[point_to_point.rank].data_ptr():
         # `out` holds sums of other slices before this rank's slice is added in the last step.
         slices[point_to_point.rank] = out.clone()
-    _reduce(point_to_point, slices, out, name)
+    _reduce(point_to_point, slices, out, op)
 
 
 def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None:
@@ -51,13 +51,13 @@ def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None
 
 
 def _reduce(
-    point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, name: str
+    point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, op: str
 ) -> None:
     """Reduce slices[rank] into `out`, or in place, which overwrites the other slices."""
     rank, world = point_to_point.rank, point_to_point.world
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
-        direct(point_to_point, slices, result, name)
+        direct(point_to_point, slices, result, op)
         return
     if world == 1 and out is not None:
         out.copy_(slices[0])
@@ -68,8 +68,8 @@ def _reduce(
         if out is not None and step > 1:
             leaving = out
         target = arriving if out is None else out
-        point_to_point.exchange_reduce((right, leaving), (left, arriving, target), name)
-    average(name, result, world)
+        point_to_point.exchange_reduce((right, leaving), (left, arriving, target), op)
+    average(op, result, world)
 
 
 def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
@@ -80,7 +80,7 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
         point_to_point.exchange([(right, leaving)], [(left, arriving)])
 
 
-def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
+def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str) -> None:
     """Run a reduce-scatter by sending each slice to its owner, which reduces what it receives."""
     rank, world = point_to_point.rank, point_to_point.world
     wide = accumulation_dtype(out.dtype)
@@ -94,7 +94,7 @@ def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, 
             [(r, parts[r]) for r in range(world) if r != rank],
         )
         scratch = torch.empty(local.numel(), dtype=wide, device="cpu")
-        reduce_into(name, parts, out[start : start + length], scratch)
+        reduce_into(op, parts, out[start : start + length], scratch)
 
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:

@@ -32,9 +32,9 @@ def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
+def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, name))
+    in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, op))
 
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
@@ -49,14 +49,14 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
             point_to_point.exchange([], [((low + source) % world, flat)])
 
 
-def reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
+def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce to rank 0, in place; the tensors of other ranks are overwritten by partial results."""
     empty = flat[:0]
     for low, middle, _ in reversed(levels(point_to_point.rank, point_to_point.world)):
         if point_to_point.rank == low:
-            point_to_point.exchange_reduce((middle, empty), (middle, flat, flat), name)
+            point_to_point.exchange_reduce((middle, empty), (middle, flat, flat), op)
         elif point_to_point.rank == middle:
-            point_to_point.exchange_reduce((low, flat), (low, empty, empty), name)
+            point_to_point.exchange_reduce((low, flat), (low, empty, empty), op)
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
@@ -71,8 +71,8 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
         piece.copy_(block)
 
 
-def _all_reduce(point_to_point: PointToPoint, flat: Tensor, name: str) -> None:
-    reduce(point_to_point, flat, name)
+def _all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
+    reduce(point_to_point, flat, op)
     if point_to_point.rank == 0:
-        average(name, flat, point_to_point.world)
+        average(op, flat, point_to_point.world)
     broadcast(point_to_point, flat, 0)

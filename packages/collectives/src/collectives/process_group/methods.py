@@ -31,11 +31,6 @@ def by_device(method: Method) -> Method:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
         if self._coalescing is not None:
-            # If the body of torch's `_coalescing_manager` raises, torch does not call
-            # `_end_coalescing`, and handles of finished calls would keep their tensors alive.
-            # Calls finish in order, so the first pending handle ends the search.
-            while self._coalescing and _has_succeeded(self._coalescing[0]):
-                self._coalescing.popleft()
             self._coalescing.append(work)
         return work
 
@@ -101,7 +96,3 @@ def refused(name: str, backend: str, remedy: str) -> Method:
     refuse.__name__ = name
     refuse.__doc__ = f"Raise NotImplementedError: {remedy}."
     return refuse
-
-
-def _has_succeeded(work: dist.Work) -> bool:
-    return isinstance(work, Work) and work.is_success()

@@ -1,8 +1,8 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
 Each rank owns a segment: a clock, two cells for the fingerprint of its call, and two slots of data.
-A tick increments a rank's clock and waits until the clocks of all ranks have reached the same
-value. One rule makes every protocol safe with a single tick per step:
+A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
+One rule makes every protocol safe with a single tick per step:
 
     Data written before tick t go to slot t mod 2, and are read between ticks t and t+1.
 
@@ -15,8 +15,8 @@ stores become visible in program order (x86-64). Elsewhere `is_available` return
 are used.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
-If a yield shows that another program uses the core, waits sleep almost immediately for a while.
-A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the deadline.
+In the engine, a long yield shows that another program uses the core, and waits then sleep earlier. A
+wait also checks the peers' processes: a dead peer ends it at once, a late peer at the timeout.
 """
 
 import mmap
@@ -95,7 +95,7 @@ class Arena:
         self.world = len(mappings)
         self.timeout = timeout
         self.names = names
-        #: False if the group has ranks on other hosts, which may know better which ranks are late.
+        #: False if the group has ranks on other hosts, whose reports may name another cause.
         self.is_whole_group = True
         self._pids = pids
         self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
@@ -145,10 +145,10 @@ class Arena:
         )
         #: Bytes at the start of a slot that contain a rank's lengths in an all-to-all.
         self.lengths_room = -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
-        # The call and the note to write before the next tick.
+        # The call and the note that the next job writes before its first tick.
         self._announced: tuple[bytes | None, bytes | None] = None, None
         self._queue = engine.Queue()
-        # Jobs that the engine's queue has no room for yet, in order.
+        # The jobs for which the engine's queue has no room yet, in order.
         self._backlog: deque[engine.Job | None] = deque()
         self._filling = threading.Lock()
 
@@ -194,7 +194,7 @@ class Arena:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
         # Read the clocks last: a rank may leave or end after it has reached the tick.
         left = [i for i in self._others if self._left[i][0]]
-        dead = self.dead()
+        dead = self.dead_positions()
         late = [i for i in self._others if self._clocks[i][0] < tick]
         if self._clocks[self.rank][0] < 0:
             name = self.names[self.rank]
@@ -202,7 +202,7 @@ class Arena:
         left_late = [i for i in left if i in late]
         if left_late:
             self._report(left_late, LEFT_GROUP)
-        # Checked before dead ranks: a rank may report a cause and then end.
+        # This check comes before dead ranks, because a rank may report a cause and then end.
         if any(self._clocks[i][0] < 0 for i in late):
             self._fail_as_reported(late)
         dead_late = [i for i in dead if i in late]
@@ -211,7 +211,7 @@ class Arena:
         if late and time.monotonic() > deadline:
             self._report(late, f"did not make the call within the timeout of {self.timeout:g} s")
 
-    def late(self) -> list[int]:
+    def late_ranks(self) -> list[int]:
         """Return the ranks of the group that have not reached this rank's tick."""
         return [self.names[i] for i in self._others if self._clocks[i][0] < self.tick]
 
@@ -261,8 +261,8 @@ class Arena:
         while self._backlog and put(self._queue, self._backlog[0]):
             self._backlog.popleft()
 
-    def dead(self) -> list[int]:
-        """Return the positions of ranks whose processes have ended."""
+    def dead_positions(self) -> list[int]:
+        """Return the positions of the ranks whose processes have ended."""
         return [i for i, process in self._processes.items() if process.has_ended()]
 
     def announce_end(self) -> None:
@@ -288,7 +288,7 @@ class Arena:
         raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
 
     def _report(self, positions: Sequence[int], event: str) -> None:
-        """Raise RankLost, or PeerError if ranks of other hosts may know the cause."""
+        """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
         if not self.is_whole_group:
             raise PeerError(self.names[positions[0]], event)
         self._fail(positions, event)
@@ -302,14 +302,14 @@ class Arena:
 
     # ----- fingerprints, notes and slots -----
 
-    def announce(self, call: bytes, note: bytes = b"") -> None:
+    def announce(self, packed: bytes, note: bytes = b"") -> None:
         """Write this rank's call before the next tick, and a note that may differ between ranks."""
         if self._library is not None:
-            self._announced = call, note or None
+            self._announced = packed, note or None
             return
         memory, cell = self._memory[self.rank], (self.tick + 1) & 1
         at = _CALLS + cell * _CALL_ROOM
-        memory[at : at + CALL_BYTES] = call
+        memory[at : at + CALL_BYTES] = packed
         at = _NOTES + cell * _NOTE_ROOM
         memory[at : at + len(note)] = note
 

@@ -44,13 +44,13 @@ class Shared:
 
 
 def all_reduce(
-    arena: Arena, flat: Tensor, name: str, call: bytes, shared: Shared | None = None
+    arena: Arena, flat: Tensor, op: str, packed: bytes, shared: Shared | None = None
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    if _run_in_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
+    if _run_in_engine(arena, "all_reduce", packed, flat, flat, op, shared=shared):
         return
     # The Python implementation cannot reduce in place, so all ranks copy through the slots.
-    arena.announce(call, _note(None))
+    arena.announce(packed, _note(None))
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     _copy_in(arena, pieces[0])
     arena.sync()
@@ -64,16 +64,16 @@ def all_reduce(
             arena.sync()
         if small or arena.world <= 2:
             parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
-            reduce_into(name, parts, piece, scratch)
+            reduce_into(op, parts, piece, scratch)
         else:
-            _sum_slices(arena, piece, name, scratch)
+            _sum_slices(arena, piece, op, scratch)
 
 
-def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
+def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, op: str, packed: bytes) -> None:
     """Reduce this rank's slice of `flat` over all ranks into `out`."""
-    if _run_in_engine(arena, "reduce_scatter", call, out, flat, name):
+    if _run_in_engine(arena, "reduce_scatter", packed, out, flat, op):
         return
-    arena.announce(call)
+    arena.announce(packed)
     slices = flat.tensor_split(arena.world)
     width = SLOT_BYTES // arena.world // flat.element_size()
     scratch = _scratch(flat)
@@ -87,14 +87,14 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
         if start == 0:
             arena.read_notes()
         parts = [slot[arena.rank * width :][:size] for slot in slots]
-        reduce_into(name, parts, piece, scratch)
+        reduce_into(op, parts, piece, scratch)
 
 
-def all_gather(arena: Arena, out: Tensor, local: Tensor, call: bytes) -> None:
+def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
     """Write every rank's `local` to `out`, in rank order."""
-    if _run_in_engine(arena, "all_gather", call, out, local):
+    if _run_in_engine(arena, "all_gather", packed, out, local):
         return
-    arena.announce(call)
+    arena.announce(packed)
     slices = out.tensor_split(arena.world)
     width = SLOT_BYTES // local.element_size()
     for start in range(0, max(1, local.numel()), width):
@@ -107,11 +107,11 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, call: bytes) -> None:
             part[start : start + width].copy_(slot[: piece.numel()])
 
 
-def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
+def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
     """Copy the tensor of rank `source` to every rank."""
-    if _run_in_engine(arena, "broadcast", call, flat, flat, root=source):
+    if _run_in_engine(arena, "broadcast", packed, flat, flat, root=source):
         return
-    arena.announce(call)
+    arena.announce(packed)
     for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
         if arena.rank == source:
             _copy_in(arena, piece)
@@ -123,12 +123,12 @@ def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
 
 
 def all_to_all(
-    arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes
+    arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], packed: bytes
 ) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j; lengths may differ."""
     dtype = inputs[0].dtype
     lengths = [part.numel() for part in (*inputs, *outputs)]
-    arena.announce(call)
+    arena.announce(packed)
     if engine.library() is not None:
         job = arena.job(
             "all_to_all",
@@ -185,9 +185,9 @@ def _position(target: int, source: int) -> int:
     return target - 1 if target > source else target
 
 
-def barrier(arena: Arena, call: bytes) -> None:
+def barrier(arena: Arena, packed: bytes) -> None:
     """Wait until every rank has made this call."""
-    arena.announce(call)
+    arena.announce(packed)
     arena.sync()
     arena.read_notes()
 
@@ -195,7 +195,7 @@ def barrier(arena: Arena, call: bytes) -> None:
 def make_job(
     arena: Arena,
     kind: str,
-    call: bytes,
+    packed: bytes,
     out: Tensor,
     source: Tensor,
     op: str = "",
@@ -223,7 +223,7 @@ def make_job(
         if count * size <= ONE_SHOT_BYTES:
             shared = None
         fields["copies"] = engine.addresses(shared.copies) if shared else None
-    arena.announce(call, _note(shared) if kind == "all_reduce" else b"")
+    arena.announce(packed, _note(shared) if kind == "all_reduce" else b"")
     return arena.job(kind, count=count, itemsize=size, **fields)
 
 
@@ -246,12 +246,12 @@ def _copy_in(arena: Arena, piece: Tensor) -> None:
     arena.slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
 
 
-def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
+def _sum_slices(arena: Arena, piece: Tensor, op: str, scratch: Tensor | None) -> None:
     """Reduce this rank's slice of a piece; collect the other slices after the next tick."""
     rank, world = arena.rank, arena.world
     parts = [slot[: piece.numel()].tensor_split(world)[rank] for slot in arena.slots(piece.dtype)]
     result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world)[rank]
-    reduce_into(name, parts, result, scratch)
+    reduce_into(op, parts, result, scratch)
     arena.sync()
     results = [slot[: piece.numel()].tensor_split(world) for slot in arena.slots(piece.dtype)]
     for i, part in enumerate(piece.tensor_split(world)):
