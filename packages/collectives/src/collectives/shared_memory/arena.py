@@ -15,8 +15,8 @@ stores become visible in program order (x86-64). Elsewhere `is_available` return
 are used.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
-In the engine, a long yield shows that another program uses the core, and waits then sleep earlier. A
-wait also checks the peers' processes: a dead peer ends it at once, a late peer at the timeout.
+In the engine, a long yield shows that another program uses the core, and waits then sleep earlier.
+A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the timeout.
 """
 
 import mmap
