@@ -110,6 +110,19 @@ def test_refused_methods_name_an_alternative(backend):
         assert f"does not support {name}; {remedy}" in messages[name]
 
 
+def shrink():
+    group, *_ = start_group()
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([1])
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    return tensor.tolist()
+
+
+def test_groups_refuse_to_be_shrunk_and_remain_usable():
+    assert run_ranks(shrink, 2, backend="") == [[2.0, 2.0]] * 2
+
+
 def pass_timeouts_of_zero():
     import collectives
 
