@@ -140,6 +140,10 @@ def test_unknown_algorithm_and_empty_samples_are_refused():
         CostModel.fit([Sample("all_reduce", "gloo", 8, (1, 1), 1.0)])
     with pytest.raises(ValueError, match="positive, finite seconds"):
         CostModel.fit([Sample("all_reduce", "ring", 8, (1, 1), 0.0)])
+    with pytest.raises(ValueError, match="samples of at least two ranks"):
+        CostModel.fit([Sample("all_reduce", "ring", 8, (1,), 1.0)])
+    with pytest.raises(ValueError, match="size_bytes of at least 0, got -8"):
+        PRICES.predict("all_reduce", "ring", -8, (1, 1))
     with pytest.raises(ValueError, match="no all_reduce by 'hierarchical'"):
         PRICES.predict("all_reduce", "hierarchical", 8, (4,))
     with pytest.raises(ValueError, match="got 'allreduce'"):

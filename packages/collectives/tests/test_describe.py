@@ -1,6 +1,7 @@
 """The description of a group."""
 
 import collectives
+import pytest
 import torch
 import torch.distributed as dist
 from collectives.choice import tuning
@@ -34,6 +35,8 @@ def apart():
     for size, name in group.picks("all_reduce").items():
         assert name == group.models["all_reduce"].choose("all_reduce", size, (1, 1))
     assert group.picks("broadcast") == {}
+    with pytest.raises(ValueError, match="got 'allreduce'"):
+        group.picks("allreduce")
     return before, str(group)
 
 

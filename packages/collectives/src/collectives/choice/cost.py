@@ -77,7 +77,9 @@ class CostModel:
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
         """Return the nonnegative prices that minimize the relative errors (least squares).
 
-        scipy uses the active-set method of Lawson and Hanson, 1974, chapter 23.
+        Pass several sizes and algorithms: the samples of a ring alone, for example, do not
+        distinguish messages from operations. scipy uses the active-set method of Lawson and Hanson,
+        1974, chapter 23.
         """
         # Imported here, because it is slow and most programs never fit a model.
         from scipy.optimize import nnls
@@ -88,6 +90,10 @@ class CostModel:
         for sample in samples:
             if not 0 < sample.seconds < math.inf:
                 raise ValueError(f"expected samples of positive, finite seconds, got {sample}")
+            if sum(sample.hosts) < 2:
+                raise ValueError(
+                    f"expected samples of at least two ranks, got {sample}; one rank sends nothing"
+                )
         counts = [terms(s.collective, s.algorithm, s.size_bytes, s.hosts) for s in samples]
         rows = np.array([astuple(count) for count in counts])
         rows /= np.array([sample.seconds for sample in samples])[:, None]
@@ -105,6 +111,8 @@ class CostModel:
 
         For example, (4,) is one host with four ranks and (1, 1) is two hosts with one rank each.
         """
+        if size_bytes < 0:
+            raise ValueError(f"expected size_bytes of at least 0, got {size_bytes}")
         measured = self._samples_by_size(collective, algorithm, hosts)
         if not measured:
             quantities = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))

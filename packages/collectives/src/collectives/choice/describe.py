@@ -33,10 +33,14 @@ class Description:
     timeout_seconds: float
 
     def picks(self, collective: str) -> dict[int, str]:
-        """Return the choice of "auto" by size in bytes, or {} if `collective` was not measured."""
+        """Return the choice of "auto" by size in bytes, or {} if it has not been measured.
+
+        Raise ValueError if there is no such collective.
+        """
         ranks_per_host = tuple(len(host) for host in self.hosts)
+        first, *_ = candidates(collective, ranks_per_host)
         if self.shared_memory:
-            return dict.fromkeys(SIZES, candidates(collective, ranks_per_host)[0])
+            return dict.fromkeys(SIZES, first)
         model = self.models.get(collective)
         if model is None:
             return {}
