@@ -1,5 +1,6 @@
 """The benchmark returns checked rows with nccl-tests' columns."""
 
+import pytest
 from collectives import bench
 from collectives.bench import interleaved
 from collectives.bench.plot import plot
@@ -46,6 +47,11 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
 def only_all_gather():
     interleaved._num_rounds = lambda size, quick: 1
     return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
+
+
+def test_sizes_without_an_element_per_rank_are_refused():
+    with pytest.raises(ValueError, match=r"at least 16 bytes.* got 8"):
+        bench.bench(sizes=[1024, 8], worlds=[2, 4])
 
 
 def test_only_requested_cases_are_measured():

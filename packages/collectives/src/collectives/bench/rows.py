@@ -66,6 +66,15 @@ def bench(
     sizes = tuple(sizes) or (QUICK if quick else FULL)
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
+        worlds = [int(os.environ["WORLD_SIZE"])]
+    elif not worlds:
+        worlds = [min(2, torch.cuda.device_count()) if device == "cuda" else 2]
+    if min(sizes) < 4 * max(worlds):
+        raise ValueError(
+            f"expected sizes of at least {4 * max(worlds)} bytes, one float32 for each of "
+            f"{max(worlds)} ranks, got {min(sizes)}"
+        )
+    if "RANK" in os.environ:
         is_new = not dist.is_initialized()
         if is_new:
             dist.init_process_group(backend, timeout=TIMEOUT)
@@ -74,8 +83,7 @@ def bench(
             dist.destroy_process_group()
         return rows if int(os.environ["RANK"]) == 0 else []
     rows = []
-    default = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-    for world in worlds or (default,):
+    for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
             args = (world, folder, backend, device, sizes, quick, cases)
             start_processes(_run_rank, args=args, nprocs=world, start_method="spawn")
@@ -149,14 +157,13 @@ class _Case:
         """Run a contender on known values and return the number of wrong elements."""
         result, source = self.tensors[name]
         result.fill_(torch.nan)
-        part_length = max(1, self.count)
-        for part in (result if in_place else source).split(part_length):
+        for part in (result if in_place else source).split(self.count):
             _fill(part, _values(dist.get_rank(), self.device))
         if in_place:
             self.run_in_place(name)
         else:
             self.run(name)
-        parts = result.split(part_length)
+        parts = result.split(self.count)
         return sum(_num_wrong(part, block) for part, block in zip(parts, expected, strict=False))
 
 
