@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache, wraps
 from operator import index
 from typing import Any, ParamSpec, SupportsIndex
@@ -20,6 +19,9 @@ from collectives.shared_memory.fingerprint import MAX_DIMS, Call, digest_shapes
 
 P = ParamSpec("P")
 Collective = Callable[P, dist.Work | None]
+
+# A training loop repeats the same few calls, and packing a call costs time.
+_cached_call = lru_cache(maxsize=1024)(Call)
 
 
 def for_members(function: Collective[P]) -> Collective[P]:
@@ -75,7 +77,13 @@ def describe_call(
         increment_version([output for output in outputs if not output.is_inference()])
     if shape is None:
         shape = compared_shape(comm, tensor)
-    return _cached_call(kind, shape, tensor.dtype, op, root, algorithm, shapes, coalesced)
+    if len(shape) > MAX_DIMS and not shapes:
+        # A packed call has room for `MAX_DIMS` dimensions only, so a digest is compared.
+        shapes = (tuple(shape),)
+    digest = digest_shapes(shapes) if shapes else 0
+    return _cached_call(
+        kind, tuple(shape), tensor.dtype, op, root, algorithm, False, coalesced, digest
+    )
 
 
 def _writes_outputs(kind: str, *, is_root: bool) -> bool:
@@ -88,26 +96,6 @@ def _writes_outputs(kind: str, *, is_root: bool) -> bool:
 def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
     """Return the shape that must be the same on all ranks."""
     return tensor.shape if comm.compare_shapes else (tensor.numel(),)
-
-
-# A training loop repeats the same few calls.
-@lru_cache(maxsize=1024)
-def _cached_call(
-    kind: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    op: str,
-    root: int,
-    algorithm: str,
-    shapes: tuple[tuple[object, ...], ...],
-    coalesced: int,
-) -> Call:
-    if len(shape) > MAX_DIMS and not shapes:
-        # A packed call has room for `MAX_DIMS` dimensions only, so a digest is compared.
-        shapes = (shape,)
-    digest = digest_shapes(shapes) if shapes else 0
-    call = Call(kind, tuple(shape), dtype, op, root, algorithm)
-    return replace(call, coalesced=coalesced, digest=digest)
 
 
 def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:

@@ -87,13 +87,7 @@ class Communicator:
             find_ended=self.point_to_point.disconnected_peers,
         )
         self.failures = FailureDetector(
-            self.store,
-            self.rank,
-            self.world,
-            arena=self.topology.arena,
-            one_host=self.topology.one_host,
-            point_to_point=self.point_to_point,
-            gloo=self.gloo,
+            store, self.rank, self.world, self.topology, self.point_to_point, self.gloo
         )
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
         #: The measured costs of each collective.

@@ -34,8 +34,8 @@ from collectives.attribution import (
     disconnected_ranks,
     ranks_that_left,
 )
+from collectives.choice.topology import Topology
 from collectives.errors import LEFT_GROUP, UNUSABLE, Mismatch, PeerError, RankLost
-from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.fingerprint import Lengths, format_ranks
 from collectives.store import STORE_SECONDS, clone_store, query_store, run_within
 
@@ -80,8 +80,7 @@ class FailureDetector:
         store: the group's store.
         rank: this rank.
         world: the number of ranks in the group.
-        arena: the memory that this rank shares with other ranks, or None.
-        one_host: True if the arena contains all ranks of the group.
+        topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
     """
@@ -91,9 +90,7 @@ class FailureDetector:
         store: Store,
         rank: int,
         world: int,
-        *,
-        arena: Arena | None,
-        one_host: bool,
+        topology: Topology,
         point_to_point: PointToPoint,
         gloo: GlooGroups,
     ) -> None:
@@ -105,8 +102,8 @@ class FailureDetector:
         self._world = world
         # The time of the store's last answer, a value of time.monotonic.
         self._last_answer = 0.0
-        self._arena = arena
-        self._one_host = one_host
+        self._arena = topology.arena
+        self._one_host = topology.one_host
         self._point_to_point = point_to_point
         self._gloo = gloo
 

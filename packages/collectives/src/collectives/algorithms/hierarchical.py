@@ -30,38 +30,27 @@ def all_reduce(
     op: str,
     packed: bytes,
 ) -> None:
-    """Reduce the flat tensor over all ranks, in place."""
+    """Reduce the flat tensor over all ranks, in place; `packed` is the packed call."""
+    # AVG divides once, after the sums of all hosts have been added.
+    partial = "SUM" if op == "AVG" else op
+    leaders = host_leaders(hosts)
 
     def reduce_block(block: Tensor) -> None:
-        _all_reduce(arena, point_to_point, hosts, block, op, packed)
+        start_time = time.monotonic()
+        if arena is not None:
+            protocol.all_reduce(arena, block, partial, packed)
+        if point_to_point.rank in leaders:
+            ring.all_reduce(point_to_point.subgroup(leaders), block, partial)
+            average(op, block, point_to_point.world)
+        if arena is not None:
+            # The other ranks wait for their leader, and thereby for the other hosts.
+            with remaining_timeout(start_time, arena):
+                protocol.broadcast(arena, block, 0, packed)
 
     if flat.dtype == torch.bfloat16:
         reduce_block(flat)
     else:
         tree.in_wide_blocks(flat, reduce_block)
-
-
-def _all_reduce(
-    arena: Arena | None,
-    point_to_point: PointToPoint,
-    hosts: Sequence[Sequence[int]],
-    flat: Tensor,
-    op: str,
-    packed: bytes,
-) -> None:
-    # AVG divides once, after the sums of all hosts have been added.
-    partial = "SUM" if op == "AVG" else op
-    leaders = host_leaders(hosts)
-    start_time = time.monotonic()
-    if arena is not None:
-        protocol.all_reduce(arena, flat, partial, packed)
-    if point_to_point.rank in leaders:
-        ring.all_reduce(point_to_point.subgroup(leaders), flat, partial)
-        average(op, flat, point_to_point.world)
-    if arena is not None:
-        # The other ranks wait for their leader, and thereby for the other hosts.
-        with remaining_timeout(start_time, arena):
-            protocol.broadcast(arena, flat, 0, packed)
 
 
 def broadcast(

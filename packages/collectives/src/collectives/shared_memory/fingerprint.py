@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -112,9 +112,10 @@ class Call:
         return f"{self.kind}({', '.join(parts)})"
 
 
-def digest_shapes(shapes: Sequence[Sequence[object]]) -> int:
+@lru_cache(maxsize=1024)
+def digest_shapes(shapes: tuple[tuple[object, ...], ...]) -> int:
     """Return a number that differs for different shapes, except with probability 2^-64."""
-    text = repr([tuple(shape) for shape in shapes]).encode()
+    text = repr(shapes).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
