@@ -263,6 +263,11 @@ class Communicator:
         self.progress.close()
 
     @property
+    def group_timeout(self) -> float:
+        """Return the timeout of the group in seconds, which torch may have changed."""
+        return self.gloo.timeout_seconds() or self._initial_timeout
+
+    @property
     def is_inherited(self) -> bool:
         """Return True in a process that was forked from the one that created this object.
 
@@ -282,11 +287,6 @@ class Communicator:
         if self.failures.group_error is None:
             self.failures.announce_end(self.operation)
         self.topology.close()
-
-    @property
-    def group_timeout(self) -> float:
-        """Return the timeout of the group in seconds, which torch may have changed."""
-        return self.gloo.timeout_seconds() or self._initial_timeout
 
 
 @dataclass(slots=True)
