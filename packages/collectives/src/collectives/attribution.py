@@ -47,9 +47,9 @@ class Status(Enum):
 
     #: The rank waits in a call.
     WAITING = "waiting"
-    #: Messages of the rank failed; it does not know why.
+    #: A message of the rank failed, for a reason that it does not know.
     FAILED = "failed"
-    #: The rank waited for the group's timeout.
+    #: The rank waited until the timeout.
     TIMED_OUT = "timed out"
     #: The rank knows which ranks are lost.
     RANK_LOST = "rank lost"
@@ -61,13 +61,13 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's view of a failed call."""
+    """One rank's view of a failed call, or of the last call before it left the group."""
 
     rank: int
     status: Status
-    #: Number of calls that the rank has made; the last one failed.
+    #: The number of calls that the rank has made, including the failed one.
     call_number: int = 0
-    #: The last calls, packed and in hexadecimal; the failed one is the last.
+    #: The most recent calls, packed and in hexadecimal, in the order in which they were made.
     calls: Sequence[str] = ()
     #: Elements that the rank sends to, and expects from, each rank of an all-to-all.
     lengths: tuple[list[int], list[int]] | None = None

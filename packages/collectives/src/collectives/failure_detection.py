@@ -8,7 +8,7 @@ therefore takes these steps (`FailureDetector._find_cause`):
     3. It collects the other ranks' reports.
     4. It applies the rules of `attribution.py`, which blame the same ranks everywhere.
 
-Ranks that share memory need no reports: they see each other's clocks and processes (see
+If all ranks share memory, they need no reports: they see each other's clocks and processes (see
 `shared_memory/arena.py`).
 
 The error is raised within the timeout plus two seconds. Ranks wait for each other up to the
