@@ -504,6 +504,11 @@ def new_timeout():
     assert group.split_group([0, 1]).communicator.group_timeout == values[-1]
     with pytest.raises(TypeError, match=r"some of op, timeout; got also \['opp'\]"):
         group.allreduce([torch.ones(3)], opp=dist.ReduceOp.MAX)
+    for extra in ({"op": dist.ReduceOp.MAX}, {"timeout": timedelta(seconds=1)}):
+        with pytest.raises(TypeError, match="got also"):
+            group.allreduce([torch.ones(3)], dist.AllreduceOptions(), **extra)
+    with pytest.raises(TypeError, match="got also"):
+        group.allreduce([torch.ones(3)], dist.ReduceOp.SUM, op=dist.ReduceOp.MAX)
     store = dist.distributed_c10d._get_default_store()
     group.set_timeout(timedelta(seconds=1))
     dist.barrier()

@@ -8,10 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# The arguments that may follow the tensors of a method: the field of torch's options object, and
-# the default value.
-_ARGUMENTS = {"op": ("reduceOp", dist.ReduceOp.SUM), "root": ("rootRank", 0)}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -25,28 +21,39 @@ class Options:
 
     @staticmethod
     def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "Options":
-        """Read the arguments that follow the tensors.
+        """Return the arguments that follow the tensors.
 
         torch passes an options object. Users may pass the op, the root and the timeout instead, by
         keyword or in the order of `names`, with the timeout last. All of them may be omitted.
         """
-        unknown = [*args[len(names) + 1 :], *(kwargs.keys() - {*names, "opts", "timeout"})]
+        names = (*names, "timeout")
+        by_name = {name: value for name, value in kwargs.items() if value is not None}
+        options = args[0] if args else by_name.pop("opts", None)
+        if hasattr(options, "asyncOp"):
+            unknown = [*args[1:], *by_name]
+            fields = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+            by_name = {
+                name: getattr(options, field)
+                for name, field in fields.items()
+                if hasattr(options, field)
+            }
+            if options.timeout < timedelta():
+                # The timeout of an options object is negative if it is not set.
+                del by_name["timeout"]
+        else:
+            unknown = [*args[len(names) :], *(by_name.keys() - set(names[len(args) :]))]
+            by_name |= {
+                name: value for name, value in zip(names, args, strict=False) if value is not None
+            }
         if unknown:
-            known = ", ".join((*names, "timeout"))
+            known = ", ".join(names)
             raise TypeError(f"expected an options object, or some of {known}; got also {unknown}")
-        options = args[0] if args else kwargs.get("opts")
-        values: dict[str, Any] = {name: default for name, (_, default) in _ARGUMENTS.items()}
-        for i, name in enumerate(names):
-            field, default = _ARGUMENTS[name]
-            passed = args[i] if i < len(args) else kwargs.get(name)
-            values[name] = getattr(options, field, default if passed is None else passed)
-        last = args[len(names)] if len(args) > len(names) else kwargs.get("timeout")
-        timeout: timedelta | None = getattr(options, "timeout", last)
-        if timeout is not last and timeout is not None and timeout < timedelta():
-            # The timeout of an options object is negative if it is not set.
-            timeout = None
-        async_op = getattr(options, "asyncOp", True)
-        return Options(values["op"], values["root"], async_op, timeout)
+        return Options(
+            op=by_name.get("op", dist.ReduceOp.SUM),
+            root=by_name.get("root", 0),
+            async_op=getattr(options, "asyncOp", True),
+            timeout=by_name.get("timeout"),
+        )
 
 
 def single(tensors: Any) -> Tensor:
