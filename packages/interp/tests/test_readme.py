@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from induction_checks import accuracy_on_repeats, find_circuit
 from interp import attribution, detect_heads
-from interp.circuits.induction import confirm_circuit
 from interp.circuits.vocabulary import copying_scores
 from torch import Tensor
 
@@ -18,27 +18,22 @@ def quick_start(seed: int) -> dict[str, Any]:
     (snippet,) = re.findall(r"## Quick start\n.*?```python\n(.*?)```", README, re.DOTALL)
     seeded = snippet.replace(
         "train_induction()",
-        f"train_induction(InductionTask(seed={seed}, steps=300, batch=16, learning_rate=1e-2))",
+        f"train_induction(seed={seed}, steps=300, batch=16, learning_rate=1e-2)",
     )
     assert seeded != snippet
     names: dict[str, Any] = {}
-    exec("from interp.circuits.induction import InductionTask\n" + seeded, names)
+    exec(seeded, names)
     return names
 
 
 def has_the_circuit(names: dict[str, Any]) -> bool:
     """Return True if the detected heads are an induction circuit that the model needs."""
     tokens, repeated = names["tokens"], names["repeated"]
-
-    def accuracy(logits: Tensor) -> float:
-        correct = logits[:, :-1].argmax(-1) == tokens[:, 1:]
-        return correct[repeated[:, 1:]].float().mean().item()
-
-    circuit = confirm_circuit(names["model"], tokens, repeated)
+    circuit = find_circuit(names["model"], tokens, repeated)
     return (
         {head.layer for head in names["induction"]} == {1}
-        and accuracy(names["logits"]) > 0.9
-        and accuracy(names["without"]) < 0.2
+        and accuracy_on_repeats(names["logits"], tokens, repeated) > 0.9
+        and accuracy_on_repeats(names["without"], tokens, repeated) < 0.2
         and (circuit.previous.layer, circuit.induction.layer) == (0, 1)
         and circuit.accuracy_without_previous < 0.2
         and circuit.k_composition > 1.5 * circuit.k_composition_others

@@ -104,15 +104,14 @@ def beside_transformer_lens() -> Row:
     matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
     scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
 
-    def theirs(ov: LowRank, qk: LowRank) -> Tensor:
-        # TransformerLens uses row vectors, and does not set scores of pairs in the wrong order to
-        # 0.
+    def transformer_lens(ov: LowRank, qk: LowRank) -> Tensor:
+        # TransformerLens uses row vectors, and also scores pairs of heads in the wrong order.
         pairs: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
         return pairs * torch.ones(pairs.shape[::2], device=pairs.device).triu(1)[:, None, :, None]
 
     ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
     version = importlib.metadata.version("transformer-lens")
-    return composition(theirs, ov, qk) | {"peer": f"transformer_lens {version}"}
+    return composition(transformer_lens, ov, qk) | {"peer": f"transformer_lens {version}"}
 
 
 class _Largest(TorchDispatchMode):

@@ -175,11 +175,11 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Ten
     position = real.cumsum(-1)
     if kind == "first":
         row = torch.arange(len(tokens), device=tokens.device)
-        begin = (position == 1).to(torch.uint8).argmax(-1)
-        after = (begin + 1).clamp_max(tokens.shape[1] - 1)
-        start = torch.stack([tokens[row, begin], tokens[row, after]], 1)
-        same_start = start.unique(dim=0, return_inverse=True)[1]
-        numbers = [same_start[:, None].expand(tokens.shape)]
+        first = (position == 1).to(torch.uint8).argmax(-1)
+        second = (first + 1).clamp_max(tokens.shape[1] - 1)
+        first_two_tokens = torch.stack([tokens[row, first], tokens[row, second]], 1)
+        number = first_two_tokens.unique(dim=0, return_inverse=True)[1]
+        numbers = [number[:, None].expand(tokens.shape)]
     else:
         numbers = [tokens.unique(return_inverse=True)[1], position]
     return [torch.where(used, number, -1) for number in numbers]

@@ -51,7 +51,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         inside.pop()
 
-    def keep(pattern: Tensor) -> None:
+    def store(pattern: Tensor) -> None:
         name, module = inside[-1]
         pattern = _unpack_groups(module, pattern)
         patterns.pop(name, None)
@@ -62,7 +62,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             # always_call: after an exception, another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _Watch(keep, inside):
+        with _AttentionObserver(store, inside):
             yield patterns
     finally:
         for handle in handles:
@@ -74,12 +74,12 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
         )
 
 
-class _Watch(TorchFunctionMode):
-    """A mode that observes torch functions without changing their arguments or results."""
+class _AttentionObserver(TorchFunctionMode):
+    """A mode that passes patterns to `store`, without changing arguments or results."""
 
-    def __init__(self, keep: Callable[[Tensor], None], inside: Sequence[object]) -> None:
+    def __init__(self, store: Callable[[Tensor], None], inside: Sequence[object]) -> None:
         super().__init__()
-        self.keep = keep
+        self.store = store
         self.inside = inside
 
     def __torch_function__(
@@ -94,15 +94,15 @@ class _Watch(TorchFunctionMode):
         if not self.inside:  # a softmax outside the model
             return out
         if func is F.scaled_dot_product_attention:
-            self.keep(sdpa_pattern(*args, **kwargs))
+            self.store(sdpa_pattern(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             # Functions inside this one are not intercepted, so it is called again for its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **options})[1]
-            self.keep(pattern if pattern.ndim == 4 else pattern[None])
+            self.store(pattern if pattern.ndim == 4 else pattern[None])
         elif func in _SOFTMAX and _over_keys(out, args, kwargs):
             # The pattern is cloned, because the model may change it in place.
-            self.keep(out.clone())
+            self.store(out.clone())
         return out
 
 

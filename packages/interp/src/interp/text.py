@@ -29,15 +29,11 @@ class TextPrompt(dict[str, Tensor]):
         self.strings = strings
 
 
-def encode(
-    tokenizer: Tokenizer,
-    texts: str | Sequence[str],
-    *,
-    padding_id: int = 0,
-) -> TextPrompt:
+def encode(tokenizer: Tokenizer, texts: str | Sequence[str]) -> TextPrompt:
     """Return the token ids (texts, seq) of one or several texts, padded on the left.
 
-    If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
+    If the texts differ in length, the result also has an `attention_mask` and `position_ids`. The
+    token id of padding is 0.
     Delete `position_ids` for models that do not accept them (Bloom).
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
@@ -46,7 +42,7 @@ def encode(
         raise ValueError(f"expected at least one text, each of at least one token, got {texts}")
     length = max(map(len, rows))
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    ids = torch.tensor([[padding_id] * (length - len(row)) + row for row in rows])
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
     decode = getattr(tokenizer, "decode", lambda ids: ids[0])
     strings = [[""] * (length - len(row)) + [str(decode([token])) for token in row] for row in rows]
     arguments = {"input_ids": ids}
@@ -61,8 +57,6 @@ def pairs_of(
     tokenizer: Tokenizer,
     norm: Callable[[Tensor], Tensor] | None,
     unembed: nn.Linear | Tensor,
-    *,
-    padding_id: int = 0,
 ) -> tuple[TextPrompt, TextPrompt, list[Metric]]:
     """Return clean prompts, corrupted prompts and one metric per pair, for all patching functions.
 
@@ -71,9 +65,7 @@ def pairs_of(
     metric is the difference of the logits of the two answers at the last position.
     """
     columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
-    clean, corrupted = (
-        encode(tokenizer, columns[name], padding_id=padding_id) for name in ("clean", "corrupted")
-    )
+    clean, corrupted = (encode(tokenizer, columns[name]) for name in ("clean", "corrupted"))
     for row, texts in enumerate(zip(columns["clean"], columns["corrupted"], strict=True)):
         lengths = [len(_ids_of(tokenizer, text)) for text in texts]
         if lengths[0] != lengths[1]:

@@ -29,14 +29,9 @@ def circuit_pattern(
 
 
 def attention_head(
-    x: Tensor,
-    qk: LowRank | Tensor,
-    ov: LowRank | Tensor,
-    *,
-    scale: float = 1.0,
-    causal: bool = True,
+    x: Tensor, qk: LowRank | Tensor, ov: LowRank | Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """Return the output of one head, A (x W_OV^T), (..., seq, d_model)."""
+    """Return the output of one causal head, A (x W_OV^T), (..., seq, d_model)."""
     require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
-    return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
+    return circuit_pattern(x, qk, scale=scale) @ moved

@@ -1,4 +1,4 @@
-"""Induction circuits, "A B ... A" -> "B": constructed, trained, and confirmed by ablation.
+"""Induction circuits, "A B ... A" -> "B", constructed and trained.
 
 `induction_circuit` constructs the weights of a previous-token head and of a copying head that
 K-composes with it. The residual stream has four blocks of V, T, V and V dimensions; token 0 is BOS:
@@ -12,24 +12,20 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
 
 A token without an earlier occurrence attends to BOS, and the output is exactly 0. If
 exp(-`sharpness` / 2) rounds to 0, no other token has a weight. `train_induction` trains the same
-circuit, and `confirm_circuit` ablates it. Elhage et al. 2021; Olsson et al. 2022.
+circuit. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from interp.circuits.composition import composition_scores
 from interp.decoder.attention_only import AttentionOnly
-from interp.detect import DetectedHead, detect_heads
-from interp.patching import drop_heads
-from interp.tap import patch, record
 
 BOS = 0
+_WARMUP_STEPS = 50
 
 
 def induction_circuit(
@@ -107,40 +103,34 @@ def repeated_tokens(
     return torch.cat([bos, tokens], 1), torch.cat([~first_copy, index >= period], 1)
 
 
-@dataclass(frozen=True)
-class InductionTask:
-    """A training task on `repeated_tokens`, with the model's size and the optimizer's schedule."""
+def train_induction(
+    *, seed: int = 0, steps: int = 500, batch: int = 32, learning_rate: float = 5e-3
+) -> tuple[AttentionOnly, list[float]]:
+    """Train a two-layer attention-only model on repeats and return `(model, loss per step)`.
 
-    vocabulary: int = 48
-    length: int = 48
-    periods: tuple[int, int] = (12, 23)
-    d_model: int = 64
-    heads: int = 2
-    batch: int = 32
-    steps: int = 500
-    learning_rate: float = 5e-3
-    warmup: int = 50
-    seed: int = 0
-
-
-def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, list[float]]:
-    """Train a two-layer attention-only model on repeats and return `(model, loss per step)`."""
-    task = task or InductionTask()
+    The model has 2 heads per layer, 64 dimensions, 48 tokens and a context of 48. Periods are 12 to
+    23. A seed determines the result and leaves torch's global generator unchanged.
+    """
+    vocabulary, length = 48, 48
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(task.seed)
-        sizes = {"d_model": task.d_model, "layers": 2, "heads": task.heads}
+        torch.manual_seed(seed)
         model = AttentionOnly(
-            vocabulary=task.vocabulary, context=task.length, positions="attention", **sizes
+            vocabulary=vocabulary,
+            context=length,
+            d_model=64,
+            layers=2,
+            heads=2,
+            positions="attention",
         )
-    generator = torch.Generator().manual_seed(task.seed)
+    generator = torch.Generator().manual_seed(seed)
     # With a shorter memory of squared gradients (0.98), more seeds reach the phase change.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     losses = []
-    for step in range(task.steps):
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = task.learning_rate * min(1.0, (step + 1) / task.warmup)
+            group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP_STEPS)
         tokens, repeated = repeated_tokens(
-            task.batch, task.length, task.vocabulary, periods=task.periods, generator=generator
+            batch, length, vocabulary, periods=(12, 23), generator=generator
         )
         predicts = repeated[:, 1:]
         loss = nn.functional.cross_entropy(model(tokens)[:, :-1][predicts], tokens[:, 1:][predicts])
@@ -149,48 +139,3 @@ def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, l
         optimizer.step()
         losses.append(loss.item())
     return model, losses
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """An induction circuit and the evidence for it.
-
-    Accuracies are those of predictions on the second and later copies.
-    """
-
-    previous: DetectedHead
-    induction: DetectedHead
-    accuracy: float
-    accuracy_without_previous: float
-    #: The K-composition score of the two heads.
-    k_composition: float
-    #: The largest K-composition score of the induction head with any other head of layer 0.
-    k_composition_others: float
-
-
-@torch.no_grad()
-def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Confirmation:
-    """Detect the previous-token and induction heads, and ablate the previous-token head.
-
-    The previous-token head is detected on the first copy, where the circuit needs it.
-    """
-    with record(model, "blocks.*.attention.pattern") as seen:
-        accuracy = _accuracy(model(tokens), tokens, repeated)
-    previous = detect_heads(list(seen.values())[:1], tokens, queries=~repeated).best("previous")
-    induction = detect_heads(seen, tokens, queries=repeated).best("induction")
-
-    dropped = drop_heads(previous.head, heads=model.layers[0].attention.heads)
-    with patch(model, {"blocks.0.attention.o:input": dropped}):
-        ablated = _accuracy(model(tokens), tokens, repeated)
-    scores = composition_scores(model.ov(), model.qk(), kind="k")[
-        0, :, induction.layer, induction.head
-    ]
-    others = [s for i, s in enumerate(scores.tolist()) if i != previous.head]
-    composed = scores[previous.head].item()
-    return Confirmation(previous, induction, accuracy, ablated, composed, max(others, default=0.0))
-
-
-def _accuracy(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:
-    predicts = repeated[:, 1:]
-    right = logits[:, :-1].argmax(-1) == tokens[:, 1:]
-    return float(right[predicts].float().mean())

@@ -185,7 +185,8 @@ def _settings_from_module(
     heads = _attribute(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
     if heads is None:
         raise ValueError(
-            f"no attribute of this {type(model).__name__} says how many heads; give it num_heads"
+            f"expected an attribute of this {type(model).__name__} with the number of heads, got "
+            "none; set model.num_heads"
         )
     eps = _attribute(model, "eps", "variance_epsilon", "epsilon")
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())

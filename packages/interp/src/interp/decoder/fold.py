@@ -15,7 +15,6 @@ from interp.decoder.decoder import Decoder
 from interp.decoder.modules.attention import DecoderAttention, Latent
 
 
-@torch.no_grad()
 def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
     """Move the norm's weight and bias into `readers`, the modules that read its output.
 
@@ -34,7 +33,6 @@ def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
         _set(norm, "bias", torch.zeros_like(shift))
 
 
-@torch.no_grad()
 def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
     """Subtract the mean over d_model from the outputs of `writers`, which add to the stream.
 
@@ -48,7 +46,6 @@ def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
             _set(writer, "bias", writer.bias - writer.bias.mean())
 
 
-@torch.no_grad()
 def _center_unembed(unembed: nn.Linear) -> None:
     """Subtract the mean over the vocabulary, which keeps the log-probabilities."""
     _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
@@ -56,7 +53,6 @@ def _center_unembed(unembed: nn.Linear) -> None:
         _set(unembed, "bias", unembed.bias - unembed.bias.mean())
 
 
-@torch.no_grad()
 def _fold_value_bias(attention: DecoderAttention) -> None:
     """Move the bias of the values into that of the output projection.
 
@@ -74,6 +70,7 @@ def _fold_value_bias(attention: DecoderAttention) -> None:
     _set(value, "bias", torch.zeros_like(value.bias))
 
 
+@torch.no_grad()
 def fold_decoder(model: Decoder) -> Decoder:
     """Return a copy with folded norms and biases and the same log-probabilities.
 

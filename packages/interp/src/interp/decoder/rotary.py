@@ -27,12 +27,14 @@ class Rotary:
     scale: float = 1.0
 
 
-def rotary_angles(dims: int, theta: float) -> tuple[float, ...]:
-    """Return theta^(-2i / dims) for the pairs i of `dims` rotated dimensions."""
+def rotary_angles(
+    dims: int, theta: float, divisors: float | Sequence[float] = 1.0
+) -> tuple[float, ...]:
+    """Return theta^(-2i / dims), divided by `divisors`, for the pairs i of `dims` dimensions."""
     # Use float32, as every implementation does: the rounding errors matter at position 1,000.
     exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
-    angles: list[float] = (1.0 / theta**exponents).tolist()
-    return tuple(angles)
+    inverse = torch.tensor(divisors, dtype=torch.float32, device="cpu") * theta**exponents
+    return tuple((1.0 / inverse).tolist())
 
 
 def scaled_rotary(
@@ -60,7 +62,7 @@ def scaled_rotary(
     if method == "yarn":
         return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
-        angles = _divided(dims, rope["rope_theta"], rope["short_factor"])
+        angles = rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
         return Rotary(angles, _longrope_scale(factor, rope, original_length))
     raise ValueError(
         f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
@@ -112,13 +114,6 @@ def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
 def yarn_temperature(factor: float, weight: float) -> float:
     """Return 0.1 weight log(factor) + 1, by which YaRN scales scores."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _divided(dims: int, theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Return LongRoPE's angles, rounded as in every implementation."""
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
-    divisors = torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents
-    return tuple((1.0 / divisors).tolist())
 
 
 def _longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> float:

@@ -93,10 +93,10 @@ def patch_edges(
     at all positions at once.
     """
     results = []
-    for of_pair in split_pairs(clean, corrupted, metric):
-        run = Restart(model, of_pair[1], batch=batch)
-        edges, changes = sender_changes(model, *of_pair[:2], senders, receivers)
-        values = measure_edges(run, of_pair[2], edges, edges.exists, changes)
+    for clean_prompt, corrupted_prompt, pair_metric in split_pairs(clean, corrupted, metric):
+        run = Restart(model, corrupted_prompt, batch=batch)
+        edges, changes = sender_changes(model, clean_prompt, corrupted_prompt, senders, receivers)
+        values = measure_edges(run, pair_metric, edges, edges.exists, changes)
         results.append(replace(edges, values=values))
     return mean_over_pairs(results)
 

@@ -184,15 +184,15 @@ class DecoderAttention(nn.Module):
         angle = positions[..., None].float() * angles  # [..., seq, half]
         cos = (angle.cos() * self.rotary_scale).to(x.dtype)
         sin = (angle.sin() * self.rotary_scale).to(x.dtype)
-        rotated, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+        rotated, unrotated = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
         if self.settings.interleaved:
             left, right = rotated[..., ::2], rotated[..., 1::2]
         else:
             left, right = rotated.chunk(2, dim=-1)
         new_left, new_right = left * cos - right * sin, right * cos + left * sin
         if self.settings.interleaved:
-            return torch.cat([torch.stack([new_left, new_right], -1).flatten(-2), rest], -1)
-        return torch.cat([new_left, new_right, rest], -1)
+            return torch.cat([torch.stack([new_left, new_right], -1).flatten(-2), unrotated], -1)
+        return torch.cat([new_left, new_right, unrotated], -1)
 
     def qk(self, distance: int = 0) -> LowRank:
         """Return W_QK of the heads for a key `distance` positions before the query."""

@@ -16,8 +16,10 @@ class Cache:
     """
 
     def __init__(self) -> None:
+        #: Keys and values (batch, tokens, features) by layer.
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.grown: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Keys and values of the current call, which `commit` moves to `layers`.
+        self.pending: dict[int, tuple[Tensor, Tensor]] = {}
         #: A weak reference to the decoder that computed the keys and values.
         self.decoder: ref[nn.Module] | None = None
         #: The positions of all tokens, (batch, tokens), or None if the cache is empty.
@@ -33,7 +35,7 @@ class Cache:
         """Return the keys and values (batch, tokens, features) of all tokens in a layer."""
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
-        self.grown[layer] = k, v
+        self.pending[layer] = k, v
         return k, v
 
     def require_same_padding(self, padding: Tensor) -> None:
@@ -49,9 +51,9 @@ class Cache:
     def commit(self, decoder: nn.Module, position_ids: Tensor, padding: Tensor | None) -> None:
         """Store the keys and values of a call that reached the last layer."""
         self.decoder = ref(decoder)
-        self.layers, self.position_ids = self.grown, position_ids
+        self.layers, self.position_ids = self.pending, position_ids
         self.padding = padding if padding is not None and bool(padding.any()) else None
-        self.grown = {}
+        self.pending = {}
 
 
 def require_cache_of(decoder: nn.Module, cache: object) -> None:

@@ -5,8 +5,11 @@ uniform, biases are 0 and a wrong norm epsilon has no effect. The model is there
 random float32 weights that make each property visible, and the description must reproduce its
 logits:
 
-    random     scores with a standard deviation of 2.5, at several lengths up to the context
-    large      large scores and activations, which reach caps and clamps
     small      a residual stream whose mean square is about the norms' epsilon
+    large      large scores and activations, which reach caps and clamps
     padded     left and right padding, with position ids and without, if the model accepts them
+    random     scores with a standard deviation of 2.5, for one token and for the whole context
+
+Comparisons of equal weights share them, because drawing the weights of a large model takes as long
+as a short forward pass.
 """

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.func import functional_call
 from interp.decoder.constants import Constants
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Comparison, Settings
-from interp.decoder.verify.random_weights import Probe, RandomWeights
+from interp.decoder.verify.random_weights import RandomWeights, Scale
 from interp.prompts import has_argument
 
 Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
@@ -26,6 +26,27 @@ _DEFAULT_CONTEXT = 1024
 #: The limit of one forward pass in FLOPs; larger models are verified with shorter sequences.
 _FORWARD_FLOPS = 3e11
 _SHORT_LENGTH = 16
+
+_SMALL = Scale("small", stream_std=3e-3)
+_LARGE = Scale("large", score_std=20.0, inner_std=8.0)
+_RANDOM = Scale("random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One call of the model: the scale of its random weights, and the arguments."""
+
+    scale: Scale
+    length: int
+    rows: int = 1
+    is_padded: bool = False
+    passes_positions: bool = False
+    tolerance: float = 5e-5
+
+    @property
+    def name(self) -> str:
+        """The name of the comparison."""
+        return "padded" if self.is_padded else self.scale.name
 
 
 @torch.no_grad()
@@ -53,22 +74,20 @@ def matching_settings(
         context = _context(model, tensors, roles, candidates[0], limit)
         for probe in _probes(model, context):
             for seed in seeds:
-                drawn = replace(probe, seed=seed)
-                errors = list(_errors(model, random_weights, drawn, candidates, build))
+                errors = list(_errors(model, random_weights, probe, seed, candidates, build))
                 if min(errors) <= probe.tolerance:
                     break
             else:
                 raise ValueError(
-                    f"no description of this {type(model).__name__} has its logits: with "
-                    f"{probe.name} weights and {probe.length} tokens the nearest deviates by "
+                    f"no description of this {type(model).__name__} has its logits: in the "
+                    f"{probe.name} comparison of {probe.length} tokens, the nearest deviates by "
                     f"{min(errors):.2g} of their size, expected at most {probe.tolerance:.2g}; "
                     "pass the properties of the model as settings (eps=, activation=, "
                     "rope_theta=, scale=, windows=, ...)"
                 )
             matches = [error <= probe.tolerance for error in errors]
             candidates = list(itertools.compress(candidates, matches))
-            name = "padded" if probe.is_padded else probe.name
-            comparisons.append(Comparison(name, probe.length, min(errors), probe.tolerance))
+            comparisons.append(Comparison(probe.name, probe.length, min(errors), probe.tolerance))
     return replace(candidates[0], context=context), tuple(comparisons)
 
 
@@ -76,12 +95,13 @@ def _errors(
     model: nn.Module,
     random_weights: RandomWeights,
     probe: Probe,
+    seed: int,
     candidates: Sequence[Settings],
     build: Build,
 ) -> Iterator[float]:
     """Yield the `distance` between the logits of each candidate and those of the model."""
-    weights = random_weights.draw(probe)
-    tokens = _tokens(random_weights.vocabulary, probe, random_weights.device)
+    weights = random_weights.draw(probe.scale, seed)
+    tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
     arguments = _padding(probe, random_weights.device)
     expected = compute_logits(model, tokens, weights=weights, **arguments)
     for candidate in candidates:
@@ -157,21 +177,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _probes(model: nn.Module, context: int) -> list[Probe]:
-    """Return the probes, all of which a description must pass."""
+    """Return the probes, all of which a description must pass.
+
+    Probes of one scale are adjacent, so that they share weights.
+    """
     short = min(_SHORT_LENGTH, context)
-    probes = [Probe(name="random", length=short), Probe(name="random", length=1)]
+    probes = [
+        Probe(scale=_SMALL, length=short),
+        Probe(scale=_LARGE, length=short, tolerance=2e-3),
+        Probe(scale=_RANDOM, length=1, rows=2),
+    ]
+    if context > 1:
+        probes.append(Probe(scale=_RANDOM, length=context))
     if has_argument(model, "attention_mask") and short > 4:
-        padded = Probe(name="random", length=short, is_padded=True)
+        padded = Probe(scale=_RANDOM, length=short, rows=2, is_padded=True)
         probes.append(padded)
         if has_argument(model, "position_ids"):
-            probes.append(replace(padded, passes_positions=True))
-    if context > short:
-        probes.append(Probe(name="random", length=context, rows=1))
-    return [
-        *probes,
-        Probe(name="small", length=short, rows=1, stream_std=3e-3),
-        Probe(name="large", length=short, rows=1, score_std=20.0, inner_std=8.0, tolerance=2e-3),
-    ]
+            # Half of the tokens suffice to show whether the model uses the position ids.
+            half = max(5, short // 2)
+            probes.append(replace(padded, length=half, passes_positions=True))
+    return probes
 
 
 def _context(
@@ -217,9 +242,9 @@ def _accepted_length(model: nn.Module, length: int) -> int:
     return length
 
 
-def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
+def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> Tensor:
     """Return random token ids (rows, length) that include special tokens."""
-    generator = torch.Generator("cpu").manual_seed(probe.seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     size = (probe.rows, probe.length)
     tokens = torch.randint(vocabulary, size, generator=generator, device="cpu")
     # Models reserve the first or the last ids for padding and for the end of a text.

@@ -8,6 +8,7 @@ numbers, at different offsets: the buffer is little larger than the largest weig
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,21 +24,15 @@ from interp.decoder.names import is_norm_role
 _STRIDE = 1009
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Random weights of one scale, and the tokens that are passed to the model."""
+@dataclass(frozen=True)
+class Scale:
+    """The standard deviations of a model's activations under random weights."""
 
     name: str
-    length: int
-    rows: int = 2
     stream_std: float = 1.0
     score_std: float = 2.5
     #: The standard deviation of the MLP's activations.
     inner_std: float = 1.5
-    is_padded: bool = False
-    passes_positions: bool = False
-    tolerance: float = 5e-5
-    seed: int = 0
 
 
 class RandomWeights:
@@ -60,19 +55,41 @@ class RandomWeights:
         # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.norms_queries = any(".q_norm." in role for role in roles.values())
+        self._noise: tuple[int, Tensor] | None = None
+        self._buffers: dict[float, Tensor] = {}
+        self._drawn: tuple[Scale, int, dict[str, Tensor]] | None = None
 
-    def draw(self, probe: Probe) -> dict[str, Tensor]:
-        """Return weights by name; see Note [Weights that share memory]."""
+    def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
+        """Return weights by name; see Note [Weights that share memory].
+
+        Consecutive calls with the same arguments return the same tensors.
+        """
+        if self._drawn is None or self._drawn[:2] != (scale, seed):
+            self._drawn = None  # The earlier weights are freed before new ones are allocated.
+            self._drawn = scale, seed, self._scaled_noise(scale, seed)
+        return self._drawn[2]
+
+    def _scaled_noise(self, scale: Scale, seed: int) -> dict[str, Tensor]:
         sizes: dict[str, tuple[float, float]] = {}
         ends: dict[float, int] = {}
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if name in self.roles:
-                mean, std = sizes[name] = self._mean_and_std(self.roles[name], tensor.shape, probe)
+                mean, std = sizes[name] = self._mean_and_std(self.roles[name], tensor.shape, scale)
                 ends[std] = max(ends.get(std, 0), _STRIDE * index + tensor.numel())
-        generator = torch.Generator(self.device).manual_seed(probe.seed)
-        noise = torch.empty(max(ends.values()), dtype=torch.float32, device=self.device)
-        noise.uniform_(-(3**0.5), 3**0.5, generator=generator)
-        buffers = {std: std * noise[:end] for std, end in ends.items()}
+        if self._noise is None or self._noise[0] != seed:
+            generator = torch.Generator(self.device).manual_seed(seed)
+            noise = torch.empty(max(ends.values()), dtype=torch.float32, device=self.device)
+            self._noise = seed, noise.uniform_(-(3**0.5), 3**0.5, generator=generator)
+            self._buffers = {}
+        # Buffers that the earlier weights used too are kept, and the others are freed.
+        self._buffers = {
+            std: buffer
+            for std, buffer in self._buffers.items()
+            if len(buffer) >= ends.get(std, math.inf)
+        }
+        for std, end in ends.items():
+            if std not in self._buffers:
+                self._buffers[std] = std * self._noise[1][:end]
         drawn: dict[int, Tensor] = {}  # Tied weights stay tied.
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if id(tensor) in drawn:
@@ -81,15 +98,15 @@ class RandomWeights:
                 drawn[id(tensor)] = tensor.float() if tensor.is_floating_point() else tensor
                 continue
             mean, std = sizes[name]
-            weight = buffers[std][_STRIDE * index :][: tensor.numel()].view(tensor.shape)
+            weight = self._buffers[std][_STRIDE * index :][: tensor.numel()].view(tensor.shape)
             drawn[id(tensor)] = weight + mean if mean else weight
         return {name: drawn[id(tensor)] for name, tensor in self.tensors.items()}
 
-    def _mean_and_std(self, role: str, shape: torch.Size, probe: Probe) -> tuple[float, float]:
+    def _mean_and_std(self, role: str, shape: torch.Size, scale: Scale) -> tuple[float, float]:
         """Return the mean and the standard deviation of a weight."""
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.", "", part)
-        size = self._output_std(part, probe)
+        size = self._output_std(part, scale)
         if is_norm_role(role) and kind == "weight":
             return size - self.gain_offset, 0.25 * size
         if kind == "bias":
@@ -99,27 +116,27 @@ class RandomWeights:
             size /= (shape[-1] * shape[-2]) ** 0.25
         return 0.0, size
 
-    def _output_std(self, part: str, probe: Probe) -> float:
+    def _output_std(self, part: str, scale: Scale) -> float:
         """Return the standard deviation of the part's output."""
-        query = self.unit_query_std * probe.score_std**0.5
-        write = probe.stream_std * min(1.0, 2 / self.layers**0.5)
+        query = self.unit_query_std * scale.score_std**0.5
+        write = scale.stream_std * min(1.0, 2 / self.layers**0.5)
         if part in ("attention.q_norm", "attention.k_norm"):
             return query
         if part.endswith(("q_down", "kv_down")):
             # A small latent makes the epsilon of its norm visible.
-            return min(query, probe.stream_std * query)
+            return min(query, scale.stream_std * query)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
-            return probe.stream_std if self.norms_queries else query
+            return scale.stream_std if self.norms_queries else query
         if part == "attention.sinks":
-            return probe.score_std
+            return scale.score_std
         if part == "mlp.router":
-            return 1.5  # Also in large probes: sharp routing amplifies rounding errors.
+            return 1.5  # Also with large weights: sharp routing amplifies rounding errors.
         if part == "unembed":
             return 30.0
         if part in ("embed", "embed_norm", "position"):
-            return probe.stream_std
+            return scale.stream_std
         if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
             return write
         if part.endswith(("up", "gate")):
-            return probe.inner_std
+            return scale.inner_std
         return 1.0
