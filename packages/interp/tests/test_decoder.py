@@ -571,7 +571,7 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
         decoder(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="describe the model that has the unembedding"):
         describe(peer("LlamaForCausalLM").model)
-    with pytest.raises(ValueError, match="got none; set model.num_heads"):
+    with pytest.raises(ValueError, match=r"got none; set model\.num_heads"):
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 

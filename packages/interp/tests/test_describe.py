@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
+from interp.decoder.names import roles_of
 from interp.decoder.source import weights_of
+from interp.decoder.verify.random_weights import RandomWeights, Scale
 from interp.patching import attribution_patching
 from torch import Tensor, nn
 
@@ -726,3 +728,29 @@ def test_position_ids_of_packed_texts_are_refused(
     decoder = described_gpt2()
     with pytest.raises(ValueError, match=message):
         decoder(torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor(positions))
+
+
+def test_verification_calls_the_model_once_per_property() -> None:
+    """Forward passes are the cost of describing a large model."""
+    model = model_of()
+    shapes = []
+    with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
+        describe(model, context=CONTEXT)
+    # Small weights, large weights, one token, the whole context, and the model's own weights.
+    assert shapes == [(1, 16), (1, 16), (2, 1), (1, CONTEXT), (1, 12)]
+
+
+def test_comparisons_of_one_scale_share_random_weights() -> None:
+    tensors = weights_of(model_of())
+    roles = roles_of(tensors)
+    settings = describe(model_of(), context=CONTEXT).settings
+    random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
+    scales = Scale("random"), Scale("large", score_std=20.0)
+    first, large = random_weights.draw(scales[0], 0), random_weights.draw(scales[1], 0)
+    again = random_weights.draw(scales[0], 0)
+    other_seed = random_weights.draw(scales[0], 1)
+    for name, weight in first.items():
+        assert torch.equal(again[name], weight)
+        assert not torch.equal(other_seed[name], weight)
+    query = "blocks.0.attn.q_proj.weight"
+    torch.testing.assert_close(large[query], first[query] * 8**0.5)
