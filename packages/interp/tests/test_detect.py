@@ -237,3 +237,19 @@ def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:
     none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
     assert none.best("induction").is_noise
     assert none.significant("induction") == []
+
+
+def test_heads_of_models_with_other_layers_between_are_named() -> None:
+    """Layers without attention patterns (state-space layers) are counted in the names only."""
+    torch.manual_seed(0)
+    tokens = torch.randint(20, (3, 12))
+    shift = torch.eye(12).roll(-1, 1).tril()
+    shift[0, 0] = 1
+    uniform = torch.ones(12, 12).tril() / torch.arange(1, 13)[:, None]
+    patterns = {
+        "model.layers.1.self_attn": uniform.expand(3, 2, 12, 12),
+        "model.layers.5.self_attn": torch.stack([uniform, shift]).expand(3, 2, 12, 12),
+    }
+    best = detect_heads(patterns, tokens).best("previous")
+    assert (best.name, best.layer, best.head) == ("model.layers.5.self_attn", 1, 1)
+    assert detect_heads(list(patterns.values()), tokens).best("previous").name == "1"

@@ -49,6 +49,9 @@ class DetectedHead:
     """One head and its score for one kind."""
 
     kind: str
+    #: The name of the pattern that was passed, or its index.
+    name: str
+    #: The index of the pattern: the layer of the model, if each layer has a pattern.
     layer: int
     head: int
     #: The mean attention to the target keys, in [0, 1].
@@ -69,6 +72,8 @@ class DetectedHead:
 class HeadScores:
     """The scores of all heads by kind."""
 
+    #: The names of the patterns, or their indices.
+    names: tuple[str, ...]
     #: (layers, heads), in [0, 1]; nan if no query has a target key (no repeated tokens).
     scores: Mapping[str, Tensor]
     #: The scores of uniform attention.
@@ -95,7 +100,8 @@ class HeadScores:
             layer, head = divmod(index, scores.shape[1])
             score = value if value >= 0 else float("nan")
             p_value = float(p_values[index])
-            heads.append(DetectedHead(kind, layer, head, score, self.chance[kind], p_value))
+            name, chance = self.names[layer], self.chance[kind]
+            heads.append(DetectedHead(kind, name, layer, head, score, chance, p_value))
         return heads
 
     def _scores_of(self, kind: str) -> Tensor:
@@ -115,14 +121,16 @@ def detect_heads(
 
     Args:
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
-            model has attention sinks (gpt-oss).
+            model has attention sinks (gpt-oss). Names of patterns become names of detected heads.
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
             Without them, only positional kinds have a score.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
             default all. Without the `attention_mask` of a prompt, equal tokens at the start or the
             end count as padding if they are not queries and no query attends to them.
     """
-    layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
+    if not isinstance(patterns, Mapping):
+        patterns = {str(i): pattern for i, pattern in enumerate(patterns)}
+    layers = list(patterns.values())
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
     mask = None
@@ -167,7 +175,7 @@ def detect_heads(
     stacked = {kind: torch.stack(values) for kind, values in scores.items()}
     heads = stacked["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
-    return HeadScores(stacked, chance, p_values)
+    return HeadScores(tuple(patterns), stacked, chance, p_values)
 
 
 def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:

@@ -61,6 +61,7 @@ def view(
         data["patterns"] = _patterns(patterns, example, len(strings))
     if heads is not None:
         data["heads"] = {
+            "layers": _distinguishing_parts(list(heads.names)),
             "scores": {kind: scores.tolist() for kind, scores in heads.scores.items()},
             "chance": dict(heads.chance),
             "p_values": {kind: values.tolist() for kind, values in heads.p_values.items()},
