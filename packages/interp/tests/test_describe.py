@@ -514,15 +514,48 @@ def test_other_families_are_recorded_and_refused_with_the_unknown_property() -> 
         describe(model)
 
 
-def test_models_that_ignore_padding_are_refused() -> None:
-    model = family("GPT2LMHeadModel")
+Arguments = dict[str, Tensor]
+
+#: Incorrect uses of the attention mask and the position ids, as changes of the arguments.
+MISUSED: dict[str, Callable[[Arguments], Arguments]] = {
+    "the mask is ignored": lambda x: {k: v for k, v in x.items() if k != "attention_mask"},
+    "padding between tokens is visible": lambda x: (
+        x | {"attention_mask": x["attention_mask"].cumsum(-1).clamp(max=1)}
+    ),
+    "the mask of the first row is used": lambda x: (
+        x | {"attention_mask": x["attention_mask"][:1].expand_as(x["attention_mask"])}
+    ),
+    "position ids are ignored": lambda x: {k: v for k, v in x.items() if k != "position_ids"},
+    "default positions skip padding": lambda x: (
+        {"position_ids": (x["attention_mask"].cumsum(-1) - 1).clamp(min=0)} | x
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", pytest.param("GPT2LMHeadModel", marks=pytest.mark.exhaustive)],
+)
+@pytest.mark.parametrize("misuse", MISUSED)
+def test_models_that_misuse_masks_or_position_ids_are_refused(name: str, misuse: str) -> None:
+    model = family(name)
     original = model.forward
 
-    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        return original(input_ids, **options)
+    def forward(
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        arguments = {key: value for key, value in given.items() if value is not None}
+        if attention_mask is not None:
+            arguments = MISUSED[misuse](arguments)
+        return original(input_ids, **arguments, **options)
 
     model.forward = forward
-    with pytest.raises(ValueError, match="no description of this GPT2LMHeadModel has its logits"):
+    message = f"no description of this {name} has its logits: in the padded comparison"
+    with pytest.raises(ValueError, match=message):
         describe(model)
 
 

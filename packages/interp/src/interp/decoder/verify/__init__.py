@@ -7,7 +7,8 @@ logits:
 
     small      a residual stream whose mean square is about the norms' epsilon
     large      large scores and activations, which reach caps and clamps
-    padded     left and right padding, with position ids and without, if the model accepts them
+    padded     padding before, between and after tokens, with position ids and without, if the model
+               accepts them
     random     scores with a standard deviation of 2.5, for one token and for the whole context
 
 Comparisons of equal weights share them, because drawing the weights of a large model takes as long

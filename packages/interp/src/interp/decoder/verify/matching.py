@@ -260,6 +260,9 @@ def _padding(probe: Probe, device: torch.device) -> dict[str, Tensor]:
         return {}
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
     mask[0, : probe.length // 3] = 0
+    # Rotary scores do not show a shift of all positions, which is the effect of padding on the
+    # left. Padding between tokens shows which positions and which mask the model uses.
+    mask[0, 2 * probe.length // 3] = 0
     mask[1, -(probe.length // 4) :] = 0
     if not probe.passes_positions:
         return {"attention_mask": mask}
