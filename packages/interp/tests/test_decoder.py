@@ -555,6 +555,15 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"no unembedding .* tie_word_embeddings = false"):
         load_decoder(tmp_path)
+    save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_json | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight that differs from model\.embed_tokens"):
+        load_decoder(tmp_path)
+    embed = state["model.embed_tokens.weight"]
+    save_file(state | {"lm_head.weight": embed.clone()}, tmp_path / "model.safetensors")
+    tied = load_decoder(tmp_path)
+    assert tied.unembed.weight is tied.embed.weight
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
     state |= {"lm_head.weight": head, "model.extra": single.clone()}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.extra .* has no known role"):

@@ -38,14 +38,7 @@ def load_decoder(
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 tensors[key] = opened.get_tensor(key).to(dtype)
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    is_untied = config.get("tie_word_embeddings") is False
-    if is_untied and "unembed.weight" not in roles_of(tensors).values():
-        raise ValueError(
-            f"{folder} has no unembedding (lm_head.weight), and its config.json has "
-            "tie_word_embeddings = false; is a shard missing?"
-        )
+    _drop_tied_unembedding(tensors, config.get("tie_word_embeddings"), folder)
     layers, expected_layers = count_layers(tensors), len(settings.windows)
     if layers != expected_layers:
         raise ValueError(f"{folder} holds {layers} layers, its config.json says {expected_layers}")
@@ -59,6 +52,26 @@ def load_decoder(
             f"the embedding has {vocabulary} tokens, config.json says {expected_vocabulary}"
         )
     return Decoder(weights, settings).to(device)
+
+
+def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool | None, folder: Path) -> None:
+    """Drop a copy of a tied embedding; raise ValueError if `is_tied` contradicts the tensors."""
+    names = {role: name for name, role in roles_of(tensors).items()}
+    embed, unembed = names.get("embed.weight"), names.get("unembed.weight")
+    if is_tied is False and unembed is None:
+        raise ValueError(
+            f"{folder} has no unembedding (lm_head.weight), and its config.json has "
+            "tie_word_embeddings = false; is a shard missing?"
+        )
+    if not is_tied or embed is None or unembed is None:
+        return
+    if not torch.equal(tensors[embed], tensors[unembed]):
+        # Versions of transformers disagree on which of the two tensors is used.
+        raise ValueError(
+            f"{folder} has an unembedding {unembed} that differs from {embed}, and its config.json "
+            "has tie_word_embeddings = true; set it to false, or remove the unembedding"
+        )
+    del tensors[unembed]
 
 
 def _weight_files(folder: Path) -> list[Path]:
