@@ -547,8 +547,8 @@ def test_models_that_misuse_masks_or_position_ids_are_refused(name: str, misuse:
         position_ids: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        arguments = {key: value for key, value in given.items() if value is not None}
+        passed = {"attention_mask": attention_mask, "position_ids": position_ids}
+        arguments = {key: value for key, value in passed.items() if value is not None}
         if attention_mask is not None:
             arguments = MISUSED[misuse](arguments)
         return original(input_ids, **arguments, **options)
@@ -780,10 +780,10 @@ def test_comparisons_of_one_scale_share_random_weights() -> None:
     random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
     scales = Scale("random"), Scale("large", score_std=20.0)
     first, large = random_weights.draw(scales[0], 0), random_weights.draw(scales[1], 0)
-    again = random_weights.draw(scales[0], 0)
+    redrawn = random_weights.draw(scales[0], 0)
     other_seed = random_weights.draw(scales[0], 1)
     for name, weight in first.items():
-        assert torch.equal(again[name], weight)
+        assert torch.equal(redrawn[name], weight)
         assert not torch.equal(other_seed[name], weight)
     query = "blocks.0.attn.q_proj.weight"
     torch.testing.assert_close(large[query], first[query] * 8**0.5)

@@ -9,7 +9,6 @@ from torch import nn
 
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import DecoderMLP
-from interp.tap import matches_pattern
 
 
 def hook_points(
@@ -27,7 +26,8 @@ def hook_points(
     known = _all_points(model)
     points: dict[str, tuple[str, int]] = {}
     for pattern in patterns:
-        matches = [name for name in known if matches_pattern(pattern, name)]
+        regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+        matches = [name for name in known if re.fullmatch(regex, name)]
         if not matches:
             kinds = dict.fromkeys(re.sub(r"^blocks\.\d+", "blocks.*", name) for name in known)
             raise ValueError(f"no hook is named {pattern!r}; this model has {', '.join(kinds)}")

@@ -135,12 +135,6 @@ def _points(
     return hook_points(model, patterns, names)
 
 
-def matches_pattern(pattern: str, name: str) -> bool:
-    """Return True if a dotted name matches: `*` is one part, and `**` is one or more parts."""
-    regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-    return re.fullmatch(regex, name) is not None
-
-
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     """Return the sites that match the patterns, in the model's order."""
     names = {module: name for name, module in model.named_modules()}
@@ -149,9 +143,10 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
         name, colon, side = pattern.partition(":")
         if side not in (("input",) if colon else ("",)):
             raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
-        matches = [n for n in names.values() if matches_pattern(name, n)]
+        regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+        matches = [n for n in names.values() if re.fullmatch(regex, n)]
         for other, module in model.named_modules(remove_duplicate=False):
-            if matches_pattern(name, other) and names[module] not in matches:
+            if re.fullmatch(regex, other) and names[module] not in matches:
                 raise ValueError(
                     f"{other!r} is the same module as {names[module]!r}, and a hook sees the calls "
                     f"under both names; pass {names[module]!r}"
