@@ -44,10 +44,8 @@ def test_lens_equals_its_formula_and_ends_in_the_model(
     with record(model, "embed", "layers.*") as seen:
         logits = model(TOKENS)
     targets = TOKENS.roll(-1, 1)
-    lens = logit_lens(seen, model.norm, model.head, targets=targets, top=3, keep_logits=True)
+    lens = logit_lens(seen, model.norm, model.head, targets=targets, top=3)
     assert lens.names == ("embed", "layers.0", "layers.1", "layers.2")
-    assert lens.logits is not None
-    assert torch.equal(lens.logits[-1], logits)
     p = logits.softmax(-1)
     for i, x in enumerate(seen.values()):
         q = (model.norm(x) @ model.head.weight.T).softmax(-1)
@@ -58,9 +56,9 @@ def test_lens_equals_its_formula_and_ends_in_the_model(
         chosen = q.gather(-1, targets[..., None])
         torch.testing.assert_close(lens.target_log_probability[i], chosen[..., 0].log())
         assert torch.equal(lens.target_rank[i], (q > chosen).sum(-1))
+    assert torch.equal(lens.top_probabilities[-1], logits.log_softmax(-1).topk(3).values.exp())
     by_weight = logit_lens(list(seen.values()), model.norm, model.head.weight, top=3)
     torch.testing.assert_close(by_weight.top_probabilities, lens.top_probabilities)
-    assert by_weight.logits is None
     assert by_weight.target_rank is None
 
 

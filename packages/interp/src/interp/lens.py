@@ -39,8 +39,6 @@ class Lens:
     target_log_probability: Tensor | None
     #: (layers, ...), with `targets`; 0 is the most probable token.
     target_rank: Tensor | None
-    #: (layers, ..., vocabulary), with `keep_logits=True`.
-    logits: Tensor | None
 
 
 @torch.no_grad()
@@ -51,7 +49,6 @@ def logit_lens(
     *,
     targets: Tensor | None = None,
     top: int = 5,
-    keep_logits: bool = False,
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
@@ -88,17 +85,20 @@ def logit_lens(
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}; pass {tuple(last.shape[:-1])}"
         )
-    rows: list[tuple[Tensor, ...]] = []
+    rows: list[list[Tensor]] = []
     for x in streams:
-        logits = decode(x)
-        log_p = logits.log_softmax(-1)
+        log_p = decode(x).log_softmax(-1)
         best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-        row = [best.indices, best.values.exp()]
-        row += [_expected(log_p, -log_p), _expected(last, last - log_p)]
+        row = [
+            best.indices,
+            best.values.exp(),
+            _expected(log_p, -log_p),
+            _expected(last, last - log_p),
+        ]
         if targets is not None:
             chosen = log_p.gather(-1, targets[..., None])
             row += [chosen[..., 0], (log_p > chosen).sum(-1)]
-        rows.append((*row, logits) if keep_logits else tuple(row))
+        rows.append(row)
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     return Lens(
         names,
@@ -108,7 +108,6 @@ def logit_lens(
         kl_to_last=columns[3],
         target_log_probability=None if targets is None else columns[4],
         target_rank=None if targets is None else columns[5],
-        logits=columns[-1] if keep_logits else None,
     )
 
 
