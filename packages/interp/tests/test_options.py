@@ -13,6 +13,7 @@ import torch
 from interp.decoder import config_settings, constants, families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
+from interp.decoder.rotary import scaled_rotary
 from interp.decoder.source import weights_of
 from small_models import FAMILIES, TOKENS
 from torch import nn
@@ -130,3 +131,9 @@ def test_omitted_options_have_the_defaults_of_transformers(name: str) -> None:
         assert settings == config_settings.settings_from_config(filled), option
         folded = constants.constants_of(None, partial)
         assert repr(folded) == repr(constants.constants_of(None, filled)), option
+
+
+def test_yarn_of_an_odd_number_of_dimensions_is_refused() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    with pytest.raises(ValueError, match=r"even number of rotated dimensions .* got 3"):
+        scaled_rotary(rope, dims=3, original_length=8, max_length=64)

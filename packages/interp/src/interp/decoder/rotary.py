@@ -60,6 +60,11 @@ def scaled_rotary(
     if method == "llama3":
         return Rotary(tuple(_llama3(angle, factor, original_length, rope) for angle in angles))
     if method == "yarn":
+        if dims % 2:
+            raise ValueError(
+                f"expected an even number of rotated dimensions per head with YaRN, got {dims}; "
+                "implementations rotate different dimensions of an odd number"
+            )
         return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
         angles = rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
