@@ -910,3 +910,41 @@ def outcomes_of_programs() -> list[dict[tuple, Any]]:
 def results(*program: Any) -> list[Any]:
     """Return the result of a program on each rank."""
     return [outcomes[program] for outcomes in outcomes_of_programs()]
+
+
+def differentiate_on_one_rank() -> list[float]:
+    model = DDP(nn.Linear(2, 1))
+    if dist.get_rank() == 0:
+        # This adds nothing to `.grad`, so no other rank needs to take part.
+        torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+def test_autograd_grad_on_one_rank_opens_no_step() -> None:
+    assert run_ranks(differentiate_on_one_rank, 2, timeout=60) == [[1.5, 1.5]] * 2
+
+
+def train_on_uneven_tokens() -> None:
+    """Follow the README for ranks with different numbers of tokens, with two passes per step."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 5)
+    alone = copy.deepcopy(module)
+    model = DDP(module)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = [[torch.randn(1 + 2 * r + part, 3) for part in range(2)] for r in range(world_size)]
+    total_tokens = torch.tensor(sum(len(batch) for batch in batches[rank]))
+    dist.all_reduce(total_tokens)
+    for number, batch in enumerate(batches[rank]):
+        model.require_backward_grad_sync = number == 1
+        losses = model(batch).logsumexp(-1)
+        (losses.sum() * world_size / total_tokens).backward()
+    alone(torch.cat([batch for rank_batches in batches for batch in rank_batches])).logsumexp(
+        -1
+    ).mean().backward()
+    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_uneven_tokens_give_the_gradient_of_the_mean_over_all_tokens() -> None:
+    run_ranks(train_on_uneven_tokens, 3)

@@ -60,7 +60,6 @@ def draw_program(seed: int, max_actions: int) -> dict:
         "gradient_as_bucket_view": draw.random() < 0.7,
         "forward_sync_buffers": draw.random() < 0.7,
         "find_unused_parameters": draw.random() < 0.5,
-        "average": draw.choice(["ranks", "ranks", "sum", "weight"]),
     }
     actions = [draw_step(draw)]
     for _ in range(draw.randint(0, max_actions)):
@@ -137,14 +136,11 @@ class Run:
         self.rank = dist.get_rank()
         self.compiled = drawn["compiled"]
         self.world = dist.get_world_size()
-        self.weight = 1.0
         self.routed = chosen["find_unused_parameters"]
         # With find_unused_parameters, ranks use different experts, and the third is never used.
         self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
-        self.average = chosen["average"]
-        average = self.average if self.average != "weight" else lambda: self.weight
-        self.model = self.compile(DDP(self.module, **{**chosen, "average": average}))
+        self.model = self.compile(DDP(self.module, **chosen))
         self.draw = torch.Generator().manual_seed(seed)
         self.make_optimizers()
         self.sparse, self.alone = drawn["sparse"], False
@@ -176,26 +172,18 @@ class Run:
         ]
 
     def passes(self, insides: list[str]) -> None:
-        group: list[tuple[float, torch.Tensor]] = []
+        losses: list[torch.Tensor] = []
         for inside in insides:
             batches = self.batches()
             tokens, route = batches[self.rank]
-            self.weight = float(len(tokens))
             with self.model.no_sync() if inside in ("both", "forward") else nullcontext():
                 loss = self.model(tokens, route).mean()
             with self.model.no_sync() if inside in ("both", "backward") else nullcontext():
                 loss.backward()
-            group += [(float(len(t)), self.twin(t, r).mean()) for t, r in batches]
+            losses += [self.twin(t, r).mean() for t, r in batches]
             if inside not in ("both", "forward"):
-                self.backward_of_the_twin(group)
-                group = []
-
-    def backward_of_the_twin(self, group: list[tuple[float, torch.Tensor]]) -> None:
-        if self.average == "weight":
-            total = sum(w * loss for w, loss in group) / sum(w for w, _ in group)
-        else:
-            total = sum(loss for _, loss in group) / (self.world if self.average == "ranks" else 1)
-        total.backward()
+                (sum(losses) / self.world).backward()
+                losses = []
 
     def do(self, action: str, *details) -> None:
         if action in ("freeze", "unfreeze", "assign", "data", "copy"):
@@ -204,8 +192,7 @@ class Run:
 
     def step(self, passes: list[str], zeroing: str, end: str) -> None:
         both = (self.module, self.twin)
-        is_accumulating = passes[0] in ("both", "forward")
-        if zeroing != "before" or (self.average == "weight" and is_accumulating):
+        if zeroing != "before":
             for module in both:
                 module.zero_grad(set_to_none=zeroing == "none")
         self.passes(passes)
@@ -259,8 +246,7 @@ class Run:
     def copy(self) -> None:
         for module in (self.module, self.twin):
             module.zero_grad()
-        weight = self.model
-        self.model = copy.deepcopy(weight)
+        self.model = copy.deepcopy(self.model)
         self.module = self.model.module
         self.twin = copy.deepcopy(self.twin)
         self.make_optimizers()
@@ -271,7 +257,7 @@ class Run:
 
     def finish(self, uneven: bool) -> None:
         self.rendezvous()
-        if not uneven or self.average == "weight":
+        if not uneven:
             return
         for module in (self.module, self.twin):
             module.zero_grad()
@@ -286,7 +272,7 @@ class Run:
             self.twin.zero_grad()
             active = [batch for batch, n in zip(batches, counts, strict=True) if n > number]
             losses = [self.twin(*batch).mean() for batch in active]
-            (sum(losses) / (self.world if self.average == "ranks" else 1)).backward()
+            (sum(losses) / self.world).backward()
             self.optimizers[1].step()
         self.compare()
 

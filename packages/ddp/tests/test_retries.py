@@ -164,35 +164,3 @@ def test_backward_pass_that_raised_is_repeated_or_refused(trains_last_layer: boo
             assert "the last backward pass raised an error" in error
         else:
             assert error == ""
-
-
-def raise_in_an_unsynchronized_pass() -> list[str]:
-    weights = [100.0, 1.0]
-    model = DDP(net(), average=lambda: weights.pop(0))
-    with model.no_sync():
-        output = model(torch.ones(2, 3))
-
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("a hook failed")
-
-    handle = model.module[0].weight.register_hook(fail)
-    with suppress(ValueError):
-        output.sum().backward()
-    handle.remove()
-    return [error_of(model), str(len(weights))]
-
-
-def test_weight_of_a_failed_pass_is_forgotten() -> None:
-    assert run_ranks(raise_in_an_unsynchronized_pass, 2) == [["", "0"]] * 2
-
-
-def train_with_weight_zero_first() -> list[str]:
-    weights = [0.0, 1.0]
-    model = DDP(net(), average=lambda: weights.pop(0))
-    return [error_of(model), error_of(model)]
-
-
-def test_step_without_weight_can_be_retried() -> None:
-    for first, second in run_ranks(train_with_weight_zero_first, 2):
-        assert "expected a positive sum of weights" in first
-        assert second == ""

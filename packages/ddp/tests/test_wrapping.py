@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 
@@ -181,46 +182,41 @@ def test_deleted_wrapper_averages_nothing() -> None:
     assert run_ranks(wrap_again, 2) == [[2, 1], [2, 1]]
 
 
-def wrap_twice() -> dict:
+def error_of(call: Callable[..., object], *args: Tensor) -> str:
+    try:
+        call(*args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def wrap_again_and_train(older: str) -> tuple[list[str], int]:
+    """Train with the newer of two wrappers; return the errors and the steps of the older one."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    part, whole = DDP(module[1]), DDP(module)
-    nested = DDP(whole)
-    outcomes = {}
+    alone = copy.deepcopy(module)
+    first = DDP(module[1] if older == "last layer" else module)
+    if older == "copy":
+        first = copy.deepcopy(first)
+        module = first.module
+    newer = DDP(module)
     x = torch.full((1, 3), 1.0 + dist.get_rank())
-    # Each gradient is 1 on every rank, so one averaging leaves 1, whichever wrapper is called.
-    for name, model in (("part", part), ("whole", whole), ("nested", nested)):
-        module.zero_grad()
-        model(x).sum().backward()
-        outcomes[name] = module[1].bias.grad.tolist()
-        calls = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
-        outcomes[f"{name} calls"] = calls
-    # Unfrozen parameters are averaged too, whichever wrapper is called.
-    module[0].requires_grad_(False)
-    whole(x)
-    module[0].requires_grad_(True)
-    module.zero_grad()
-    part(x)
-    whole(x).sum().backward()
-    for name, other in (("smaller", DDP(module[0])), ("sum", DDP(nested, average="sum"))):
-        try:
-            nested(x)
-        except RuntimeError as error:
-            outcomes[name] = str(error)
-        del other
-    module.zero_grad()
-    nested(x).sum().backward()
-    return outcomes | {"last": module[1].bias.grad.tolist(), "means": module[0].bias.grad.tolist()}
+    newer(x).sum().backward()
+    alone(torch.full((1, 3), 1.5)).sum().backward()
+    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+    errors = [error_of(first, x)]
+    errors += [error_of(call) for call in (first.finish_gradient_synchronization, first.join_hook)]
+    with torch.no_grad():
+        assert first(x).equal(first.module(x))
+    return errors, len(first.meter.steps)
 
 
-def test_rewrapped_module_is_reduced_by_newest_wrapper() -> None:
-    first, second = run_ranks(wrap_twice, 2)
-    assert first == second
-    for name in ("part", "whole", "nested", "last"):
-        assert first[name] == [1.0, 1.0, 1.0]
-    assert first["nested calls"] == [0, 0]
-    assert "were wrapped again" in first["smaller"]
-    assert "another average" in first["sum"]
+@pytest.mark.parametrize("older", ["module", "last layer", "copy"])
+def test_rewrapped_module_is_reduced_by_newest_wrapper(older: str) -> None:
+    for errors, steps in run_ranks(wrap_again_and_train, 2, older):
+        assert all("only the newest wrapper averages" in error for error in errors)
+        assert steps == 0
 
 
 def step_in_backward() -> str:

@@ -102,7 +102,7 @@ class ReducerFacade:
     # `PipelineStage`.
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Synchronize the next backward pass."""
-        self._replica.is_sync_requested = True
+        self._replica.backward_pass.is_sync_requested = True
         for node in graph_nodes(outputs):
             node.register_prehook(partial(self._replica.enter_backward, True))
 

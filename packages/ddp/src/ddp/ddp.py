@@ -37,7 +37,6 @@ from ddp.options import (
 )
 from ddp.process_group import AllReduce
 from ddp.replica import InitialBroadcast, Replica
-from ddp.weighting import Average
 
 #: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
 #: module is not compiled: the compiled function would call the original.
@@ -67,9 +66,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             `allocate(numel, dtype=..., group=...)`.
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
             their own dtype, or in `gradient_dtype` if that is wider.
-        average: "ranks" for the mean over the ranks, "sum", or a function that returns the weight
-            of a backward pass, such as its number of tokens. Gradients of weight 0 are ignored,
-            also if they are NaN.
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.
@@ -97,7 +93,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         all_reduce: AllReduce | None = None,
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
-        average: Average = "ranks",
         find_unused_parameters: bool = False,
         check_nan: bool = False,
         broadcast_buffers: bool | None = None,
@@ -145,7 +140,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             all_reduce=all_reduce,
             allocate=allocate,
             gradient_dtype=gradient_dtype,
-            average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
             broadcast_buffers=forward_sync_buffers,
@@ -210,9 +204,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         the errors that `backward()` would raise.
         """
         replica = self._replica
+        replica.hooks.check_not_replaced()
         replica.connect_copy()
         replica.failures.check()
-        if not replica.is_synchronized and replica.hooks.find_successor() is None:
+        if not replica.is_synchronized:
             replica.start_step()
             replica.finish_step()
         replica.is_synchronized = False
@@ -225,10 +220,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             raise ValueError(
                 "expected a communication hook without gradient_dtype, mixed_precision and "
                 "all_reduce, which also decide how a bucket is reduced; pass one of them"
-            )
-        if self._options.average != "ranks":
-            raise ValueError(
-                "a communication hook computes the average by itself; leave average out"
             )
         if self._comm_hook is not None:
             raise RuntimeError(
@@ -259,6 +250,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """Return the hook that `torch.distributed.algorithms.Join` calls."""
         replica = self._replica
+        replica.hooks.check_not_replaced()
         replica.connect_copy()
         replica.prepare_forward()
         world_size = replica.group.world_size
@@ -268,9 +260,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 f"False, got {world_size}: the number of participating ranks would be rounded; "
                 "pass divide_by_initial_world_size=True"
             )
-        replica.agreement.divide_by_initial_world_size = (
-            divide_by_initial_world_size or self._options.average != "ranks"
-        )
+        replica.agreement.divide_by_initial_world_size = divide_by_initial_world_size
         return ZeroContribution(self, replica)
 
     @property

@@ -20,7 +20,6 @@ from ddp.compression.mixed_precision import (
     communication_dtype,
 )
 from ddp.process_group import AllReduce
-from ddp.weighting import Average, check_average
 
 #: Arguments of torch's DDP that are accepted with some values only: these values, and the reason
 #: for which others are refused.
@@ -52,7 +51,6 @@ class Options:
     all_reduce: AllReduce | None
     allocate: Allocate | None
     gradient_dtype: torch.dtype | None
-    average: Average
     find_unused_parameters: bool
     check_nan: bool
     broadcast_buffers: bool
@@ -63,7 +61,6 @@ class Options:
     device: torch.device | None
 
     def __post_init__(self) -> None:
-        check_average(self.average)
         if not all(size > 0 for size in self._sizes_mb):
             raise ValueError(
                 f"expected bucket_size_mb > 0, got {self.bucket_size_mb}; pass None to send each "
@@ -126,7 +123,6 @@ class Options:
             "broadcast_buffers": self.broadcast_buffers,
             "static_graph": self.static_graph,
             "mixed_precision": self.mixed_precision,
-            "average": self.average if isinstance(self.average, str) else "by weight",
         }
 
 

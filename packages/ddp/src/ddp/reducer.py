@@ -16,8 +16,7 @@
 # ready on rank 0, so that buckets fill one after the other.
 #
 # `.grad` may already be the mean of an earlier step. That mean is equal on all ranks, so averaging
-# (old mean + new gradient) leaves the old mean unchanged if all ranks participate and their scales
-# add up to one.
+# (old mean + new gradient) leaves the old mean unchanged if all ranks participate.
 
 from __future__ import annotations
 
@@ -58,8 +57,6 @@ class Reducer:
         compression: method that reduces a bucket.
         observers: collaborators, called in this order.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
-        before_reuse: called with each parameter whose hook did not fire in this step, before its
-            `.grad` is reduced.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Reducer:
         observers: Sequence[Observer],
         *,
         try_open_step: Callable[[], bool],
-        before_reuse: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         self.parameters = list(parameters.values())
         self.names = list(parameters)
@@ -99,7 +95,6 @@ class Reducer:
         self._failures = failures
         self._observers = observers
         self._try_open_step = try_open_step
-        self._before_reuse = before_reuse
         self._bucket_bytes = options.bucket_bytes_for(self.parameters)
         self._num_launched = 0
         self._has_rebuilt = False
@@ -131,11 +126,8 @@ class Reducer:
             self._refuse_parts(bucket, slot)
         bucket.move_in(slot)
 
-    def start(self, scale: float | None = None) -> None:
-        """Open a step: gradients that become ready from now on are final.
-
-        Each gradient is multiplied by `scale` before the sum. If it is None, the sum is a mean.
-        """
+    def start(self) -> None:
+        """Open a step: gradients that become ready from now on are final."""
         self.is_open = True
         self._num_launched = 0
         self.missing = []
@@ -144,9 +136,7 @@ class Reducer:
             bucket.preserve_aliased_grads()
         for observer in self._observers:
             observer.on_step_start(self.parameters)
-        if scale is None:
-            scale = 1 / self._group.world_size if self.compression.uses_scaled_gradients else 1.0
-        self.scale = scale
+        self.scale = 1 / self._group.world_size if self.compression.uses_scaled_gradients else 1.0
         if self._parts is not None:
             self._parts.start_step()
         else:
@@ -302,10 +292,7 @@ class Reducer:
             if slot in bucket.ready:
                 continue
             self.missing.append(index)
-            parameter = bucket.parameters[slot]
-            if self._before_reuse is not None:
-                self._before_reuse(parameter)
-            if parameter.grad is None:
+            if bucket.parameters[slot].grad is None:
                 bucket.mark_missing(slot)
             else:
                 self._copy_in(bucket, slot)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.consistency.failure_attribution import FailureAttribution
-from ddp.consistency.tracked_parameters import parameters_with_sparse_gradients
 
 #: Tensors are broadcast together up to this size.
 BROADCAST_BYTES = 25 * 2**20
@@ -125,6 +124,15 @@ def describe_model(module: nn.Module, ignored: Collection[str] = ()) -> list[str
         if name not in ignored:
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
     return lines
+
+
+def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
+    """Return the weights of all embeddings with `sparse=True`."""
+    return {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -9,6 +9,17 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.consistency.model_agreement import (
+    broadcast_tensors,
+    check_same_descriptions,
+    describe_model,
+    named_state,
+    parameters_with_sparse_gradients,
+)
+from ddp.process_group import ReduceGroup
 
 
 class TrackedParameters:
@@ -22,11 +33,16 @@ class TrackedParameters:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
+        #: The parameters of the module when it was last compared with those of the other ranks.
+        self._compared = WeakTensorKeyDictionary()
         self.refresh()
 
     def refresh(self) -> None:
         """Record the current parameters."""
         self._record_modules()
+        self._compared.clear()
+        for parameter in self._module.parameters():
+            self._compared[parameter] = True
         # Sparse gradients cannot be views of a flat buffer: they are reduced one by one.
         sparse = parameters_with_sparse_gradients(self._module)
         self.trained = {
@@ -52,6 +68,24 @@ class TrackedParameters:
             return True
         self._record_modules()
         return False
+
+    def adopt_changes(self, group: ReduceGroup, failures: FailureAttribution) -> None:
+        """Average the current parameters from now on, after new ones were copied from rank 0.
+
+        Raises `ValueError` on every rank if the modules differ. The change is recorded only if it
+        was adopted, so that otherwise the next forward pass detects it again.
+        """
+        cause = "parameters were unfrozen, replaced or added"
+        description = describe_model(self._module, self._ignored)
+        check_same_descriptions(failures.rendezvous(cause, description))
+        averaged = {id(parameter) for parameter in self.all}
+        new = []
+        for parameter in named_state(self._module, self._ignored, buffers=False).values():
+            is_unfrozen = parameter.requires_grad and id(parameter) not in averaged
+            if is_unfrozen or parameter not in self._compared:
+                new.append(parameter)
+        broadcast_tensors(new, group.process_group, failures, "the broadcast of new weights")
+        self.refresh()
 
     @property
     def all(self) -> list[nn.Parameter]:
@@ -104,15 +138,6 @@ class TrackedParameters:
         attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
         children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
         return _Snapshot(owned, attributes, children)
-
-
-def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
-    """Return the weights of all embeddings with `sparse=True`."""
-    return {
-        layer.weight
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    }
 
 
 @dataclass(frozen=True)

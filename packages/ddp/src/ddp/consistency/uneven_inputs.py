@@ -25,7 +25,7 @@ class ZeroContribution(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
-        self._replica.open_step(is_participating=False)
+        self._replica.reducer.start()
         self._replica.finish_step(is_participating=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -14,13 +14,11 @@ class UnusedParameters:
     def __init__(self) -> None:
         #: Names of the parameters that no rank used, recorded only if that is not allowed.
         self.names: list[str] = []
-        #: False if the last forward pass ran in a wrapper of only a part of the module.
-        self.is_whole_module = True
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
         """Record the parameters that no rank used in the step that ended."""
         self.names = []
-        if options.find_unused_parameters or options.static_graph or not self.is_whole_module:
+        if options.find_unused_parameters or options.static_graph:
             return
         for index in sorted(unused):
             # Parameters that have been frozen since then are not expected to have a gradient.

@@ -1,0 +1,92 @@
+"""The backward pass of a wrapper: its end, and whether it synchronizes gradients."""
+
+# Note [Synchronized backward passes]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# As in torch's DDP, the forward pass decides: a backward pass is synchronized if the forward pass
+# that computed its loss ran outside of `no_sync`. Hooks on the outputs of the wrapper pass the
+# decision on. The decision of the last forward pass applies to a gradient that is ready before the
+# backward pass reaches a hooked output. If there is none, the end of the backward pass decides.
+#
+# Autograd has no hook for the end of a backward pass. `queue_callback` adds a function that the
+# engine calls there once, unless an error ends the pass. The engine then drops its reference to the
+# function, which a weak reference detects.
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class BackwardPass:
+    """State of the current backward pass. See Note [Synchronized backward passes].
+
+    Args:
+        on_end: called at the end of each backward pass, with the decision if it is synchronized, or
+            None if the pass reached no output of the wrapper since the last step.
+    """
+
+    def __init__(self, on_end: Callable[[bool | None], None]) -> None:
+        #: True from the first event of a backward pass until its end.
+        self.is_running = False
+        #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
+        self.is_sync_requested = False
+        self._on_end = on_end
+        self._end_callback: Callable[[], object] = lambda: None
+        #: The decision of the last forward pass. None while a forward pass runs and after a
+        #: synchronized step.
+        self._forward_decision: bool | None = None
+        #: The decision of the outputs that the backward pass has reached.
+        self._output_decision: bool | None = None
+
+    @property
+    def is_synchronized(self) -> bool | None:
+        """True if the current backward pass is synchronized, or None if it is not known yet."""
+        if self.is_sync_requested:
+            return True
+        return self._forward_decision if self._output_decision is None else self._output_decision
+
+    def start_forward(self) -> None:
+        """Forget the decision of the last forward pass."""
+        self._forward_decision = None
+        self.discard_interrupted()
+
+    def end_forward(self, *, is_synchronized: bool) -> None:
+        """Record the decision of a forward pass."""
+        self._forward_decision = is_synchronized
+
+    def reach_output(self, *, is_synchronized: bool) -> None:
+        """Record that the backward pass reached an output with this decision.
+
+        A pass through outputs of several forward passes is synchronized if one of them is.
+        """
+        self._output_decision = is_synchronized or bool(self._output_decision)
+
+    def queue_end(self) -> None:
+        """Request a call of `on_end` at the end of the current backward pass."""
+        if not self.is_running:
+            self.is_running = True
+            callback = self._end
+            self._end_callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def end_step(self) -> None:
+        """Forget the decisions that applied to the step."""
+        self._forward_decision = None
+        self.is_sync_requested = False
+
+    def discard_interrupted(self) -> None:
+        """Reset the state of a backward pass that an error ended."""
+        # Dynamo cannot trace the second condition, which is not evaluated in a usual forward pass.
+        if not self.is_running:
+            return
+        if torch._C._current_graph_task_id() == -1 or self._end_callback() is None:
+            self.is_running = False
+            self._output_decision = None
+
+    def _end(self) -> None:
+        decision = self.is_synchronized
+        self.is_running = False
+        self._output_decision = None
+        self._on_end(decision)
