@@ -50,6 +50,13 @@ def pass_invalid_arguments() -> list[str]:
         DDP(expanded)
     except ValueError as error:
         errors.append(str(error))
+    sparse_buffer = nn.Linear(2, 2)
+    sparse_buffer.register_buffer("adjacency", torch.eye(3).to_sparse())
+    for module in (sparse_buffer, nn.Sequential(DDP(nn.Linear(2, 2)))):
+        try:
+            DDP(module)
+        except ValueError as error:
+            errors.append(str(error))
     model = DDP(nn.Embedding(5, 2))
     model.module.sparse = True
     try:
@@ -61,13 +68,15 @@ def pass_invalid_arguments() -> list[str]:
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, both, short, expanded, sparse = outcome.value
+    zero, nan, both, short, expanded, sparse_buffer, nested, sparse = outcome.value
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
     assert "two dtypes to send the same gradients in" in both
     assert "got (10,), torch.float32" in short
     assert "shape (11,), torch.float32" in short
+    assert "'adjacency' to be a dense tensor, got torch.sparse_coo" in sparse_buffer
+    assert "got '0' of type DDP; wrap its .module" in nested
     assert "sparse=False" in sparse
 
 

@@ -176,6 +176,12 @@ def select_group(
 
 def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bool) -> None:
     """Raise `ValueError` or `RuntimeError` for a module that cannot be replicated."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"expected a module without wrappers, got {name or 'the module'!r} of type "
+                f"{type(child).__name__}; wrap its .module instead"
+            )
     parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored]
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise RuntimeError(
@@ -197,9 +203,9 @@ def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bo
                 f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates plain "
                 "tensors"
             )
-    _check_separate_elements(parameters)
+    _check_can_be_copied(parameters)
     if broadcasts_buffers:
-        _check_separate_elements((n, b) for n, b in module.named_buffers() if n not in ignored)
+        _check_can_be_copied((n, b) for n, b in module.named_buffers() if n not in ignored)
     device_types = {parameter.device.type for _, parameter in parameters}
     if len(device_types) > 1:
         raise ValueError(
@@ -208,11 +214,14 @@ def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bo
         )
 
 
-def _check_separate_elements(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `ValueError` for an expanded tensor, into which no rank can copy that of rank 0."""
+def _check_can_be_copied(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `ValueError` for a tensor into which the values of rank 0 cannot be copied."""
     for name, tensor in named:
         if tensor.layout is not torch.strided:
-            continue
+            raise ValueError(
+                f"expected {name!r} to be a dense tensor, got {tensor.layout}; convert it with "
+                "to_dense(), or store it in an attribute that is not a buffer"
+            )
         strides = tensor.stride()
         if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True)):
             raise ValueError(

@@ -21,7 +21,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -42,7 +42,7 @@ WARMUP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """Options of the command line. Functions are named as module:name."""
 
     device: str = "cpu"
@@ -58,14 +58,14 @@ class Options:
 def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]:
     """Measure the designs; return the rows on rank 0, and an empty list on other ranks.
 
-    `more` contains fields of `Options`.
+    `more` contains fields of `BenchOptions`.
     """
-    options = Options(device=device, quick=quick, **more)
+    options = BenchOptions(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
         world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         with tempfile.TemporaryDirectory() as folder:
             start_processes(
-                _run_process, (world, folder, asdict(options)), nprocs=world, start_method="spawn"
+                _run_process, (world, folder, options), nprocs=world, start_method="spawn"
             )
             rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
             return rows
@@ -80,10 +80,9 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
         dist.destroy_process_group()
 
 
-def _run_process(rank: int, world_size: int, folder: str, fields: dict[str, Any]) -> None:
+def _run_process(rank: int, world_size: int, folder: str, options: BenchOptions) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    options = Options(**fields)
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -100,7 +99,7 @@ def _run_process(rank: int, world_size: int, folder: str, fields: dict[str, Any]
     dist.destroy_process_group()
 
 
-def _rows(options: Options) -> list[Row]:
+def _rows(options: BenchOptions) -> list[Row]:
     device = torch.device(options.device)
     link = _measure_link(device, options.quick)
     rows: list[Row] = []
@@ -137,7 +136,9 @@ def _gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def _measure(options: Options, workload: Workload, link: Link, device: torch.device) -> Measured:
+def _measure(
+    options: BenchOptions, workload: Workload, link: Link, device: torch.device
+) -> Measured:
     """Run one step of each design per round."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -157,7 +158,7 @@ def _measure(options: Options, workload: Workload, link: Link, device: torch.dev
     return Measured(workload.__name__, model_bytes, link, _cores_per_rank(), contenders, timings)
 
 
-def _select_designs(options: Options, module: nn.Module, predicted_mb: float) -> list[Design]:
+def _select_designs(options: BenchOptions, module: nn.Module, predicted_mb: float) -> list[Design]:
     custom = {}
     for name, path in (("all_reduce", options.all_reduce), ("allocate", options.allocate)):
         if path:
