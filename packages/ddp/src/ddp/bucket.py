@@ -44,6 +44,7 @@ class Bucket:
     names: tuple[str, ...] = ()
     #: Position in the order of launches.
     index: int = 0
+    #: True for the last bucket in the order of launches.
     is_last: bool = True
     #: True if `.grad` is a view of the buffer, False if it has separate memory.
     gradient_as_view: bool = True

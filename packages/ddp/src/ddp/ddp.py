@@ -130,6 +130,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             broadcast = InitialBroadcast.NONE
         if forward_sync_buffers is None:
             forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
+        # Set by torch's `_set_params_and_buffers_to_ignore_for_model`.
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         broadcasts_buffers = (
             forward_sync_buffers or broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
@@ -168,7 +169,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._replica.prepare_forward()
         with self.meter.forward():
             output = call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
-        enter_backward = partial(self._replica.enter_backward, self._replica.end_forward())
+        is_synchronized = self._replica.end_forward()
+        enter_backward = partial(self._replica.enter_backward, is_synchronized)
         for node in graph_nodes(output):
             node.register_prehook(enter_backward)
         return output

@@ -19,7 +19,7 @@ from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
 #: Bucket sizes of the designs that use the functions passed on the command line.
 CUSTOM_SIZES_MB = (25.0, 100.0)
-#: Sizes of all buckets after a first one of 1 MB. The default size, 25 MB, always has one.
+#: Bucket sizes of the designs that have a first bucket of 1 MB, as the default size of 25 MB has.
 EARLY_SIZES_MB = (4.0, 10.0)
 
 #: Runs a wrapped model on this rank's batch and returns the loss.

@@ -110,7 +110,7 @@ def _rows(options: BenchOptions) -> list[Row]:
 
 
 def _default_workloads() -> list[str]:
-    """Return a small batch, and on several hosts also one that hides more communication.
+    """Return the workloads: a small batch, and on several hosts also a batch that hides more.
 
     Each network namespace counts as a host.
     """

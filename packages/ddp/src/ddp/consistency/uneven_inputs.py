@@ -41,7 +41,7 @@ class ZeroContribution(JoinHook):
             source=source,
         )
         replica.agreement.forget_versions()
-        # `Join` leaves this enabled, but after the context all ranks take every step again.
+        # `Join` leaves the flag set, but after the context all ranks take every step again.
         ddp._join_config = ddp._join_config._replace(enable=False)
 
 

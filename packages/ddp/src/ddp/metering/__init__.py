@@ -1,1 +1,1 @@
-"""Bytes, calls and times of each step, charts of them, and a model of the overhead."""
+"""Records of each step, charts of the records, and a model of the exposed communication."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Meter(Observer):
-    """Records of the last `keep` steps. Pass `meter=Meter()` to functions without a wrapper."""
+    """Records of the last `keep` steps: `DDP.meter`, or an argument of `all_reduce_gradients`."""
 
     def __init__(self, keep: int = 100) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
