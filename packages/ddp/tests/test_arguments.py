@@ -36,7 +36,7 @@ def pass_invalid_arguments() -> list[str]:
     for arguments in (
         {"bucket_size_mb": 0},
         {"bucket_size_mb": float("nan")},
-        {"gradient_dtype": torch.bfloat16, "mixed_precision": _MixedPrecision(torch.bfloat16)},
+        {"mixed_precision": _MixedPrecision(torch.bfloat16)},
         {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
     ):
         try:
@@ -68,11 +68,11 @@ def pass_invalid_arguments() -> list[str]:
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, both, short, expanded, sparse_buffer, nested, sparse = outcome.value
+    zero, nan, mixed, short, expanded, sparse_buffer, nested, sparse = outcome.value
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
-    assert "two dtypes to send the same gradients in" in both
+    assert "is not supported: torch.autocast and gradient_dtype replace it" in mixed
     assert "got (10,), torch.float32" in short
     assert "shape (11,), torch.float32" in short
     assert "'adjacency' to be a dense tensor, got torch.sparse_coo" in sparse_buffer

@@ -22,7 +22,6 @@ from ddp.bucket import Allocate
 from ddp.communication import Uncompressed
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
-from ddp.compression.mixed_precision import MixedPrecision, call_module, cast_buffers
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
 from ddp.consistency.uneven_inputs import ZeroContribution
 from ddp.metering.meter import Meter
@@ -76,8 +75,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             parts, as by reentrant checkpoints of a shared layer.
         gradient_as_bucket_view: make `.grad` a view of its bucket. False needs memory for a second
             set of gradients.
-        mixed_precision: torch's `_MixedPrecision`. Forward and backward passes compute in
-            `param_dtype` and gradients are sent in `reduce_dtype`; weights keep their dtype.
         restricted_arguments: other arguments of torch's DDP. An error names each argument whose
             value is not supported.
 
@@ -100,7 +97,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         init_sync: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
-        mixed_precision: MixedPrecision | None = None,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: Any = None,
         device_ids: Sequence[Any] | None = None,
@@ -146,13 +142,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             broadcast_buffers=forward_sync_buffers,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            mixed_precision=mixed_precision,
             device=select_device(device_ids, output_device, module),
         )
-        if mixed_precision is not None:
-            cast_buffers(module, mixed_precision, self._ignored)
         self.module = module
-        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.device_mesh = device_mesh
         self._group = select_group(group, process_group, device_mesh)
@@ -165,10 +157,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if self._options.device is not None:
             args, kwargs = _move((args, kwargs), self._options.device)
         if not torch.is_grad_enabled():
-            return call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
+            return self.module(*args, **kwargs)
         self._replica.prepare_forward()
         with self.meter.forward():
-            output = call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
+            output = self.module(*args, **kwargs)
         is_synchronized = self._replica.end_forward()
         enter_backward = partial(self._replica.enter_backward, is_synchronized)
         for node in graph_nodes(output):
@@ -220,8 +212,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         uses_default = isinstance(self._options.selected_compression, Uncompressed)
         if not uses_default or self._options.all_reduce:
             raise ValueError(
-                "expected a communication hook without gradient_dtype, mixed_precision and "
-                "all_reduce, which also decide how a bucket is reduced; pass one of them"
+                "expected a communication hook without gradient_dtype and all_reduce, which also "
+                "decide how a bucket is reduced; pass one of them"
             )
         if self._comm_hook is not None:
             raise RuntimeError(

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from ddp.bucket import Allocate
 from ddp.communication import Compression, Uncompressed
 from ddp.compression.cast import Cast
-from ddp.compression.mixed_precision import (
-    MixedPrecision,
-    check_mixed_precision,
-    communication_dtype,
-)
 from ddp.process_group import AllReduce
 
 #: Arguments of torch's DDP that are accepted with some values only: these values, and the reason
 #: for which others are refused.
 RESTRICTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mixed_precision": ((None,), "torch.autocast and gradient_dtype replace it"),
     "dim": ((0,), "inputs are not scattered, because each process has one device"),
     "check_reduction": ((False, True), "it must be a boolean"),
     "skip_all_reduce_unused_params": ((False, True), "it must be a boolean"),
@@ -56,7 +52,6 @@ class Options:
     broadcast_buffers: bool
     static_graph: bool
     gradient_as_bucket_view: bool
-    mixed_precision: MixedPrecision | None
     #: Device that inputs are moved to, if any.
     device: torch.device | None
 
@@ -66,26 +61,17 @@ class Options:
                 f"expected bucket_size_mb > 0, got {self.bucket_size_mb}; pass None to send each "
                 "parameter separately"
             )
-        if self.mixed_precision is not None:
-            check_mixed_precision(self.mixed_precision)
-        dtype = self.gradient_dtype or communication_dtype(self.mixed_precision)
+        dtype = self.gradient_dtype
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize == 1):
             raise ValueError(
                 f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
                 f"{dtype}; pass torch.bfloat16"
             )
-        reduce_dtype = communication_dtype(self.mixed_precision)
-        if self.gradient_dtype is not None and reduce_dtype is not None:
-            raise ValueError(
-                f"gradient_dtype {self.gradient_dtype} and mixed_precision {reduce_dtype} are two "
-                "dtypes to send the same gradients in; pass one"
-            )
 
     @property
     def selected_compression(self) -> Compression:
         """The method that reduces a bucket."""
-        dtype = self.gradient_dtype or communication_dtype(self.mixed_precision)
-        return Cast(dtype) if dtype else Uncompressed()
+        return Cast(self.gradient_dtype) if self.gradient_dtype else Uncompressed()
 
     @property
     def bucket_bytes(self) -> tuple[float, ...]:
@@ -122,7 +108,6 @@ class Options:
             "check_nan": self.check_nan,
             "broadcast_buffers": self.broadcast_buffers,
             "static_graph": self.static_graph,
-            "mixed_precision": self.mixed_precision,
         }
 
 
