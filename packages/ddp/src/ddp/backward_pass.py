@@ -3,13 +3,15 @@
 # Note [Synchronized backward passes]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # As in torch's DDP, the forward pass decides: a backward pass is synchronized if the forward pass
-# that computed its loss ran outside of `no_sync`. Hooks on the outputs of the wrapper pass the
-# decision on. The decision of the last forward pass applies to a gradient that is ready before the
-# backward pass reaches a hooked output. If there is none, the end of the backward pass decides.
+# that computed its loss ran outside of `no_sync`. Hooks on the outputs of the wrapper carry this
+# decision to the backward pass. If a gradient is ready before the backward pass reaches a hooked
+# output, the decision of the last forward pass applies. If no forward pass of the wrapper ran since
+# the last step, gradients are accumulated, and averaged at the end of the backward pass unless it
+# runs inside `no_sync`.
 #
 # Autograd has no hook for the end of a backward pass. `queue_callback` adds a function that the
-# engine calls there once, unless an error ends the pass. The engine then drops its reference to the
-# function, which a weak reference detects.
+# engine calls once at the end. If an error ends the pass, the engine drops its reference to the
+# function without a call, which a weak reference detects.
 
 from __future__ import annotations
 
