@@ -201,10 +201,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica.hooks.check_not_replaced()
         replica.connect_copy()
         replica.failures.check()
-        if not replica.is_synchronized:
+        if not replica.has_synchronized:
             replica.start_step()
             replica.finish_step()
-        replica.is_synchronized = False
+        replica.has_synchronized = False
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass."""

@@ -83,7 +83,7 @@ class Replica:
         self.buffers = BufferSynchronization()
         self.is_connected = False
         #: True if a pass was synchronized since the last `finish_gradient_synchronization`.
-        self.is_synchronized = False
+        self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
         #: True if a forward pass checked the parameters since the last step.
@@ -264,7 +264,7 @@ class Replica:
             self.start_step()
         if self.reducer.is_open:
             self.finish_step()
-            self.is_synchronized = True
+            self.has_synchronized = True
 
     def _mark_first_ready(self, parameter: Tensor) -> None:
         self.connect_copy()
