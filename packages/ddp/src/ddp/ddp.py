@@ -161,12 +161,16 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             return self.module(*args, **kwargs)
         self._replica.prepare_forward()
         with self.meter.forward():
-            output = self.module(*args, **kwargs)
+            output = self._call_module(args, kwargs)
         is_synchronized = self._replica.end_forward()
         enter_backward = partial(self._replica.enter_backward, is_synchronized)
         for node in graph_nodes(output):
             node.register_prehook(enter_backward)
         return output
+
+    def _call_module(self, args: Any, kwargs: Any) -> Any:
+        # `torch.compile` skips the frame of `forward`, which reads a clock, and compiles this one.
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
