@@ -338,7 +338,8 @@ def untuned_sets():
         yield load_runs(table, where={"experiment": name, "outlier": "False"})
     complete = {"portion_steps_elapsed": "1.0"}
     table = FOLDER / "scaling" / "untuned_checkpoints.csv"
-    yield load_runs(table, columns={"parameters": "N"}, where=complete)
+    epochs = ["total_epochs", "current_epoch"]
+    yield load_runs(table, columns={"parameters": "N"}, where=complete, ignore=epochs)
 
 
 @pytest.mark.exhaustive

@@ -383,12 +383,11 @@ def test_name_beside_a_checkpoint_may_be_that_of_a_size():
         assert len(load_runs(rows, history="name")) == 3
 
 
-@pytest.mark.parametrize("column", ["dir_name", "Run", "split"])
+@pytest.mark.parametrize("column", ["dir_name", "Run"])
 def test_training_and_validation_of_one_run_are_not_read_as_two_runs(column):
     """TensorBoard writers of Keras and of `add_scalars` use one folder per data split."""
-    stem = "" if column == "split" else "run{}/loss_"
     rows = [
-        {column: f"{stem.format(i)}{part}", "N": n, "D": 20 * n, "loss": 3 - i / 9 - len(part) / 99}
+        {column: f"run{i}/loss_{part}", "N": n, "D": 20 * n, "loss": 3 - i / 9 - len(part) / 99}
         for i, n in enumerate((1e8, 3e8, 1e9))
         for part in ("train", "validation")
     ]
@@ -554,8 +553,7 @@ def test_zeros_that_are_written_differently_are_one_setting():
     assert len(load_runs(rows)) == 6
 
 
-def test_setting_under_an_unusual_name_is_reported():
-    """Runs of several settings are reported if the column has an unusual name."""
+def test_setting_under_an_unusual_name_is_refused_with_both_readings():
     rows = [
         {
             "N": n,
@@ -570,8 +568,15 @@ def test_setting_under_an_unusual_name_is_reported():
         for k in (1, 2)
         for seed in (0, 1)
     ]
-    with pytest.warns(ScalingWarning, match=r"\['mystery'\] differ between .* as repetitions"):
-        assert len(load_runs(rows)) == 16
+    remedy = r"where={'mystery': '1'}, or read .* as repetitions with ignore=\['mystery'\]"
+    with pytest.raises(ValueError, match=remedy):
+        load_runs(rows)
+    assert len(load_runs(rows, where={"mystery": 1})) == 8
+    runs = load_runs(rows, ignore=["mystery"])
+    assert len(runs) == 16
+    assert "column 'mystery' is ignored" in runs.explanation
+    with pytest.raises(ValueError, match=r"ignore to name columns among .* got \['host'\]"):
+        load_runs(rows, ignore=["mystery", "host"])
     known = [{"gbsz" if k == "mystery" else k: v for k, v in row.items()} for row in rows]
     with pytest.warns(ScalingWarning, match=r"\['gbsz'\] differ.*8 runs of other settings"):
         assert len(load_runs(known)) == 8
@@ -580,6 +585,50 @@ def test_setting_under_an_unusual_name_is_reported():
         warnings.simplefilter("error")
         load_runs([row | {"mystery": row["N"] / 2} for row in rows], history=False)
         load_runs([row | {"mystery": 1, "lr": 0.1} for row in rows], history=False)
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        *(("name", text) for text in ("Average", "mean", "Mean over seeds", "std", "TOTAL")),
+        *(("", "mean"), ("seed", "mean"), ("run_id", "avg"), ("statistic", "median")),
+    ],
+)
+def test_rows_that_summarize_other_rows_are_refused(column, text):
+    rows = [
+        {column: f"{i}", "N": n, "D": 20 * n, "loss": 3 - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+    ]
+    summary = {column: text, "N": 4.7e8, "D": 9.3e9, "loss": 2.9}
+    with pytest.raises(ValueError, match=f"'{column}' says '{text}' in row 4, which may summarize"):
+        load_runs([*rows, summary])
+    assert len(load_runs([*rows, summary], ignore=[column])) == 4
+    assert len(load_runs([*rows, summary | {column: "mean-field"}])) == 4
+    # If every row says so, each is the mean of the seeds of a run.
+    assert len(load_runs([row | {"stat": text} for row in rows])) == 3
+    # A summary without a loss is left out anyway.
+    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(4\)"):
+        assert len(load_runs([*rows, summary | {"loss": None}])) == 3
+
+
+@pytest.mark.parametrize("setting", ["lr", "batch_size", "optimizer"])
+def test_sweep_whose_run_name_is_that_of_the_size_is_read(setting):
+    """A name of several rows with equal tokens is not a history if a setting differs."""
+    values = ("sgd", "adam", "lion") if setting == "optimizer" else (1, 2, 3)
+    rows = [
+        {"run": f"{n:g}", "N": n, "D": 20 * n, setting: v, "loss": 3 + 0.1 * abs(k - 1)}
+        for n in (1e8, 4e8)
+        for k, v in enumerate(values)
+    ]
+    with pytest.warns(ScalingWarning, match=rf"\['{setting}'\] differ.*4 runs of other settings"):
+        assert load_runs(rows).loss.tolist() == [3.0, 3.0]
+    # A rate that decays while the loss falls is that of a history with the tokens of its end.
+    decaying = [row | {"loss": 3 - k / 9} for k, row in enumerate(rows)]
+    with pytest.raises(ValueError, match="tokens are those of the whole training"):
+        load_runs(decaying)
+    # Two rows of one name and setting are a history, or repetitions without a seed.
+    with pytest.raises(ValueError, match="tokens are those of the whole training"):
+        load_runs([*rows, rows[0]])
 
 
 SIZES = {"N": [1e8, 2e8, 4e8], "loss": [3.2, 3.0, 2.9]}
@@ -783,20 +832,35 @@ def test_unreadable_table_is_refused_with_its_cell(tmp_path, text, message):
         load_runs(path)
 
 
-def test_several_data_sets_in_one_table_are_reported():
+def test_several_data_sets_in_one_table_are_refused_with_both_readings():
     rows = [
         {"dataset": s, "N": n, "D": d, "loss": x + i}
         for i, s in enumerate(("c4", "web"))
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
-    names = ["dataset", "set", "subset", "config.recipe", "tokenizer", "tokenizer_name"]
+    names = ["dataset", "data", "corpus", "subset", "config.recipe", "tokenizer_name", "split"]
     for name in [*names, "train_dataset", "vocab_size", "model_family"]:
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
-        with pytest.warns(ScalingWarning, match=f"'{name}' names 2 sets of runs"):
-            assert len(load_runs(rows if name == "dataset" else renamed)) == 8
+        table = rows if name == "dataset" else renamed
+        remedy = rf"where={{'{name}': 'c4'}}, or read all as one with ignore=\['{name}'\]"
+        with pytest.raises(ValueError, match=rf"'{name}' names 2 sets of runs \(c4, web\).*{remedy}"):
+            load_runs(table)
+        assert len(load_runs(table, ignore=[name])) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
     with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
         load_runs(rows, where={"dataset": "pile"})
+    # Three sets of three runs are several sets too, but names that all differ are those of runs.
+    three = [
+        {"dataset": s, "N": n, "D": d * n, "loss": 3 - n / 1e10 - d / 99}
+        for s, d in (("c4", 10), ("web", 20), ("pile", 40))
+        for n in BASE["N"]
+    ]
+    with pytest.raises(ValueError, match="'dataset' names 3 sets of runs"):
+        load_runs(three)
+    assert len(load_runs([row | {"dataset": i} for i, row in enumerate(three)])) == 9
+    # An architecture may be the name of a size.
+    sizes = [row | {"dataset": "c4", "arch": f"gpt-{row['N']:g}"} for row in three]
+    assert len(load_runs(sizes)) == 9
 
 
 FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "messy_tables"

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--where", "dataset=c4", "select rows by a column"),
     ):
         add(option, action="append", default=[], metavar=example, help=description)
+    add("--ignore", nargs="+", default=[], metavar="COLUMN", help="columns that are not read")
     add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
     add("--json", action="store_true", help="print the result as JSON")
     flops: dict[str, Any] = {"type": float, "metavar": "FLOPS", "nargs": "+", "default": []}
@@ -101,6 +102,7 @@ def _load(arguments: argparse.Namespace) -> Runs:
         units=units,
         where=_pairs(arguments.where),
         history=False if arguments.history == "no" else arguments.history,
+        ignore=arguments.ignore,
     )
     return runs.without_highest(arguments.without_highest)
 

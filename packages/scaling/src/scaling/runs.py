@@ -24,13 +24,13 @@ from scaling.tables.history import keep_last_rows
 from scaling.tables.names import Column, match_columns
 from scaling.tables.scales import LARGEST_LOSS, complete
 from scaling.tables.selection import (
-    datasets_message,
     drop_rows_without_loss,
     keep_best_settings,
+    require_one_data_set,
     require_whole_counts,
 )
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished
+from scaling.tables.states import keep_finished, refuse_summaries
 from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
@@ -96,6 +96,7 @@ def load_runs(
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
     history: str | bool | None = None,
+    ignore: Sequence[str] = (),
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
@@ -115,15 +116,18 @@ def load_runs(
         history: The column of run names, if the table has several rows per run; the last row of
             each run is kept. False if every row is a run. By default, a column of run names is
             detected.
+        ignore: Columns that are not read at all, such as one whose values could be settings but
+            only tell repetitions apart.
 
     Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
     `failed` or `exit_code`), and all but the last row of each run of a history are left out. A
     warning reports their number.
 
     Raises:
-        ValueError: A value is missing, not a number, not positive or not finite, a column is on the
-            wrong scale, a state is unknown, or two columns with the same meaning differ. The
-            message names the row and the column.
+        ValueError: A value is missing, not a number, not positive or not finite, or a column is on
+            the wrong scale. Also for tables with two readings: columns with the same meaning that
+            differ, several data sets, unknown states or settings, and rows that may be checkpoints
+            or summaries. The message names the column, the row if there is one, and the remedy.
 
     A `ScalingWarning` also reports compute that differs from 6 N D, a loss above 20 nats, and
     repeated rows.
@@ -136,7 +140,7 @@ def load_runs(
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source)
     total = len(table)
-    table = table.where(where or {}, name)
+    table = table.where(where or {}, name).without(ignore, name)
     exclusions: list[str] = []
     table = keep_finished(table, where or {}, exclusions)
     if not len(table):
@@ -149,18 +153,19 @@ def load_runs(
     matched = match_columns(present, columns, name)
     reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
     require_whole_counts(reading, columns)
-    dataset_warnings = datasets_message(reading)
     drop_rows_without_loss(reading)
+    refuse_summaries(reading.table)
     reading.values = parse_columns(reading, reading.columns)
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
+    reading.choices += [f"column {name!r} is ignored" for name in ignore]
     keep_last_rows(reading, history)
+    require_one_data_set(reading)
     keep_best_settings(reading)
     complete(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]
     values = {"compute": expected, **reading.values}
-    reading.exclusions += dataset_warnings
     for message in reading.exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     runs = Runs(

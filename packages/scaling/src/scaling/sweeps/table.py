@@ -14,7 +14,7 @@ from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished
+from scaling.tables.states import keep_finished, refuse_summaries
 from scaling.tables.table import Table
 from scaling.units import Array
 
@@ -36,6 +36,7 @@ def fit_sweep(
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
@@ -49,13 +50,14 @@ def fit_sweep(
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
         columns: The names of the columns "rate", "batch_size" and "loss", if they are unusual.
         where: Values of columns by which rows are selected.
+        ignore: Columns that are not read at all, such as the host of each repetition.
 
     Raises:
         ValueError: A cell is not valid, or the rows have several settings, such as two model sizes,
             each of which has a separate best rate. `where` selects one setting, and `fit_sweeps`
             fits all of them.
     """
-    table, exclusions = _read(source, where or {})
+    table, exclusions = _read(source, where or {}, ignore)
     chosen = _choose_columns(table, columns or {})
     _require_one_setting(table, chosen)
     return _fit(table, chosen, exclusions)
@@ -67,13 +69,14 @@ def fit_sweeps(
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
 ) -> dict[tuple[str, ...], Sweep]:
     """Return the sweep of each setting, keyed by the text of its cells in the columns `by`.
 
     The other arguments and the errors are those of `fit_sweep`.
     """
     names = (by,) if isinstance(by, str) else tuple(by)
-    table, exclusions = _read(source, where or {})
+    table, exclusions = _read(source, where or {}, ignore)
     missing = [name for name in names if name not in table.columns]
     if missing or not names:
         raise ValueError(
@@ -90,13 +93,16 @@ def fit_sweeps(
     return sweeps
 
 
-def _read(source: Any, where: Mapping[str, Any]) -> tuple[Table, list[str]]:
+def _read(
+    source: Any, where: Mapping[str, Any], ignore: Sequence[str]
+) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
-    table = read_table(source).where(where, "the table")
+    table = read_table(source).where(where, "the table").without(ignore, "the table")
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
     if not len(table):
         raise ValueError("; ".join(["the table holds no runs", *exclusions]))
+    refuse_summaries(table)
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions
@@ -144,8 +150,8 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     raise ValueError(
         f"column {name!r} takes {len(values)} values ({list_some(values)}), but a sweep is of one"
         f" setting, because each setting has its own best rate; pass where={{{name!r}:"
-        f" {values[0]!r}}}, or fit each setting with fit_sweeps(…, by={sizes or name!r}); columns"
-        f" that differ so: {list_some(settings)}"
+        f" {values[0]!r}}}, fit each setting with fit_sweeps(…, by={sizes or name!r}), or read all"
+        f" as repetitions with ignore=[{name!r}]; columns that differ so: {list_some(settings)}"
     )
 
 

@@ -12,6 +12,7 @@ from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
 from scaling.tables.names import WORDS, split_words
+from scaling.tables.selection import setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
 
@@ -136,8 +137,6 @@ def _find_run_ends(
         candidates += [names[c] for c in ("name", "experiment") if c in names]
     if isinstance(named, str):
         candidates = [named]
-    if "split" in names:
-        _refuse_parts(reading, names["split"])
     has_names = False
     repeated = ""
     for column in candidates:
@@ -173,7 +172,10 @@ def _find_run_ends(
 def _refuse_equal_tokens(
     reading: Reading, candidates: Sequence[str], size: Array, progress: Array
 ) -> None:
-    """Raise `ValueError` if rows of one run name have one size and equal tokens, without a seed."""
+    """Raise `ValueError` if rows of one run name have one size and equal tokens without a reason.
+
+    Reasons are a column such as `seed`, or settings that tell the rows of each name apart.
+    """
     last_words = {"".join(split_words(name)[-1:]) for name in reading.table.columns}
     if last_words & {*WORDS["repetitions"]}:
         return
@@ -182,7 +184,12 @@ def _refuse_equal_tokens(
         order = np.argsort(codes, kind="stable")
         is_same_run = np.diff(codes[order]) == 0
         differs = (np.diff(size[order]) != 0) | (np.diff(progress[order]) != 0)
-        if is_same_run.any() and not differs[is_same_run].any():
+        if not is_same_run.any() or differs[is_same_run].any():
+            continue
+        settings = setting_columns(reading)
+        # A history may log a decaying rate, but its losses fall from row to row.
+        falls = bool((np.diff(reading.values["loss"][order]) < 0)[is_same_run].all())
+        if falls or not settings or len({*reading.table.codes([column, *settings])}) < len(codes):
             _refuse_repeated_tokens(reading, column, progress)
 
 

@@ -1,6 +1,7 @@
 """Rows that are left out: those without a loss, and all but the best setting of a sweep.
 
-Columns that may count other quantities than the N and D of C = 6 N D are refused.
+Tables are refused if a column may count other quantities than the N and D of C = 6 N D, if the rows
+use several data sets, or if they may be of several settings under an unusual name.
 """
 
 from collections.abc import Container, Sequence
@@ -16,6 +17,9 @@ from scaling.tables.table import Reading
 
 #: Number of rows that are searched for unknown settings, because a million would take seconds.
 MOST_ROWS = 5000
+
+#: Largest relative differences between runs of one size and tokens.
+DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
 
 #: Columns that show that N or D may be counted in two ways: the quantity and its description.
 COUNTS = {
@@ -40,7 +44,8 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
             continue
         raise ValueError(
             f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
-            f" this one out, or confirm with columns={{{ours!r}: {column.name!r}}}"
+            f" {name!r} out with ignore=[{name!r}], or confirm with columns={{{ours!r}:"
+            f" {column.name!r}}}"
         )
 
 
@@ -68,19 +73,52 @@ def drop_rows_without_loss(reading: Reading) -> None:
         reading.table = reading.table.select(~blank)
 
 
+def require_one_data_set(reading: Reading) -> None:
+    """Raise `ValueError` if the rows use several data sets, whose losses follow different laws."""
+    for name in _unused_columns(reading):
+        words = split_words(name)
+        if words[-1:] in (["name"], ["id"]):
+            words = words[:-1]
+        word = "".join(words[-1:])
+        if word not in (*WORDS["sets"], *WORDS["labels"]) and words[-2:] != ["vocab", "size"]:
+            continue
+        codes = reading.table.codes([name])
+        count = int(codes.max()) + 1
+        # Names that are mostly different are those of runs.
+        if count == 1 or count > len(codes) / 2:
+            continue
+        if word in WORDS["labels"] and _labels_a_quantity(reading, codes):
+            continue
+        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        raise ValueError(
+            f"column {name!r} names {count} sets of runs ({list_some(seen)}), which may follow"
+            f" different laws: select one with where={{{name!r}: {seen[0]!r}}}, or read all as one"
+            f" with ignore=[{name!r}]"
+        )
+
+
+def _labels_a_quantity(reading: Reading, codes: NDArray[np.intp]) -> bool:
+    """Return True if each value of a column stands for one size, token count or compute."""
+    for k, tolerance in DESIGN_TOLERANCES.items():
+        if k in reading.values:
+            groups = cluster(reading.values[k], tolerance, 1 + tolerance)
+            pairs = np.unique(np.stack([codes, groups]), axis=1).shape[1]
+            if pairs == codes.max() + 1 == groups.max() + 1:
+                return True
+    return False
+
+
 def keep_best_settings(reading: Reading) -> None:
     """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
 
     The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
     as seeds, are all kept, because the least loss of several repetitions is biased.
     """
-    names, sets = _setting_columns(reading)
+    names = setting_columns(reading)
     if not names:
-        rows = np.arange(min(len(reading.table), MOST_ROWS))
-        _report_unknown_settings(reading, rows, _designs(reading, sets, rows), sets)
+        _require_known_settings(reading, _designs(reading, MOST_ROWS), names)
         return
-    rows = np.arange(len(reading.table))
-    design = _designs(reading, sets, rows)
+    design = _designs(reading, len(reading.table))
     setting = setting_codes(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
@@ -93,71 +131,56 @@ def keep_best_settings(reading: Reading) -> None:
             f"columns {names} differ between runs of one size and tokens: the setting of least mean"
             f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
         )
-    _report_unknown_settings(reading, rows[:MOST_ROWS], of_row[:MOST_ROWS], [*names, *sets])
+    _require_known_settings(reading, of_row[:MOST_ROWS], names)
     reading.select(keep)
 
 
-def _designs(reading: Reading, sets: Sequence[str], rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return for each selected row the index of its combination of size, tokens and data set."""
-    tolerances = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
+def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
+    """Return for each of the first rows the index of its combination of size and tokens."""
     keys = []
-    for k, tolerance in tolerances.items():
+    for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
-            keys.append(cluster(reading.values[k][rows], tolerance, 1 + tolerance))
-    table = reading.table.select(rows)
-    keys += [table.codes([name]) for name in sets]
+            keys.append(cluster(reading.values[k][:count], tolerance, 1 + tolerance))
     codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     return codes
 
 
-def _setting_columns(reading: Reading) -> tuple[list[str], list[str]]:
-    """Return the columns of settings that differ between runs, and the columns of data sets."""
+def setting_columns(reading: Reading) -> list[str]:
+    """Return the columns of known settings, such as learning rates, that differ between runs."""
     # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
     used = {column.name for column in reading.columns.values()}
     names = []
-    sets = []
     for name in reading.table.columns:
         words = split_words(name)
         stems = {"".join(words[i:]) for i in range(len(words))}
-        if name not in used and stems & known:
-            if setting_codes(reading.table, [name]).any():
-                names.append(name)
-        elif name not in used and _names_a_set(name):
-            sets.append(name)
-    return names, sets
+        if name not in used and stems & known and setting_codes(reading.table, [name]).any():
+            names.append(name)
+    return names
 
 
-def _names_a_set(name: str) -> bool:
-    """Return True if a column distinguishes data sets or vocabularies, as `dataset_name` does."""
-    words = split_words(name)
-    if words[-2:] == ["vocab", "size"]:
-        return True
-    if words[-1:] in (["name"], ["id"]):
-        words = words[:-1]
-    return bool(words) and words[-1] in WORDS["sets"]
+def _unused_columns(reading: Reading) -> list[str]:
+    """Return the columns that are not read as parameters, tokens, compute or loss."""
+    used = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    return [name for name in reading.table.columns if name not in used]
 
 
-def _report_unknown_settings(
-    reading: Reading,
-    rows: NDArray[np.intp],
-    groups: NDArray[np.intp],
-    known: Sequence[str],
+def _require_known_settings(
+    reading: Reading, groups: NDArray[np.intp], known: Sequence[str]
 ) -> None:
-    """Add a message on columns with few values that differ between runs of one setting.
+    """Raise `ValueError` if a column of few values differs between runs of one setting.
 
-    Such runs are read as repetitions, but the column may be a setting under an unusual name.
-    `groups` contains the index of the setting of each row in `rows`.
+    The column may be a setting under an unusual name, or the runs may be repetitions. `groups`
+    contains the index of the setting of each of the first rows.
     """
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
         return
-    table = reading.table.select(rows)
-    read = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    table = reading.table.select(np.arange(len(groups)))
     unknown = []
-    for name in table.columns:
+    for name in _unused_columns(reading):
         is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
-        if name in known or name in read or is_repetition:
+        if name in known or is_repetition:
             continue
         codes = setting_codes(table, [name])
         values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
@@ -165,21 +188,9 @@ def _report_unknown_settings(
         if (codes.max() + 1) * 3 <= len(table) and differs.mean() >= 0.5:
             unknown.append(name)
     if unknown:
-        reading.exclusions.append(
-            f"columns {unknown} differ between runs of one size and tokens, which are read as"
-            f" repetitions: select one setting with where={{{unknown[0]!r}: …}} if they are not"
+        value = str(table.cells(unknown[0])[0])
+        raise ValueError(
+            f"columns {unknown} differ between runs of one size and tokens, which may be runs of"
+            f" several settings or repetitions: select one setting with where={{{unknown[0]!r}:"
+            f" {value!r}}}, or read the runs as repetitions with ignore={unknown}"
         )
-
-
-def datasets_message(reading: Reading) -> list[str]:
-    """Return a warning if the rows use several data sets, whose losses follow different laws."""
-    used = {column.name for column in reading.columns.values()}
-    for name in reading.table.columns:
-        if name not in used and _names_a_set(name):
-            seen = dict.fromkeys(map(str, reading.table.cells(name)))
-            if 1 < len(seen) <= len(reading.table) / 4:
-                return [
-                    f"column {name!r} names {len(seen)} sets of runs ({list_some(seen)}), which are"
-                    f" read as one: select one with where={{{name!r}: {next(iter(seen))!r}}}"
-                ]
-    return []

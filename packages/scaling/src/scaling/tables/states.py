@@ -1,8 +1,8 @@
-"""Exclusion of runs that did not finish: a crashed run's last loss is not its final loss.
+"""Exclusion of rows that are not finished runs: a crashed run's last loss is not its final loss.
 
-The column is recognized by its name (`state`, `run_state`, `status`, `sys/failed`, `exit_code`, …),
-or else by its values. Unknown states are refused, and so are states that may mean either finished
-or stopped.
+A column of states is recognized by its name (`state`, `run_state`, `status`, `sys/failed`,
+`exit_code`, …), or else by its values. Unknown states are refused, and so are states that may mean
+either finished or stopped. Rows that summarize other rows, such as a mean over seeds, are refused.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import is_blank, list_some
-from scaling.tables.names import STATES
+from scaling.tables.names import STATES, WORDS, split_words
 from scaling.tables.table import Table
 
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
@@ -39,6 +39,40 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
         )
         table = table.select(finished)
     return table
+
+
+def refuse_summaries(table: Table) -> None:
+    """Raise `ValueError` if a column of labels says that a row summarizes other rows."""
+    for name in table.columns:
+        if not _is_label(name):
+            continue
+        cells = table.cells(name)
+        summaries = {text for text in {*map(str, cells)} if _names_a_summary(text)}
+        is_summary = [str(cell) in summaries for cell in cells]
+        # A column of nothing but means describes the loss of every row.
+        if any(is_summary) and not all(is_summary):
+            first = is_summary.index(True)
+            raise ValueError(
+                f"column {name!r} says {cells[first]!r} in row {table.rows[first]}, which may"
+                f" summarize other rows or be a run: drop {sum(is_summary)} such rows, or read them"
+                f" as runs with ignore=[{name!r}]"
+            )
+
+
+def _is_label(name: str) -> bool:
+    """Return True if a column with this name may label rows; a column of row labels has no name."""
+    words = split_words(name)
+    label = {*WORDS["run_columns"], *WORDS["repetitions"], *WORDS["row_labels"]}
+    return not words or words[-1] in label or "".join(words) in label
+
+
+def _names_a_summary(text: str) -> bool:
+    """Return True for texts such as "Average", "mean over seeds" and "std"."""
+    words = {*re.findall("[a-z]+", text.lower())}
+    return bool(words & {*WORDS["summaries"]}) and words <= {
+        *WORDS["summaries"],
+        *WORDS["summary_fillers"],
+    }
 
 
 def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:

@@ -47,6 +47,16 @@ class Table:
                 raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
         return table
 
+    def without(self, names: Sequence[str], source: str) -> "Table":
+        """Return the table without some columns; raise `ValueError` if it does not have them."""
+        if unknown := set(names) - set(self.columns):
+            raise ValueError(
+                f"{source}: expected ignore to name columns among {list(self.columns)}, got"
+                f" {sorted(unknown)}"
+            )
+        columns = {name: cells for name, cells in self.columns.items() if name not in names}
+        return Table(columns, self.rows, self.choices)
+
     def cells(self, name: str) -> list[Any]:
         """Return a column as Python values, so that messages show cells as they were written."""
         values: list[Any] = self.columns[name].tolist()
