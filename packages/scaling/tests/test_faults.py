@@ -203,6 +203,7 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
         (["--column", "loss"], "'loss' is not NAME=VALUE"),
         (["--unit", "loss"], "'loss' is not NAME=VALUE"),
         (["--where", "set=c4"], "there is no such column"),
+        (["--ignore", "set"], "expected ignore to name columns among"),
     ):
         assert main(["fit", str(path), *option]) == 2
         assert message in capsys.readouterr().err

@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m scaling", description=__doc__)
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
@@ -51,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--column", "loss=NAME", "the name of a column"),
         ("--unit", "parameters=1e6", "the unit of a column"),
         ("--where", "dataset=c4", "select rows by a column"),
+        ("--ignore", "COLUMN", "do not read a column"),
     ):
         add(option, action="append", default=[], metavar=example, help=description)
-    add("--ignore", nargs="+", default=[], metavar="COLUMN", help="columns that are not read")
     add("--without-highest", type=int, default=0, metavar="K", help="drop the K highest losses")
     add("--json", action="store_true", help="print the result as JSON")
     flops: dict[str, Any] = {"type": float, "metavar": "FLOPS", "nargs": "+", "default": []}
@@ -94,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    """Load the runs that the arguments of a command describe."""
     units = {name: float(unit) for name, unit in _pairs(arguments.unit).items()}
     runs = load_runs(
         arguments.runs,

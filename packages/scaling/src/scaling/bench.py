@@ -61,9 +61,10 @@ def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
         seconds, proved = _timed(lambda: fit_parametric(runs, prove=True))
     theirs, best = _timed(lambda: lbfgs(runs, starts))
     landed = f"scaling, {proved.proof.landed}/{proved.proof.converged} landed"
+    fit = ours[0][1]
     timings = [
-        ("scaling", 8, float(np.median([s for s, _ in ours])), ours[0][1].objective),
-        (landed, proved.proof.starts, seconds, ours[0][1].objective),
+        ("scaling", fit.proof.starts, float(np.median([s for s, _ in ours])), fit.objective),
+        (landed, proved.proof.starts, seconds, proved.objective),
         ("L-BFGS-B", starts, theirs, best),
     ]
     row: Row = {"case": "fit", "data": name, "runs": len(runs)}
@@ -120,7 +121,6 @@ def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
 
 
 def _sweeps(device: str, quick: bool) -> list[Row]:
-    """Time the sweeps of all built-in tasks."""
     sweep_learning_rate(seeds=1, steps=1, device=device)  # the first call imports torch
     rows: list[Row] = []
     small: dict[str, Any] = {"seeds": 4, "steps": 5} if quick else {}

@@ -47,7 +47,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """Return a value as text on one line."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isfinite(value).any():
         return f"{value.shape} from {np.nanmin(value):.4g} to {np.nanmax(value):.4g}"
     if isinstance(value, ComparesArrays):

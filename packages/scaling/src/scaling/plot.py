@@ -145,7 +145,6 @@ def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
 
 
 def _plot_residuals(axes: "Axes", fit: ParametricFit) -> None:
-    """Draw the residuals over compute, colored by model size."""
     points = axes.scatter(
         fit.runs.compute, -fit.residuals, c=np.log10(fit.runs.parameters), s=12, cmap="viridis"
     )
@@ -181,7 +180,6 @@ def _plot_interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
 
 
 def _plot_losses(axes: "Axes", sweep: Sweep) -> None:
-    """Draw the loss over the rate for each batch size."""
     from matplotlib import colormaps
 
     colors = colormaps["viridis"](np.linspace(0, 0.9, len(sweep.batch_sizes)))

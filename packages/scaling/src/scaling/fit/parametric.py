@@ -102,7 +102,6 @@ def fit_parametric(
 def _fit_messages(
     runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof
 ) -> list[str]:
-    """Return the warnings about a fit."""
     messages = []
     if proof.several or not proof.converged:
         messages.append(

@@ -160,7 +160,6 @@ def fit_isoflop(
 
 
 def _check_options(nearest: int | None, degree: int | None) -> None:
-    """Raise `ValueError` unless the options of a fit are valid."""
     if degree not in (None, 2):
         raise ValueError(f"expected degree to be 2, got degree = {degree}")
     if nearest is not None and not (isinstance(nearest, Integral) and nearest >= 3):

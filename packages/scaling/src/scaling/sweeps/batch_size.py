@@ -160,7 +160,6 @@ def _positive(name: str, values: ArrayLike) -> Array:
 
 
 def _exact_best_rates(sizes: Array, setting: Setting) -> Array:
-    """Return the theoretically optimal learning rates of SGD on linear regression."""
     if not setting.noise:
         return exact_rate(sizes, setting.dimension)
     grid = np.geomspace(1e-5, 2, 20_001)

@@ -109,7 +109,6 @@ def _read(
 
 
 def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the columns of the rate, the batch size and the loss."""
     if unknown := set(named) - set(SWEEP_NAMES):
         raise ValueError(
             f"expected names among {list(SWEEP_NAMES)} in columns=…, got {sorted(unknown)}"
@@ -187,7 +186,6 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
-    """Return the sweep of runs of one setting."""
     runs = _read_runs(table, chosen)
     if not runs:
         raise ValueError(f"no row has a loss in column {chosen['loss']!r}")

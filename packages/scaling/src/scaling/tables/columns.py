@@ -46,7 +46,6 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
 
 
 def _shows_decimal_points(reading: Reading) -> bool:
-    """Return True if a loss is written with a decimal point."""
     losses = reading.table.cells(reading.columns["loss"].name)
     return any(isinstance(cell, str) and "." in cell for cell in losses)
 

@@ -281,7 +281,6 @@ def _split_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
 
 
 def _recognize_loss(name: str, words: list[str]) -> Column | None:
-    """Return a column if its name is recognized as a loss, otherwise None."""
     if set(words) & {*WORDS["no_loss"], *LOGARITHMS}:
         return None
     if re.search(r"\bbase ?(?:2|10)\b", " ".join(words)):

@@ -41,7 +41,6 @@ def _read(source: Any) -> Table:
 
 
 def _read_file(path: Path) -> Table:
-    """Return the table of a CSV, JSON or JSONL file."""
     text = read_text(path)
     is_json = path.suffix.lower() in (".json", ".jsonl", ".ndjson")
     if not is_json and text.lstrip()[:1] not in ("{", "["):
@@ -94,7 +93,6 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
 
 
 def _from_columns(content: Mapping[str, Any]) -> Table:
-    """Return the table of columns of the same length."""
     _require_same_index(content)
     columns = {}
     for name, values in content.items():

@@ -51,9 +51,6 @@ class Prediction:
     loss: float
     interval: Interval
 
-    def __float__(self) -> float:
-        return self.loss
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sample(ComparesArrays):
