@@ -99,7 +99,7 @@ def test_columns_and_rows_of_a_sweep_are_ignored_or_refused_as_those_of_runs():
     rows = curve(1e-3, host="a") + curve(1e-3, host="b")
     with pytest.raises(ValueError, match="column 'host' takes 2 values"):
         fit_sweep(rows)
-    assert fit_sweep(rows, ignore=["host"]).best_rates == pytest.approx([1e-3], rel=0.01)
+    assert fit_sweep(rows, ignore="host").best_rates == pytest.approx([1e-3], rel=0.01)
     assert [*fit_sweeps(rows, "bs", ignore=["host"])] == [("64",)]
     with pytest.raises(ValueError, match="'seed' says 'mean' in row 8, which may summarize"):
         fit_sweep(curve(1e-3, seed=0) + curve(1e-3, seed="mean"))

@@ -604,6 +604,10 @@ def test_rows_that_summarize_other_rows_are_refused(column, text):
         load_runs([*rows, summary])
     assert len(load_runs([*rows, summary], ignore=[column])) == 4
     assert len(load_runs([*rows, summary | {column: "mean-field"}])) == 4
+    extremes = [summary | {column: t, "loss": x} for t, x in (("min", 2.6), ("max", 3.1))]
+    with pytest.raises(ValueError, match="drop 3 such rows"):
+        load_runs([*rows, summary, *extremes])
+    assert len(load_runs([*rows, *extremes])) == 5
     # If every row says so, each is the mean of the seeds of a run.
     assert len(load_runs([row | {"stat": text} for row in rows])) == 3
     # A summary without a loss is left out anyway.

@@ -96,7 +96,7 @@ def load_runs(
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
     history: str | bool | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
@@ -116,8 +116,8 @@ def load_runs(
         history: The column of run names, if the table has several rows per run; the last row of
             each run is kept. False if every row is a run. By default, a column of run names is
             detected.
-        ignore: Columns that are not read at all, such as one whose values could be settings but
-            only tell repetitions apart.
+        ignore: The column or columns that are not read at all, for example because they only tell
+            repetitions apart.
 
     Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
     `failed` or `exit_code`), and all but the last row of each run of a history are left out. A
@@ -159,7 +159,6 @@ def load_runs(
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
-    reading.choices += [f"column {name!r} is ignored" for name in ignore]
     keep_last_rows(reading, history)
     require_one_data_set(reading)
     keep_best_settings(reading)

@@ -36,7 +36,7 @@ def fit_sweep(
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, Any] | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
@@ -50,7 +50,7 @@ def fit_sweep(
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
         columns: The names of the columns "rate", "batch_size" and "loss", if they are unusual.
         where: Values of columns by which rows are selected.
-        ignore: Columns that are not read at all, such as the host of each repetition.
+        ignore: The column or columns that are not read at all, such as the host of a repetition.
 
     Raises:
         ValueError: A cell is not valid, or the rows have several settings, such as two model sizes,
@@ -69,7 +69,7 @@ def fit_sweeps(
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, Any] | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> dict[tuple[str, ...], Sweep]:
     """Return the sweep of each setting, keyed by the text of its cells in the columns `by`.
 
@@ -94,7 +94,7 @@ def fit_sweeps(
 
 
 def _read(
-    source: Any, where: Mapping[str, Any], ignore: Sequence[str]
+    source: Any, where: Mapping[str, Any], ignore: str | Sequence[str]
 ) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
     table = read_table(source).where(where, "the table").without(ignore, "the table")

@@ -47,10 +47,14 @@ def refuse_summaries(table: Table) -> None:
         if not _is_label(name):
             continue
         cells = table.cells(name)
-        summaries = {text for text in {*map(str, cells)} if _names_a_summary(text)}
+        words_of = {text: {*re.findall("[a-z]+", text.lower())} for text in map(str, cells)}
+        known = {*WORDS["summaries"], *WORDS["summary_fillers"]}
+        # Rows such as "min" and "all seeds" are summaries beside a row such as "mean".
+        summaries = {text for text, words in words_of.items() if words and words <= known}
+        has_summary = any(words_of[text] & {*WORDS["summaries"]} for text in summaries)
         is_summary = [str(cell) in summaries for cell in cells]
         # A column of nothing but means describes the loss of every row.
-        if any(is_summary) and not all(is_summary):
+        if has_summary and not all(is_summary):
             first = is_summary.index(True)
             raise ValueError(
                 f"column {name!r} says {cells[first]!r} in row {table.rows[first]}, which may"
@@ -64,15 +68,6 @@ def _is_label(name: str) -> bool:
     words = split_words(name)
     label = {*WORDS["run_columns"], *WORDS["repetitions"], *WORDS["row_labels"]}
     return not words or words[-1] in label or "".join(words) in label
-
-
-def _names_a_summary(text: str) -> bool:
-    """Return True for texts such as "Average", "mean over seeds" and "std"."""
-    words = {*re.findall("[a-z]+", text.lower())}
-    return bool(words & {*WORDS["summaries"]}) and words <= {
-        *WORDS["summaries"],
-        *WORDS["summary_fillers"],
-    }
 
 
 def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:

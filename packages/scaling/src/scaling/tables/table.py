@@ -47,15 +47,17 @@ class Table:
                 raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
         return table
 
-    def without(self, names: Sequence[str], source: str) -> "Table":
+    def without(self, names: str | Sequence[str], source: str) -> "Table":
         """Return the table without some columns; raise `ValueError` if it does not have them."""
+        names = [names] if isinstance(names, str) else names
         if unknown := set(names) - set(self.columns):
             raise ValueError(
                 f"{source}: expected ignore to name columns among {list(self.columns)}, got"
                 f" {sorted(unknown)}"
             )
         columns = {name: cells for name, cells in self.columns.items() if name not in names}
-        return Table(columns, self.rows, self.choices)
+        ignored = [f"column {name!r} is ignored" for name in names]
+        return Table(columns, self.rows, [*self.choices, *ignored])
 
     def cells(self, name: str) -> list[Any]:
         """Return a column as Python values, so that messages show cells as they were written."""
