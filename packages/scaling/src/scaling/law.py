@@ -167,10 +167,10 @@ def optima_of(constants: Array, compute: float) -> Array:
     See Note [Closed-form optimum].
     """
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
-    log_pairs = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
-    log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
+    log_product = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
+    log_n = (np.log(alpha * a / (beta * b)) + beta * log_product) / (alpha + beta)
     # An optimum beyond the range of float64 is replaced by the largest representable one.
-    log_n = np.clip(log_n, log_pairs - 700, 700)
+    log_n = np.clip(log_n, log_product - 700, 700)
     n = np.exp(log_n)
-    d = np.exp(log_pairs - log_n)
+    d = np.exp(log_product - log_n)
     return np.stack([n, d, loss_of(constants, n, d)])

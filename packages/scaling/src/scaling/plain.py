@@ -74,7 +74,7 @@ def best_model(constants: Constants, compute: float) -> tuple[float, float]:
     last FLOP gains as much from size as from data.
     """
     _, a, b, alpha, beta = constants
-    pairs = compute / 6
+    product = compute / 6  # N D
     g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
-    n = g * pairs ** (beta / (alpha + beta))
-    return n, pairs / n
+    n = g * product ** (beta / (alpha + beta))
+    return n, product / n

@@ -57,12 +57,12 @@ class IsoflopFit(ComparesArrays):
         require_budget(compute)
         n = self.scale * compute**self.exponent
         low, high = self._size_interval(compute, n)
-        pairs = compute / self.flops_per_parameter_token(compute)
-        tokens = Interval(pairs / high, pairs / low if low else math.inf)
+        product = compute / self.flops_per_parameter_token(compute)
+        tokens = Interval(product / high, product / low if low else math.inf)
         intervals = {"parameters": Interval(low, high), "tokens": tokens}
         is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
         coverage = VALLEY_COVERAGE if is_beyond else ""
-        best = Optimum(compute, n, pairs / n, math.nan, intervals, coverage)
+        best = Optimum(compute, n, product / n, math.nan, intervals, coverage)
         warn_of_optimum(best, self.runs, "noise and drift")
         return best
 
@@ -94,8 +94,8 @@ class IsoflopFit(ComparesArrays):
     def flops_per_parameter_token(self, compute: float) -> float:
         """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""
         c = np.array([valley.compute for valley in self.valleys])
-        pairs = np.array([valley.parameters * valley.tokens for valley in self.valleys])
-        return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / pairs)))
+        product = np.array([valley.parameters * valley.tokens for valley in self.valleys])
+        return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / product)))
 
 
 def fit_isoflop(

@@ -115,16 +115,16 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
         )
     present = list(table.columns)
     chosen = {}
-    for ours, usual_names in SWEEP_NAMES.items():
-        if ours in named:
-            likely = [name for name in present if name == named[ours]]
+    for quantity, usual_names in SWEEP_NAMES.items():
+        if quantity in named:
+            likely = [name for name in present if name == named[quantity]]
         else:
             likely = [name for name in present if _normalize(name) in usual_names]
         if len(likely) != 1:
             raise ValueError(
-                f"columns {present}: which is the {ours}? Pass columns={{{ours!r}: '…'}}"
+                f"columns {present}: which is the {quantity}? Pass columns={{{quantity!r}: '…'}}"
             )
-        chosen[ours] = likely[0]
+        chosen[quantity] = likely[0]
     return chosen
 
 
@@ -206,28 +206,31 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
         j = int(np.searchsorted(rates, rate))
         log_losses[i, : len(losses), j] = np.log([loss for _, loss in losses])
     sweep = build_sweep("table", "table", rates, sizes, log_losses)
-    read = ", ".join(f"{ours} by {name!r}" for ours, name in chosen.items())
+    read = ", ".join(f"{quantity} by {name!r}" for quantity, name in chosen.items())
     return replace(sweep, explanation="\n".join([read, *messages]))
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     """Return the losses by batch size and rate; the loss of a diverged run is inf."""
     rows = table.rows.tolist()
-    cells = {ours: table.cells(name) for ours, name in chosen.items()}
+    cells = {quantity: table.cells(name) for quantity, name in chosen.items()}
     require_unambiguous(chosen["batch_size"], rows, cells["batch_size"], ".")
     texts = [str(cell).strip().lower() for cell in cells["loss"]]
     # A blank cell means that the loss is missing, but "nan" means that the run diverged.
     blank = blank_cells(table.columns[chosen["loss"]])
     trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
-    numbers = {ours: parse_numbers(c, is_count=ours == "batch_size") for ours, c in cells.items()}
+    numbers = {
+        quantity: parse_numbers(c, is_count=quantity == "batch_size")
+        for quantity, c in cells.items()
+    }
     numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
     for i in np.flatnonzero(trained):
-        for ours, name in chosen.items():
-            number = numbers[ours][i]
-            if not (number > 0 and (ours == "loss" or number < math.inf)):
+        for quantity, name in chosen.items():
+            number = numbers[quantity][i]
+            if not (number > 0 and (quantity == "loss" or number < math.inf)):
+                wanted = "positive" if quantity == "loss" else "positive and finite"
                 raise ValueError(
-                    f"column {name!r} must be positive{'' if ours == 'loss' else ' and finite'},"
-                    f" but row {rows[i]}: {cells[ours][i]!r}"
+                    f"column {name!r} must be {wanted}, but row {rows[i]}: {cells[quantity][i]!r}"
                 )
     runs: RunsBySetting = {}
     index = np.flatnonzero(trained)

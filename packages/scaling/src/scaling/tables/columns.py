@@ -74,65 +74,65 @@ def compare_columns(reading: Reading, matched: Match) -> list[str]:
     with them.
     """
     choices = []
-    for ours, column in matched.chosen.items():
-        for rival in matched.rivals.get(ours, []):
-            choices.append(_compare_rival(reading, ours, column, rival))
-        for other in matched.alternatives.get(ours, []):
-            choices.append(_compare_alternative(reading, ours, column, other))
+    for quantity, column in matched.chosen.items():
+        for rival in matched.rivals.get(quantity, []):
+            choices.append(_compare_rival(reading, quantity, column, rival))
+        for other in matched.alternatives.get(quantity, []):
+            choices.append(_compare_alternative(reading, quantity, column, other))
     return choices
 
 
-def _compare_rival(reading: Reading, ours: str, column: Column, rival: Column) -> str:
+def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Column) -> str:
     """Return the reason why a column is read rather than one that should be equal.
 
     Raise `ValueError` if the two differ.
     """
-    theirs = _parse_or_none(reading, ours, rival)
-    if theirs is None:
-        return f"{ours} by {column.name!r}: {rival.name!r} holds no such numbers"
-    if rival.is_letter and np.median(theirs) < SMALLEST_MEDIAN[ours]:
-        return f"{ours} by {column.name!r}: {rival.name!r} is too small to be that"
-    values = reading.values[ours]
-    allowed = COMPUTE_TOLERANCE if ours == "compute" else ROUNDING
-    difference = np.abs(np.log(theirs / values))
+    other_values = _parse_or_none(reading, quantity, rival)
+    if other_values is None:
+        return f"{quantity} by {column.name!r}: {rival.name!r} holds no such numbers"
+    if rival.is_letter and np.median(other_values) < SMALLEST_MEDIAN[quantity]:
+        return f"{quantity} by {column.name!r}: {rival.name!r} is too small to be that"
+    values = reading.values[quantity]
+    allowed = COMPUTE_TOLERANCE if quantity == "compute" else ROUNDING
+    difference = np.abs(np.log(other_values / values))
     if (difference > math.log1p(allowed)).any():
         i = int(np.argmax(difference))
         raise ValueError(
-            f"{ambiguity(ours, [column.name, rival.name])}: in row {reading.rows[i]} they are"
-            f" {values[i]:.5g} and {theirs[i]:.5g}"
+            f"{ambiguity(quantity, [column.name, rival.name])}: in row {reading.rows[i]} they are"
+            f" {values[i]:.5g} and {other_values[i]:.5g}"
         )
-    return f"{ours} by {column.name!r}, with which {rival.name!r} agrees"
+    return f"{quantity} by {column.name!r}, with which {rival.name!r} agrees"
 
 
-def _compare_alternative(reading: Reading, ours: str, column: Column, other: Column) -> str:
+def _compare_alternative(reading: Reading, quantity: str, column: Column, other: Column) -> str:
     """Return the reason why another kind is not read; raise `ValueError` for a contradiction."""
-    reason = f"{ours} by {column.name!r}, not {other.name!r}"
-    if ours != "parameters":
+    reason = f"{quantity} by {column.name!r}, not {other.name!r}"
+    if quantity != "parameters":
         return reason
     is_active = "active" in column.kinds and "active" not in other.kinds
     # Active parameters with embeddings may be more or fewer than all parameters without them.
     is_ordered = (
         not is_active or "non-embedding" in column.kinds or "non-embedding" not in other.kinds
     )
-    theirs = _parse_or_none(reading, ours, other)
-    if theirs is not None and is_ordered:
-        values = reading.values[ours]
-        wrong = theirs < values if is_active else theirs > values
+    other_values = _parse_or_none(reading, quantity, other)
+    if other_values is not None and is_ordered:
+        values = reading.values[quantity]
+        wrong = other_values < values if is_active else other_values > values
         if wrong.any():
             i = int(np.argmax(wrong))
             raise ValueError(
-                f"{ambiguity(ours, [column.name, other.name])}: in row {reading.rows[i]} they are"
-                f" {values[i]:.5g} and {theirs[i]:.5g}, which is the wrong order for what their"
-                " names say"
+                f"{ambiguity(quantity, [column.name, other.name])}: in row {reading.rows[i]} they"
+                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for what"
+                " their names say"
             )
     if is_active:
         return f"{reason}: only active parameters compute, C = 6 N D"
-    return f"{reason}: with embeddings; pass columns={{{ours!r}: {other.name!r}}} for without"
+    return f"{reason}: with embeddings; pass columns={{{quantity!r}: {other.name!r}}} for without"
 
 
-def _parse_or_none(reading: Reading, ours: str, column: Column) -> Array | None:
+def _parse_or_none(reading: Reading, quantity: str, column: Column) -> Array | None:
     """Return the numbers of a column; None if a cell is not positive and finite."""
     try:
-        return parse_columns(reading, {ours: column})[ours]
+        return parse_columns(reading, {quantity: column})[quantity]
     except ValueError:
         return None

@@ -40,8 +40,8 @@ STATES = {kind: frozenset(words) for kind, words in _word_lists("states").items(
 
 #: For each column of `Runs`, the names of the other columns.
 OTHER_NAMES = {
-    ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
-    for ours in NAMES
+    quantity: {"token", *(name for kind in NAMES if kind != quantity for name in NAMES[kind])}
+    for quantity in NAMES
 }
 
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
@@ -103,18 +103,18 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
     if unknown := set(named) - set(NAMES):
         raise ValueError(f"expected names among {list(NAMES)} in columns=…, got {sorted(unknown)}")
     result = Match({}, {}, {})
-    for ours in NAMES:
-        if ours in named:
-            name = named[ours]
+    for quantity in NAMES:
+        if quantity in named:
+            name = named[quantity]
             if name not in present:
                 raise ValueError(f"{source} has no column {name!r}; it has {list(present)}")
             if other := next((k for k, c in result.chosen.items() if c.name == name), None):
-                raise ValueError(f"columns={{…}}: {name!r} cannot be both {other} and {ours}")
-            result.chosen[ours] = recognize(name, ours) or Column(name)
+                raise ValueError(f"columns={{…}}: {name!r} cannot be both {other} and {quantity}")
+            result.chosen[quantity] = recognize(name, quantity) or Column(name)
             continue
-        likely = [c for name in present if (c := recognize(name, ours))]
+        likely = [c for name in present if (c := recognize(name, quantity))]
         if likely:
-            _choose(ours, likely, source, result)
+            _choose(quantity, likely, source, result)
     if "loss" not in result.chosen or len(result.chosen) < 3:
         raise ValueError(
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
@@ -124,29 +124,29 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
     return result
 
 
-def _choose(ours: str, likely: list[Column], source: str, result: Match) -> None:
+def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
     """Choose the most specific of the candidate columns, and sort the other candidates."""
     preferred = _preferred(likely)
     best_rank = max(column.rank for column in preferred)
     best = [column for column in preferred if column.rank == best_rank]
     if len(best) > 1:
-        raise ValueError(f"{source}: {ambiguity(ours, [column.name for column in best])}")
-    result.chosen[ours] = best[0]
-    result.rivals[ours] = []
-    result.alternatives[ours] = []
+        raise ValueError(f"{source}: {ambiguity(quantity, [column.name for column in best])}")
+    result.chosen[quantity] = best[0]
+    result.rivals[quantity] = []
+    result.alternatives[quantity] = []
     for column in likely:
         if column is best[0]:
             continue
-        if ours != "loss" and (column in preferred or column.is_letter):
-            result.rivals[ours].append(column)
+        if quantity != "loss" and (column in preferred or column.is_letter):
+            result.rivals[quantity].append(column)
         elif not column.is_letter:
-            result.alternatives[ours].append(column)
+            result.alternatives[quantity].append(column)
 
 
-def ambiguity(ours: str, names: Sequence[str]) -> str:
+def ambiguity(quantity: str, names: Sequence[str]) -> str:
     """Return a message that several columns could be read, with advice on how to choose one."""
-    readings = " or ".join(f"columns={{{ours!r}: {name!r}}}" for name in names)
-    return f"columns {list(names)} may each be the {ours}; choose one with {readings}"
+    readings = " or ".join(f"columns={{{quantity!r}: {name!r}}}" for name in names)
+    return f"columns {list(names)} may each be the {quantity}; choose one with {readings}"
 
 
 def _preferred(likely: list[Column]) -> list[Column]:
@@ -164,41 +164,41 @@ def _preferred(likely: list[Column]) -> list[Column]:
 
 def is_known_name(name: str) -> bool:
     """Return True if a name is recognized as any column of `Runs`."""
-    return any(recognize(name, ours) for ours in NAMES)
+    return any(recognize(name, quantity) for quantity in NAMES)
 
 
-def recognize(name: str, ours: str) -> Column | None:
-    """Return a column if its name is recognized as the column `ours` of `Runs`, otherwise None."""
+def recognize(name: str, quantity: str) -> Column | None:
+    """Return the column if its name stands for `quantity`, a name of `Runs`; otherwise None."""
     # MLflow's prefix must not turn "params.tokens" into a ratio.
     prefix, _, stem = name.removeprefix("data.").partition(".")
-    if prefix in ("params", "metrics") and (column := recognize(stem, ours)):
+    if prefix in ("params", "metrics") and (column := recognize(stem, quantity)):
         return replace(column, name=name)
     words = [word for word in split_words(name) if word != "in"]
-    if ours == "loss":
+    if quantity == "loss":
         return _recognize_loss(name, words)
-    if not words or _is_other_measurement(words, ours):
+    if not words or _is_other_measurement(words, quantity):
         return None
-    if ours == "compute" and (days := PETAFLOP_DAYS.search("".join(words))):
+    if quantity == "compute" and (days := PETAFLOP_DAYS.search("".join(words))):
         return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
-    words, unit, description = _split_unit(words, ours)
+    words, unit, description = _split_unit(words, quantity)
     kinds: frozenset[str] = frozenset()
-    if ours == "parameters":
+    if quantity == "parameters":
         words, kinds = _split_kinds(words)
         if set(words[:-1]) & {*WORDS["parts"]}:
             return None
-    if ours == "tokens":
+    if quantity == "tokens":
         words = [word for word in words if word != "total"]
-    return _match_stem(Column(name, unit, description, kinds=kinds), words, ours)
+    return _match_stem(Column(name, unit, description, kinds=kinds), words, quantity)
 
 
-def _match_stem(column: Column, words: list[str], ours: str) -> Column | None:
+def _match_stem(column: Column, words: list[str], quantity: str) -> Column | None:
     """Return a column with its rank if its last words are a known name."""
     for start in range(len(words)):
         # Paths such as throughput/total_tokens and config.model.n_params match by their last part.
         stem = "".join(words[start:])
         before = words[:start]
         # Ratios such as D/N and tokens/params also contain a name of another column.
-        if stem not in NAMES[ours] or {*before} & OTHER_NAMES[ours]:
+        if stem not in NAMES[quantity] or {*before} & OTHER_NAMES[quantity]:
             continue
         # config.size is a path, but batch_size and time_budget are different quantities.
         if stem in WORDS["vague"] and not {*before} <= {*WORDS["paths"], *UNITS}:
@@ -219,27 +219,27 @@ def _match_stem(column: Column, words: list[str], ours: str) -> Column | None:
     return None
 
 
-def _is_other_measurement(words: list[str], ours: str) -> bool:
+def _is_other_measurement(words: list[str], quantity: str) -> bool:
     """Return True if the words of a name describe a rate, a logarithm or another quantity."""
     if "per" in words and words[-1] in WORDS["rates"]:
         return True
     if "mfu" in words or words[0] in LOGARITHMS:
         return True
-    if ours == "compute":
+    if quantity == "compute":
         return bool({*WORDS["no_compute"]} & set(words))
-    if ours == "tokens":
+    if quantity == "tokens":
         return bool({*WORDS["held_out"], *WORDS["no_tokens"]} & set(words))
     return False
 
 
-def _split_unit(words: list[str], ours: str) -> tuple[list[str], float, str]:
+def _split_unit(words: list[str], quantity: str) -> tuple[list[str], float, str]:
     """Return the words without a unit at the end, the unit, and its description.
 
     Examples of units are params_B, tokens (billions), C [1e18] and, for compute, exaFLOPs.
     """
     unit = 1.0
     description = ""
-    if ours == "compute":
+    if quantity == "compute":
         for count in (2, 1):
             if scaled := FLOPS.fullmatch("".join(words[-count:])):
                 unit = PREFIXES[scaled[1]]

@@ -34,17 +34,17 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
     C = 6 N D needs the active parameters and all trained tokens.
     """
     for name in reading.table.columns:
-        ours, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
-        column = reading.columns.get(ours)
-        if column is None or ours in named:
+        quantity, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
+        column = reading.columns.get(quantity)
+        if column is None or quantity in named:
             continue
         # Trained tokens already count every epoch, unlike the tokens of a data set.
-        is_whole = "active" in column.kinds or (ours == "tokens" and "data" not in column.name)
+        is_whole = "active" in column.kinds or (quantity == "tokens" and "data" not in column.name)
         if is_whole or not (parse_numbers(reading.table.cells(name)) > 1).any():
             continue
         raise ValueError(
             f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
-            f" {name!r} out with ignore=[{name!r}], or confirm with columns={{{ours!r}:"
+            f" {name!r} out with ignore=[{name!r}], or confirm with columns={{{quantity!r}:"
             f" {column.name!r}}}"
         )
 

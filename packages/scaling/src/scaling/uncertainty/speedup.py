@@ -125,14 +125,14 @@ class _Recipe:
 
     def best_loss(self, constants: Array, log_compute: Array) -> Array:
         """Return the least loss (S,) over all N, for each pair of law and compute."""
-        log_pairs = log_compute[:, None] - math.log(FLOPS_PER_PARAMETER_TOKEN)
-        low = np.zeros_like(log_pairs)
-        high = log_pairs
+        log_product = log_compute[:, None] - math.log(FLOPS_PER_PARAMETER_TOKEN)
+        low = np.zeros_like(log_product)
+        high = log_product
         steps = np.linspace(0.0, 1.0, GRID_POINTS)
         by_name = dict(zip(self.form.constants, constants.T[..., None], strict=True))
         for _ in range(NARROWINGS):
             grid = low + (high - low) * steps
-            columns = {"parameters": np.exp(grid), "tokens": np.exp(log_pairs - grid)}
+            columns = {"parameters": np.exp(grid), "tokens": np.exp(log_product - grid)}
             loss = self.form.predict(by_name, **columns, **self.inputs)
             best = np.argmin(loss, axis=1)[:, None]
             low = np.take_along_axis(grid, np.maximum(best - 1, 0), axis=1)
@@ -203,8 +203,8 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
             sample = fit.resampled_constants(seed)[:PAIRS]
         widening = math.sqrt(len(fit.residuals) / max(fit.freedom, 1))
         theta = fit.theta[0]
-        pairs = problem.columns["parameters"] * problem.columns["tokens"]
-        start = drift_start(FLOPS_PER_PARAMETER_TOKEN * pairs)
+        product = problem.columns["parameters"] * problem.columns["tokens"]
+        start = drift_start(FLOPS_PER_PARAMETER_TOKEN * product)
         drift = PRIOR_LOSS_DRIFT
     lack = lack_of_fit(problem, theta, fit.residuals)
     used = {name: inputs[name] for name in needed}
