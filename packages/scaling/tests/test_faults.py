@@ -203,6 +203,8 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
         (["--column", "loss"], "'loss' is not NAME=VALUE"),
         (["--unit", "loss"], "'loss' is not NAME=VALUE"),
         (["--where", "set=c4"], "there is no such column"),
+        (["--where", "set=c4", "--where", "set=web"], "'set' has two values, 'c4' and 'web'"),
+        (["--unit", "loss=nat"], "expected a number in 'loss=nat'"),
         (["--ignore", "set"], "expected ignore to name columns among"),
     ):
         assert main(["fit", str(path), *option]) == 2

@@ -93,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    units = {name: float(unit) for name, unit in _pairs(arguments.unit).items()}
+    units = {}
+    for name, unit in _pairs(arguments.unit).items():
+        try:
+            units[name] = float(unit)
+        except ValueError:
+            raise ValueError(f"--unit: expected a number in '{name}={unit}'") from None
     runs = load_runs(
         arguments.runs,
         columns=_pairs(arguments.column),
@@ -107,12 +112,13 @@ def _load(arguments: argparse.Namespace) -> Runs:
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
     """Parse NAME=VALUE strings into a mapping."""
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         if "=" not in text:
             raise ValueError(f"{text!r} is not NAME=VALUE")
         name, value = text.split("=", 1)
-        pairs[name] = value
+        if pairs.setdefault(name, value) != value:
+            raise ValueError(f"{name!r} has two values, {pairs[name]!r} and {value!r}: pass one")
     return pairs
 
 
