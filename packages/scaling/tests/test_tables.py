@@ -411,6 +411,17 @@ def test_column_that_rises_during_a_training_shows_a_history(column):
 THOUSANDS = {"N": [125_000_000, 250_000_000, 500_000_000], "loss": [3.2, 3.0, 2.9]}
 
 
+def test_sequence_length_that_differs_at_equal_tokens_is_a_setting():
+    rows = [
+        {"N": n, "steps": n // length, "gbs": 512, "seq_len": length, "loss": 3 - n / 1e9}
+        for n in (2**27, 2**28, 2**29)
+        for length in (1024, 2048)
+    ]
+    with pytest.raises(ValueError, match=r"\['seq_len'\] differ .* where={'seq_len': '1024'}"):
+        load_runs(rows)
+    assert len(load_runs(rows, where={"seq_len": 2048})) == 3
+
+
 def test_thousands_of_steps_are_not_read_as_decimals():
     """1.000 steps may be one step or a thousand."""
     table = THOUSANDS | {"steps": ["1.000", "2.000", "4.000"], "tokens_per_step": [2**20] * 3}

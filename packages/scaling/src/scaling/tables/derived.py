@@ -36,7 +36,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
         return []
     by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
     for name in present:
-        for kind in {_kind(name)} - {""}:
+        for kind in {factor_kind(name)} - {""}:
             by_kind[kind].append(name)
     products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
     if not products and by_kind["steps"] and by_kind["batch"]:
@@ -58,7 +58,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
     return [by_kind[kind][0] for kind in products[0]]
 
 
-def _kind(name: str) -> str:
+def factor_kind(name: str) -> str:
     """Return the kind of factor of the tokens that a column is, or an empty string."""
     words = split_words(name)
     if {*words} & {*WORDS["no_factors"]}:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
-from scaling.tables.derived import TIMES
+from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
 from scaling.tables.table import Reading
@@ -161,7 +161,9 @@ def setting_columns(reading: Reading) -> list[str]:
 
 def _unused_columns(reading: Reading) -> list[str]:
     """Return the columns that are not read as parameters, tokens, compute or loss."""
-    used = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    # At equal tokens, steps and batches differ together, but a sequence length is a setting.
+    used = {name for name in factors if factor_kind(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
 
 
