@@ -95,6 +95,31 @@ def test_runs_of_several_settings_are_not_repetitions(column, values):
     np.testing.assert_allclose(best_rates, best, rtol=0.02)
 
 
+@pytest.mark.parametrize("column", ["optimizer", "dataset", "config.recipe", "schedule"])
+def test_rates_or_batch_sizes_of_different_settings_are_not_one_sweep(column):
+    """One curve through rates of two optimizers, or one law of their best rates, mixes both."""
+    by_rate = [row | {column: "a" if i < 4 else "b"} for i, row in enumerate(curve(1e-3))]
+    by_size = curve(1e-3, **{column: "a"}) + curve(3e-3, size=128, **{column: "b"})
+    for rows in (by_rate, by_size):
+        with pytest.raises(ValueError, match=rf"'{column}' takes 2 values \(a, b\)"):
+            fit_sweep(rows)
+        assert np.isfinite(fit_sweep(rows, ignore=column).best_rates).all()
+    # A warmup or a weight decay may be chosen by the rate.
+    scaled = [row | {"weight_decay": 1e-4 / row["lr"]} for row in curve(1e-3)]
+    assert fit_sweep(scaled).best_rates == pytest.approx([1e-3], rel=0.01)
+
+
+def test_history_of_a_sweep_without_run_names_is_refused():
+    rows = [
+        row | {"_step": 100 * s + i, "_timestamp": 7.0 * s + i, "loss": row["loss"] + 1 / s}
+        for i, row in enumerate(curve(1e-3))
+        for s in range(1, 20)
+    ]
+    with pytest.raises(ValueError, match=r"column '_step' differs .* a history: keep the last"):
+        fit_sweep(rows)
+    assert fit_sweep(rows[18::19]).best_rates == pytest.approx([1e-3], rel=0.01)
+
+
 def test_columns_and_rows_of_a_sweep_are_ignored_or_refused_as_those_of_runs():
     rows = curve(1e-3, host="a") + curve(1e-3, host="b")
     with pytest.raises(ValueError, match="column 'host' takes 2 values"):

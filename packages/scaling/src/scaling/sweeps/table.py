@@ -12,7 +12,14 @@ from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_unambiguous
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import SWEEP_NAMES, WORDS, recognize
+from scaling.tables.names import (
+    SWEEP_NAMES,
+    WORDS,
+    is_setting_name,
+    recognize,
+    set_word,
+    split_words,
+)
 from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished, refuse_summaries
 from scaling.tables.table import Table
@@ -23,6 +30,9 @@ DIVERGED = ("nan", "inf", "infinity", "diverged")
 
 #: Names of columns that identify a single run rather than a group of repetitions.
 RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
+
+#: Names of columns that rise during a run, so that its rows are a history.
+STEP_NAMES = ("step", "globalstep", "trainerglobalstep", "iter", "iteration", "epoch")
 
 #: A run may have diverged if its log loss exceeds the lowest by more than this.
 DIVERGENCE_JUMP = 0.5
@@ -136,6 +146,12 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
                 f"column {name!r} names a run in several rows, so the rows are a history: keep the"
                 " last row of each run, whose loss is the final one"
             )
+        if "".join(split_words(name)) in STEP_NAMES and _is_setting(name, table, chosen):
+            raise ValueError(
+                f"column {name!r} differs between rows of one rate and batch size, so the rows may"
+                " be a history: keep the last row of each run, or confirm that every row is a run"
+                f" with ignore=[{name!r}]"
+            )
     settings = {}
     for name in table.columns:
         is_repetition = _normalize(name) in WORDS["repetitions"]
@@ -168,6 +184,7 @@ def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
 def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
     """Return True if a column distinguishes settings, such as sizes, rather than repetitions."""
     is_quantity = True
+    is_named = bool(set_word(name)) or is_setting_name(name)
     if recognize(name, "parameters"):
         codes = setting_codes(table, [name], SAME_SIZE)
         within = np.zeros(len(table), np.intp)
@@ -175,8 +192,13 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
         # With a fixed number of steps, larger batches use more tokens, so compare within one size.
         codes = setting_codes(table, [name], SAME_TOKENS)
         within = setting_codes(table, [chosen["batch_size"]])
-    else:
+    elif is_named and np.isnan(parse_numbers(table.cells(name))).any():
+        # Unlike a warmup, an optimizer or a data set is not chosen by the rate or the batch size.
         is_quantity = False
+        codes = table.codes([name])
+        within = np.zeros(len(table), np.intp)
+    else:
+        is_quantity = "".join(split_words(name)) in STEP_NAMES
         codes = table.codes([name])
         within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     pairs = np.unique(np.stack([within, codes]), axis=1)

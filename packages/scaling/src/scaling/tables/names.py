@@ -328,6 +328,26 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
     return "", 1.0
 
 
+def set_word(name: str) -> str:
+    """Return the word by which a name such as `dataset_name` names sets of runs, or ""."""
+    words = split_words(name)
+    if words[-2:] == ["vocab", "size"]:
+        return "vocab"
+    if words[-1:] in (["name"], ["id"]):
+        words = words[:-1]
+    word = "".join(words[-1:])
+    return word if word in (*WORDS["sets"], *WORDS["labels"]) else ""
+
+
+def is_setting_name(name: str) -> bool:
+    """Return True if a name ends with that of a setting such as a learning rate or an optimizer."""
+    words = split_words(name)
+    stems = {"".join(words[i:]) for i in range(len(words))}
+    # A column `eta` is usually the remaining time, and `b` may be anything.
+    known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
+    return bool(stems & known)
+
+
 def split_words(name: str) -> list[str]:
     """Split snake_case, camelCase, paths and brackets into lower-case words."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)

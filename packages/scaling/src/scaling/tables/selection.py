@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import SWEEP_NAMES, WORDS, split_words
+from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
 #: Number of rows that are searched for unknown settings, because a million would take seconds.
@@ -76,11 +76,8 @@ def drop_rows_without_loss(reading: Reading) -> None:
 def require_one_data_set(reading: Reading) -> None:
     """Raise `ValueError` if the rows use several data sets, whose losses follow different laws."""
     for name in _unused_columns(reading):
-        words = split_words(name)
-        if words[-1:] in (["name"], ["id"]):
-            words = words[:-1]
-        word = "".join(words[-1:])
-        if word not in (*WORDS["sets"], *WORDS["labels"]) and words[-2:] != ["vocab", "size"]:
+        word = set_word(name)
+        if not word:
             continue
         codes = reading.table.codes([name])
         count = int(codes.max()) + 1
@@ -147,16 +144,12 @@ def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
 
 def setting_columns(reading: Reading) -> list[str]:
     """Return the columns of known settings, such as learning rates, that differ between runs."""
-    # A column `eta` is usually the remaining time, and `b` may be anything.
-    known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
     used = {column.name for column in reading.columns.values()}
-    names = []
-    for name in reading.table.columns:
-        words = split_words(name)
-        stems = {"".join(words[i:]) for i in range(len(words))}
-        if name not in used and stems & known and setting_codes(reading.table, [name]).any():
-            names.append(name)
-    return names
+    return [
+        name
+        for name in reading.table.columns
+        if name not in used and is_setting_name(name) and setting_codes(reading.table, [name]).any()
+    ]
 
 
 def _unused_columns(reading: Reading) -> list[str]:
