@@ -15,7 +15,6 @@ from scaling import (
     plot,
     sweep_learning_rate,
 )
-from scaling.__main__ import main
 from scaling.sweeps import training
 from scaling.sweeps.batch_size import SETTINGS
 
@@ -312,13 +311,10 @@ def test_rate_law_without_a_visible_critical_batch_size_is_refused(exponent, nam
         fit_rate_law(sizes, rates)
 
 
-def test_sweep_without_a_rate_law_is_drawn_and_printed(monkeypatch, capsys):
+def test_sweep_without_a_rate_law_is_drawn():
     sweep = sweep_learning_rate(quadratic, rates=RATES, batch_sizes=SIZES)
     labels = [line.get_label() for line in plot(sweep).axes[1].lines]
     assert [label for label in labels if label[0] != "_"] == ["swept"]
-    monkeypatch.setattr("scaling.__main__.sweep_learning_rate", lambda *_, **__: sweep)
-    assert main(["sweep"]) == 0
-    assert "no rate law: expected rates that saturate or peak" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

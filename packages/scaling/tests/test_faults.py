@@ -214,8 +214,6 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
     for options, message in (([], "history="), (["--history", "no"], "4 runs cannot fix")):
         assert main(["fit", str(path), *options]) == 2
         assert message in capsys.readouterr().err
-    assert main(["sweep", "--seeds", "1", "--device", "no-such-device"]) == 2
-    assert "no-such-device" in capsys.readouterr().err
 
 
 def test_wrong_types_are_refused_with_the_expected_type():

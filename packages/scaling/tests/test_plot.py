@@ -103,11 +103,6 @@ def test_option_of_the_other_method_is_refused(file, capsys):
     assert "--loss is an option of --method parametric" in capsys.readouterr().err
 
 
-def test_sweep_prints_the_best_rates(capsys):
-    assert main(["sweep", "--seeds", "2"]) == 0
-    assert "batch size  best rate      exact" in capsys.readouterr().out
-
-
 @pytest.mark.fixed_seed("the module that shifts seeds in child processes imports torch")
 def test_importing_needs_neither_torch_nor_matplotlib():
     code = (

@@ -1,4 +1,4 @@
-"""Command line: fit or report on runs; sweep learning rates."""
+"""Command line: fit runs, or write a report about them."""
 
 import argparse
 import json
@@ -11,13 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 
 Output = tuple[list[str], dict[str, Any]]
 
@@ -29,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ScalingWarning)
             lines, result = arguments.command(arguments)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        # torch raises RuntimeError for a missing device; a missing extra raises ImportError.
+    except (ValueError, OSError, ImportError) as error:  # a missing extra raises ImportError
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
@@ -77,18 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     page.add_argument("--to", default=Path("report.html"), help="default: report.html", **file)
     page.set_defaults(command=_report)
 
-    sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
-    sweep.add_argument(
-        "--task", choices=sorted({t for t, _ in SETTINGS}), default="linear", help="the model"
-    )
-    sweep.add_argument(
-        "--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd", help="its optimizer"
-    )
-    sweep.add_argument("--seeds", type=int, help="runs per rate and batch size")
-    sweep.add_argument("--device", default="cpu", help="torch device of the training")
-    sweep.add_argument("--plot", help="save a figure", **file)
-    sweep.add_argument("--json", action="store_true", help="print the result as JSON")
-    sweep.set_defaults(command=_sweep)
     return parser
 
 
@@ -128,36 +112,47 @@ def _fit(arguments: argparse.Namespace) -> Output:
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
-        # Intervals of the answers include drift; intervals of the constants do not.
-        best = [fit.optimal(c) for c in at]
-        constants = asdict(fit.law) | {"exponent": fit.law.exponent}
-        intervals = {k: fit.posterior.interval(k) for k in constants}
-        lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
-        lines += [f"  {k:<9}{v:<12.6g}{intervals[k]}" for k, v in constants.items()]
-        ranges = {k: asdict(v) for k, v in intervals.items()}
-        result: dict[str, Any] = {"law": constants, "intervals": ranges}
-        result |= {"objective": fit.objective, "proof": asdict(fit.proof)}
-        lines.append(
-            f"  {fit.loss} objective {fit.objective:.9g}; {fit.proof.landed} of "
-            f"{fit.proof.converged} converged starts reached it"
-        )
+        lines, result = _describe_law(fit)
+    elif arguments.loss is not None:
+        raise ValueError("--loss is an option of --method parametric: drop one of them")
     else:
-        if arguments.loss is not None:
-            raise ValueError("--loss is an option of --method parametric: drop one of them")
         fit = fit_isoflop(runs)
-        best = [fit.optimal(c) for c in at]
-        lines = [runs.explanation]
-        interval = fit.exponent_interval
-        ratio = fit.flops_per_parameter_token(max(at))
-        law = f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / ({ratio:.4g} N_opt)"
-        lines.append(law)
-        lines.append(f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone")
-        result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
-        result["intervals"] = {"exponent": asdict(interval)}
-    lines += map(str, best)
-    _save_plot(fit, arguments.plot, up_to=max(at))
+        lines, result = _describe_valleys(fit, max(at))
+    best = [fit.optimal(c) for c in at]
+    if arguments.plot:
+        from scaling.plot import plot
+
+        figure = plot(fit, up_to=max(at))
+        _write(arguments.plot, lambda path: figure.savefig(path, dpi=150))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
-    return lines, result | {"at": [asdict(optimum) for optimum in best]}
+    result["at"] = [asdict(optimum) for optimum in best]
+    return [runs.explanation, *lines, *map(str, best)], result
+
+
+def _describe_law(fit: ParametricFit) -> Output:
+    """Return the constants; their intervals are of noise alone, unlike those of the answers."""
+    constants = asdict(fit.law) | {"exponent": fit.law.exponent}
+    intervals = {k: fit.posterior.interval(k) for k in constants}
+    lines = ["L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
+    lines += [f"  {k:<9}{v:<12.6g}{intervals[k]}" for k, v in constants.items()]
+    lines.append(
+        f"  {fit.loss} objective {fit.objective:.9g}; {fit.proof.landed} of "
+        f"{fit.proof.converged} converged starts reached it"
+    )
+    result = {"law": constants, "intervals": {k: asdict(v) for k, v in intervals.items()}}
+    return lines, result | {"objective": fit.objective, "proof": asdict(fit.proof)}
+
+
+def _describe_valleys(fit: IsoflopFit, compute: float) -> Output:
+    """Return the laws of N and D, the latter with the ratio C / (N D) at a compute."""
+    interval = fit.exponent_interval
+    ratio = fit.flops_per_parameter_token(compute)
+    lines = [
+        f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / ({ratio:.4g} N_opt)",
+        f"  exponent    {fit.exponent:<12.4f}{interval} of noise alone",
+    ]
+    law = {"scale": fit.scale, "exponent": fit.exponent}
+    return lines, {"law": law, "intervals": {"exponent": asdict(interval)}}
 
 
 def _report(arguments: argparse.Namespace) -> Output:
@@ -168,30 +163,6 @@ def _report(arguments: argparse.Namespace) -> Output:
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
-def _sweep(arguments: argparse.Namespace) -> Output:
-    sweep = sweep_learning_rate(
-        arguments.task, arguments.optimizer, seeds=arguments.seeds, device=arguments.device
-    )
-    lines = [f"{sweep.runs} runs; gradient noise scale {sweep.critical_batch_size:.3g}"]
-    law = None
-    try:
-        law = sweep.law
-        lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
-    except ValueError as error:
-        lines += [f"no rate law: {error}"]
-    lines += ["batch size  best rate      exact"]
-    exact = sweep.exact_rates
-    if exact is None:
-        exact = np.full(len(sweep.batch_sizes), math.nan)
-    table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=True)
-    for size, rate, exact_rate in table:
-        lines.append(f"{size:10.0f} {rate:10.4g} {exact_rate:10.4g}")
-    _save_plot(sweep, arguments.plot)
-    result = {"law": asdict(law) if law else None, "critical_batch_size": sweep.critical_batch_size}
-    names = ("batch_sizes", "best_rates", "rates", "loss")
-    return lines, result | {name: getattr(sweep, name).tolist() for name in names}
-
-
 def _finite(value: Any) -> Any:
     """Return a value with nan and inf replaced by None, because JSON has neither."""
     if isinstance(value, dict):
@@ -199,16 +170,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _save_plot(result: Any, path: Path | None, **options: float) -> None:
-    """Save the figure of a result if a path was passed."""
-    if path is None:
-        return
-    from scaling.plot import plot
-
-    figure = plot(result, **options)
-    _write(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
