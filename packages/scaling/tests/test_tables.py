@@ -858,8 +858,8 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
         table = rows if name == "dataset" else renamed
         remedy = rf"where={{'{name}': 'c4'}}, or read all as one with ignore=\['{name}'\]"
-        found = rf"'{name}' names 2 sets of runs \(c4, web\)"
-        with pytest.raises(ValueError, match=f"{found}.*{remedy}"):
+        message = rf"'{name}' names 2 sets of runs \(c4, web\)"
+        with pytest.raises(ValueError, match=f"{message}.*{remedy}"):
             load_runs(table)
         assert len(load_runs(table, ignore=[name])) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4

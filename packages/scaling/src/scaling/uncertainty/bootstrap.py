@@ -48,15 +48,10 @@ class Bootstrap(Sample):
         estimate = target.evaluate(self.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
-        half = half_width(freedom, self.level, self.sample_size)
+        student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + self.level / 2)
+        half = student * math.sqrt(1 + len(CONSTANTS) / freedom)
         low, high = quantile_ends(values, ndtr(2 * bias - half), ndtr(2 * bias + half))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
-
-
-def half_width(freedom: int, level: float, sample_size: int) -> float:
-    """Return the half-width of an interval, in standard deviations of the resampled values."""
-    t: float = stdtrit(min(freedom, sample_size - 1), 0.5 + level / 2)
-    return t * math.sqrt(1 + len(CONSTANTS) / freedom)
 
 
 def bootstrap(
