@@ -51,6 +51,9 @@ class Prediction:
     loss: float
     interval: Interval
 
+    def __float__(self) -> float:
+        return self.loss
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sample(ComparesArrays):
