@@ -32,7 +32,7 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
 
     The sweeps run on `device`. `data` is a file of runs to fit as well, without its five highest
     losses, as in Besiroglu et al. L-BFGS-B runs from 243 of the 4,500 starts of Hoffmann et al., or
-    from 40 of them.
+    from 40 of them if `quick` is True.
     """
     starts = 40 if quick else 243
     noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)

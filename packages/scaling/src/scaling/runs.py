@@ -191,7 +191,7 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
             origin = repr(column.name)
             description = column.description
         else:
-            origin = "6 N D" if k == "compute" else "C / 6 of the other"
+            origin = {"compute": "6 N D", "parameters": "C / (6 D)", "tokens": "C / (6 N)"}[k]
             description = ""
         if k == "parameters" and column and not description:
             description = "taken as given: total or non-embedding, the name does not say"

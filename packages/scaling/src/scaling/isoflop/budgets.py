@@ -109,10 +109,11 @@ def valleys_of_common_shape(
         if _can_fix_a_valley(group, left_out):
             usable.append(group)
     count = sum(len(np.unique(group.parameters)) for group in usable)
-    if count - 3 * len(usable) < FEWEST_EXTRA_SIZES:
+    needed = 3 * len(usable) + FEWEST_EXTRA_SIZES
+    if count < needed:
         diagnostics.add(
             f"{count} sizes at {len(usable)} budgets are too few for a skew that all budgets"
-            " share, which takes four sizes per budget or more: these are plain parabolas"
+            f" share, which needs {needed}: these are plain parabolas"
         )
         return None
     diagnostics.occurrences |= left_out.occurrences

@@ -21,7 +21,7 @@ SCALE_GAP = 100.0
 #: Units that messages propose for numbers that are too small.
 USUAL_UNITS = {"parameters": "1e6", "tokens": "1e9", "compute": "1e18"}
 
-#: Smallest plausible median of a column. Columns in millions have at most a tenth of it.
+#: Smallest plausible median of a column. A smaller one is probably in thousands or millions.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 
 #: Largest factor between C and 6 N D. Attention, embeddings and recomputation cause smaller ones.

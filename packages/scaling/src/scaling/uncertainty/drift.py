@@ -130,7 +130,7 @@ class Drift(ComparesArrays):
         return _widen(with_noise, mean.loss, self.loss * decades, ratio)
 
     def decades(self, compute: float) -> float:
-        """Return the number of decades by which a compute is above or below the runs."""
+        """Return the decades from a compute down to `start`, or up to the smallest run; else 0."""
         lowest = self.ranges[0][0]
         return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
 

@@ -152,10 +152,10 @@ class _Recipe:
         return np.where(is_reached, high, np.inf)
 
     def crossings(self, loss: float, error: Array) -> tuple[float, float]:
-        """Return the log compute at which the law less and plus its 95 % error reaches a loss.
+        """Return the log computes at which the ends of the law's 95 % band reach a loss.
 
-        `error` is the standard deviation of the log of that loss. A log compute is inf if the loss
-        is not reached.
+        The lower end of the band reaches the loss first. `error` is the standard deviation of the
+        log of the loss itself. A log compute is inf if the loss is not reached.
         """
         grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
         gaps = np.log(self.best_loss(self.constants, grid) / loss)
