@@ -68,7 +68,7 @@ def test_compute_that_is_not_6nd_is_named_beyond_the_tolerance():
 
 
 def test_absurd_losses_and_repeated_rows_are_named():
-    with pytest.warns(ScalingWarning, match="column 'loss' is above 20 nats in rows 2:"):
+    with pytest.warns(ScalingWarning, match="column 'loss' is above 14 nats in rows 2:"):
         load_runs(GOOD | {"loss": [4.0, 55.0, 3.5]})
     with pytest.warns(ScalingWarning, match=r"rows 3 repeat earlier ones in \['D', 'N', 'loss'\]"):
         load_runs({"N": [1e6, 2e6, 1e6], "D": [1e7] * 3, "loss": [4.0, 3.9, 4.0]})

@@ -129,7 +129,7 @@ def load_runs(
             differ, several data sets, unknown states or settings, and rows that may be checkpoints
             or summaries. The message names the column, the row if there is one, and the remedy.
 
-    A `ScalingWarning` also reports compute that differs from 6 N D, a loss above 20 nats, and
+    A `ScalingWarning` also reports compute that differs from 6 N D, a loss above 14 nats, and
     repeated rows.
     """
     if unknown := set(units or {}) - set(COLUMNS):

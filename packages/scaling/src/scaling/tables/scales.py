@@ -8,7 +8,7 @@ from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
-LARGEST_LOSS = 20.0
+LARGEST_LOSS = 14.0
 
 #: Accepted range of the median tokens per parameter. Published tables have 4 to 40, so a unit that
 #: is wrong by a factor of a thousand leaves the range.

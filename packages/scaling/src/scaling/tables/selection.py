@@ -184,8 +184,10 @@ def _require_known_settings(
             unknown.append(name)
     if unknown:
         value = str(table.cells(unknown[0])[0])
+        factors = reading.columns["tokens"].name.split(TIMES) if "tokens" in reading.columns else []
+        tokens = " and a column of tokens" if {*unknown} & {*factors} else ""
         raise ValueError(
             f"columns {unknown} differ between runs of one size and tokens, which may be runs of"
             f" several settings or repetitions: select one setting with where={{{unknown[0]!r}:"
-            f" {value!r}}}, or read the runs as repetitions with ignore={unknown}"
+            f" {value!r}}}, or read the runs as repetitions with ignore={unknown}{tokens}"
         )
