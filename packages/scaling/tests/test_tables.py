@@ -621,6 +621,9 @@ def test_rows_that_summarize_other_rows_are_refused(column, text):
     with pytest.raises(ValueError, match="drop 3 such rows"):
         load_runs([*rows, summary, *extremes])
     assert len(load_runs([*rows, *extremes])) == 5
+    numbered = [row | {column: f"run {row[column]}"} for row in rows]
+    with pytest.raises(ValueError, match="drop 1 such rows"):
+        load_runs([*numbered, summary])
     # If every row says so, each is the mean of the seeds of a run.
     assert len(load_runs([row | {"stat": text} for row in rows])) == 3
     # A summary without a loss is left out anyway.

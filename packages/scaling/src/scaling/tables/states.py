@@ -6,7 +6,7 @@ either finished or stopped. Rows that summarize other rows, such as a mean over 
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,15 @@ def refuse_summaries(table: Table) -> None:
         if not _is_label(name):
             continue
         cells = table.cells(name)
-        words_of = {text: {*re.findall("[a-z]+", text.lower())} for text in map(str, cells)}
-        known = {*WORDS["summaries"], *WORDS["summary_fillers"]}
-        # Rows such as "min" and "all seeds" are summaries beside a row such as "mean".
-        summaries = {text for text, words in words_of.items() if words and words <= known}
-        has_summary = any(words_of[text] & {*WORDS["summaries"]} for text in summaries)
+        texts = {*map(str, cells)}
+        summaries = {text for text in texts if _has_only(text, WORDS["averages"])}
+        if not summaries:
+            continue
+        # Beside a row such as "mean", rows such as "min" are not runs either.
+        summaries |= {text for text in texts if _has_only(text, WORDS["extremes"])}
         is_summary = [str(cell) in summaries for cell in cells]
         # A column of nothing but means describes the loss of every row.
-        if has_summary and not all(is_summary):
+        if not all(is_summary):
             first = is_summary.index(True)
             raise ValueError(
                 f"column {name!r} says {cells[first]!r} in row {table.rows[first]}, which may"
@@ -68,6 +69,14 @@ def _is_label(name: str) -> bool:
     words = split_words(name)
     label = {*WORDS["run_columns"], *WORDS["repetitions"], *WORDS["row_labels"]}
     return not words or words[-1] in label or "".join(words) in label
+
+
+def _has_only(text: str, kind: Sequence[str]) -> bool:
+    """Return True for a text with a word of a kind, such as "mean", and fillers ("over seeds")."""
+    if not any(word in text.lower() for word in kind):  # a million names take seconds to split
+        return False
+    words = {*re.findall("[a-z]+", text.lower())}
+    return bool(words & {*kind}) and words <= {*kind, *WORDS["summary_fillers"]}
 
 
 def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
