@@ -31,9 +31,6 @@ DIVERGED = ("nan", "inf", "infinity", "diverged")
 #: Names of columns that identify a single run rather than a group of repetitions.
 RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 
-#: Names of columns that rise during a run, so that its rows are a history.
-STEP_NAMES = ("step", "globalstep", "trainerglobalstep", "iter", "iteration", "epoch")
-
 #: A run may have diverged if its log loss exceeds the lowest by more than this.
 DIVERGENCE_JUMP = 0.5
 
@@ -146,7 +143,7 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
                 f"column {name!r} names a run in several rows, so the rows are a history: keep the"
                 " last row of each run, whose loss is the final one"
             )
-        if "".join(split_words(name)) in STEP_NAMES and _is_setting(name, table, chosen):
+        if "".join(split_words(name)) in WORDS["step_columns"] and _is_setting(name, table, chosen):
             raise ValueError(
                 f"column {name!r} differs between rows of one rate and batch size, so the rows may"
                 " be a history: keep the last row of each run, or confirm that every row is a run"
@@ -198,7 +195,7 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
         codes = table.codes([name])
         within = np.zeros(len(table), np.intp)
     else:
-        is_quantity = "".join(split_words(name)) in STEP_NAMES
+        is_quantity = "".join(split_words(name)) in WORDS["step_columns"]
         codes = table.codes([name])
         within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     pairs = np.unique(np.stack([within, codes]), axis=1)

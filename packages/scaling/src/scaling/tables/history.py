@@ -130,7 +130,7 @@ def _find_run_ends(
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
     }
-    rising = [names[c] for c in WORDS["progress_columns"] if c in names]
+    rising = [names[c] for c in (*WORDS["step_columns"], *WORDS["time_columns"]) if c in names]
     checkpoints = [names[c] for c in WORDS["checkpoint_columns"] if c in names]
     candidates = [names[c] for c in WORDS["run_columns"] if c in names]
     if rising:
