@@ -1,5 +1,6 @@
 """A job of local steps that is killed anywhere and resumed equals the undisturbed job."""
 
+import errno
 import os
 import sys
 from functools import partial
@@ -240,3 +241,26 @@ def test_a_state_that_could_not_be_loaded_does_not_replace_the_checkpoint(tmp_pa
     with pytest.raises(ValueError, match="expected numbers, texts and tensors only"):
         worker.push()
     assert file.read_bytes() == content
+
+
+def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    file = tmp_path / "worker"
+    module = nn.Linear(2, 1)
+    server = Server(dict(module.named_parameters()), OUTER, LocalSteps(1), workers=1, elastic=True)
+    worker = Worker(module, server, optimizer=OUTER, checkpoint=file)
+    worker.pull()
+    worker.push()
+    content = file.read_bytes()
+    worker.pull()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RuntimeError, match=r"cannot write the checkpoint .*worker.*No space"):
+            worker.push()
+    assert [path.name for path in tmp_path.iterdir()] == ["worker"]
+    assert file.read_bytes() == content
+    resumed = Worker(nn.Linear(2, 1), server, optimizer=OUTER, checkpoint=file)
+    assert resumed.position == 1

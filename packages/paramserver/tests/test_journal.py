@@ -1,6 +1,7 @@
 """A change is in the journal before it is answered; an error of the disk is named."""
 
 import errno
+import itertools
 import shutil
 import threading
 from functools import partial
@@ -18,7 +19,8 @@ from paramserver import (
     partition,
 )
 from paramserver.compression import Integers
-from paramserver.journal import DiskJournal
+from paramserver.journal import DiskFullError, DiskJournal
+from paramserver.server import LocalConnection
 from torch import nn
 
 OPEN = []
@@ -27,7 +29,11 @@ OPEN = []
 @pytest.fixture(autouse=True)
 def _close_all():
     yield
-    while OPEN:
+    _close(len(OPEN))
+
+
+def _close(count):
+    for _ in range(count):
         OPEN.pop().close()
 
 
@@ -110,6 +116,114 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
     worker = steps(server, 1)
     assert worker.pushes == server.version
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
+
+
+class RepeatingConnection(LocalConnection):
+    """Repeats a request while the disk is full, as a server over ZeroMQ does."""
+
+    def request(self, message, written=()):
+        while True:
+            try:
+                return super().request(message, written)
+            except DiskFullError:
+                pass
+
+
+def train_on_full_disk(folder, policy, servers, full_at, monkeypatch):
+    """Train two workers while record `full_at` fails twice; return the parameters and records."""
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.zero_()
+    parameters = dict(linear.named_parameters())
+    append = DiskJournal._append
+    records = itertools.count()
+    failures = iter([False] * full_at + [True] * 4)  # `record` tries twice
+
+    def append_if_there_is_room(self, kind, parts):
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, kind, parts)
+        next(records)
+
+    def start(shard):
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        server = Server(parameters, sgd, policy, workers=2, shard=shard, elastic=True)
+        OPEN.append(DiskJournal.start(folder / f"server-{shard.number}", server.core))
+        return server
+
+    hosts = [start(shard) for shard in partition(parameters, servers)]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskJournal, "_append", append_if_there_is_room)
+        connections = [[RepeatingConnection(host, rank) for host in hosts] for rank in range(2)]
+        workers = [Worker(nn.Linear(3, 2), connections[rank], rank=rank) for rank in range(2)]
+        for step in range(2):
+            for worker in workers:
+                worker.pull()
+            for worker in workers:
+                for parameter in worker.module.parameters():
+                    parameter.grad = torch.full_like(parameter, 1.0 + step + worker.rank)
+                worker.push()
+    _close(len(hosts))
+    trained = [state_of(host) for host in hosts]
+    restarted = [start(host.shard) for host in hosts]
+    assert [state_of(host) for host in restarted] == trained
+    return trained, next(records)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    "policy",
+    [BulkSynchronous(), pytest.param(Asynchronous(), marks=pytest.mark.exhaustive)],
+    ids=repr,
+)
+def test_a_request_that_found_a_full_disk_at_any_record_is_repeated(
+    policy, servers, tmp_path, monkeypatch
+):
+    expected, records = train_on_full_disk(tmp_path / "room", policy, servers, 10**6, monkeypatch)
+    assert records > 10
+    for full_at in range(records):
+        folder = tmp_path / f"full-{full_at}"
+        trained, _ = train_on_full_disk(folder, policy, servers, full_at, monkeypatch)
+        assert trained == expected, full_at
+
+
+class FailingDisk(FullDisk):
+    """A full disk on which a file cannot be truncated either."""
+
+    def truncate(self, size):
+        if self.room <= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return self._file.truncate(size)
+
+
+def test_a_record_never_follows_an_incomplete_one_that_could_not_be_removed(tmp_path):
+    server, journal = server_with(tmp_path)
+    steps(server, 2)
+    journal._file = FailingDisk(journal._file, 40)
+    with pytest.raises(RuntimeError, match="cannot write a journal"):
+        steps(server, 1)
+    copy = tmp_path.with_name(f"{tmp_path.name}-killed")
+    shutil.copytree(tmp_path, copy)
+    assert server_with(copy)[0].version == 2
+    journal._file.room = 10**9
+    steps(server, 2)
+    assert server.version == 4
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+
+
+def test_a_snapshot_removes_what_a_killed_server_has_written_of_an_earlier_one(tmp_path):
+    server, journal = server_with(tmp_path)
+    steps(server, 1)
+    journal.snapshot(server.core)
+    journal.wait()
+    (tmp_path / "unfinished-00000001").write_bytes(b"the server was killed")
+    journal.snapshot(server.core)
+    journal.wait()
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == [
+        "journal-00000002",
+        "snapshot-00000002",
+    ]
 
 
 def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, caplog):

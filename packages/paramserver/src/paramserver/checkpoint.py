@@ -9,18 +9,31 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import LocalSteps
+from paramserver.journal.files import sync_folder
 from paramserver.optimizers import save_state
 from paramserver.protocol.session import Session
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the file at `path` atomically by one with `state`, and sync it to the disk."""
+    """Replace the file at `path` atomically by one with `state`, and sync it to the disk.
+
+    Raises:
+        RuntimeError: the disk has no room for the file. The file at `path` has not changed.
+    """
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("w+b") as file:
-        save_state(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
+    try:
+        with unfinished.open("w+b") as file:
+            save_state(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+        unfinished.unlink(missing_ok=True)
+        raise RuntimeError(
+            f"cannot write the checkpoint {path}: {error}; free space on its disk and start the "
+            "worker again, which continues from the previous checkpoint"
+        ) from error
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

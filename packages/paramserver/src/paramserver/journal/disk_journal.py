@@ -21,6 +21,7 @@ import secrets
 import shutil
 import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +82,9 @@ class DiskJournal:
         self._number = 0
         self._file: BinaryIO | None = None
         self._lock: BinaryIO | None = None
+        #: End of the last complete record of the file.
+        self._stop = 0
+        #: Bytes that were written since the last snapshot.
         self._written = 0
         self._writer: threading.Thread | None = None
         #: Error of the last snapshot; the journal continues without that snapshot.
@@ -197,8 +201,9 @@ class DiskJournal:
         checksum = 0
         for part in parts:
             checksum = zlib.crc32(part, checksum)
-        start = self._file.tell()
-        head = record_head(self._identity, self._number, start, kind, size, checksum)
+        if self._file.tell() != self._stop:
+            self._discard_incomplete_record()
+        head = record_head(self._identity, self._number, self._stop, kind, size, checksum)
         try:
             for part in (head, *parts):
                 while part:
@@ -206,16 +211,24 @@ class DiskJournal:
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
-            self._file.truncate(start)
-            self._file.seek(start)
+            # If this fails too, the next call repeats it: a record that follows an incomplete one
+            # would be lost, because `load` refuses both.
+            with suppress(OSError):
+                self._discard_incomplete_record()
             raise
+        self._stop = self._file.tell()
         self._written += size
+
+    def _discard_incomplete_record(self) -> None:
+        assert self._file is not None
+        self._file.truncate(self._stop)
+        self._file.seek(self._stop)
 
     def _start_next_file(self) -> None:
         """Seal the current file and continue in a new one; after an `OSError` nothing changes."""
         number = self._number + 1
         path = create_file(self.folder, self._identity, number)
-        start = self._file.tell() if self._file else 0
+        stop = self._stop
         file = path.open("r+b", buffering=0)
         try:
             if self._file:
@@ -223,11 +236,12 @@ class DiskJournal:
             # If the server dies here, the next server finds the seal and renames the file.
             path.rename(journal_path(self.folder, "journal", number))
         except OSError:
+            self._stop = stop
+            if self._file:  # discard the seal
+                with suppress(OSError):
+                    self._discard_incomplete_record()
             file.close()
             path.unlink(missing_ok=True)
-            if self._file:
-                self._file.truncate(start)
-                self._file.seek(start)
             raise
         self._number = number
         self._use(file)
@@ -253,7 +267,7 @@ class DiskJournal:
             unfinished.unlink(missing_ok=True)
             self._report(error)
             return
-        for name in ("snapshot", "journal"):
+        for name in ("snapshot", "journal", "unfinished"):
             for old in (n for n in file_numbers(self.folder, name) if n < number):
                 journal_path(self.folder, name, old).unlink(missing_ok=True)
 
@@ -270,7 +284,7 @@ class DiskJournal:
         os.truncate(path, torn.start)
 
     def _use(self, file: BinaryIO) -> None:
-        self._written = file.seek(0, os.SEEK_END)
+        self._stop = self._written = file.seek(0, os.SEEK_END)
         if self._file:
             self._file.close()
         self._file = file

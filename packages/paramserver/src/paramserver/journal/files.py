@@ -241,13 +241,14 @@ def compute_checksum(file: BinaryIO, size: int) -> int:
 
 
 def create_file(folder: Path, identity: bytes, number: int, records: bytes = b"") -> Path:
-    """Write a file under its temporary name."""
+    """Write a file under its temporary name and sync it to the disk; return its path."""
     path = journal_path(folder, "next", number)
     try:
         with path.open("wb") as file:
             file.write(_file_head(identity, number) + records)
             file.flush()
             os.fsync(file.fileno())
+        sync_folder(folder)
     except OSError:
         path.unlink(missing_ok=True)
         raise

@@ -234,6 +234,8 @@ class Core:
     def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
         push = (worker, message.epoch, message.clock)
+        # If the disk of the journal was full after a commit, this is the same push again.
+        self._follow_own()
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
         if message.kind is not Kind.COMMIT and self.replica.wants(push):

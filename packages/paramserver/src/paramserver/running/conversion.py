@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paramserver.consistency import local_of
 from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
+from paramserver.journal.files import sync_folder
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Followed
@@ -60,6 +61,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
     for checkpoint in source.glob("worker-*"):
         shutil.copy(checkpoint, unfinished)
     unfinished.rename(target)
+    sync_folder(target.parent)
 
 
 def _restored(job: Job, source: Path) -> list[Core]:
