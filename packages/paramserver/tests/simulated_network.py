@@ -18,7 +18,7 @@ from paramserver.partition import partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.log import Accept, Join, Leave, Read, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
-from paramserver.protocol.records import Followed, Staged
+from paramserver.protocol.records import Replayed, Staged
 from paramserver.protocol.replica import Replica, layout
 from paramserver.protocol.session import Session
 
@@ -134,7 +134,7 @@ class World:
 
     def log(self):
         """Return all entries that the first server has recorded."""
-        recorded = [r.log.entries for r in self.servers[0].journal if isinstance(r, Followed)]
+        recorded = [r.log.entries for r in self.servers[0].journal if isinstance(r, Replayed)]
         return list(itertools.chain.from_iterable(recorded))
 
 
@@ -187,7 +187,7 @@ class SimulatedServer:
         if not self.up:
             return
         if message is None:
-            self.core.lose(worker.number, "its process has ended")
+            self.core.mark_lost(worker.number, "its process has ended")
         else:
             self.waiting[worker.number] = worker, name, message, data
             self.attempt(worker.number)
@@ -373,7 +373,7 @@ class SimulatedWorker:
 
 def _receive_beat(self, number):
     if self.up:
-        self.core.handle(number, Message(Kind.BEAT), None, self.world.now)
+        self.core.handle(number, Message(Kind.HEARTBEAT), None, self.world.now)
 
 
 SimulatedServer.receive_beat = _receive_beat
@@ -393,7 +393,7 @@ def simulate(seed, **options):
     first = world.servers[0]
     for server in world.servers:
         server.start()
-        server.core._follow(first.core.ledger.since(server.core.replica.position))
+        server.core._replay(first.core.ledger.log_from(server.core.replica.position))
         stored = server.core.replica.state_dict()["parameters"][: world.ids * 8].view(torch.float64)
         torch.testing.assert_close(stored, world.oracle.versions[-1])
         assert server.core.replica.version == len(world.oracle.versions) - 1

@@ -156,8 +156,8 @@ def test_an_error_of_the_optimizer_reaches_the_workers():
 
 def test_beat_after_a_failure_does_not_end_the_server():
     server, workers = pair(on_worker_loss="stop")
-    server.lose(1, "the power went out")
-    assert server.core.handle(0, Message(Kind.BEAT), None, 0.0) == Message(Kind.OK)
+    server.mark_lost(1, "the power went out")
+    assert server.core.handle(0, Message(Kind.HEARTBEAT), None, 0.0) == Message(Kind.OK)
     with pytest.raises(PeerLost, match="the power went out"):
         workers[0].pull()
 
@@ -278,7 +278,7 @@ def test_beats_keep_a_slow_worker():
     pull = Message(Kind.PULL, clock=1, number=1)
     assert server.core.handle(0, pull, None, now) is None
     for second in range(1, 9):
-        server.core.handle(1, Message(Kind.BEAT), None, now + second)
+        server.core.handle(1, Message(Kind.HEARTBEAT), None, now + second)
     assert server.core.check(now + 8.5) == []
     assert 1 in server.core.ledger.active
 
@@ -289,7 +289,7 @@ def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one():
     now = time.monotonic()
     pull = Message(Kind.PULL, clock=1, number=1)
     for second in range(7):
-        server.core.handle(0, Message(Kind.BEAT), None, now + second)
+        server.core.handle(0, Message(Kind.HEARTBEAT), None, now + second)
         if server.core.handle(0, pull, None, now + second):
             break
         assert second <= 5
@@ -313,9 +313,9 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
 
 def test_a_finished_or_unknown_worker_cannot_take_part():
     server, workers = pair(timeout=5.0)
-    server.lose(1, "done")  # so that finishing does not wait
+    server.mark_lost(1, "done")  # so that finishing does not wait
     server, workers = pair(Asynchronous(), on_worker_loss="continue")
-    server.lose(1, "done")
+    server.mark_lost(1, "done")
     workers[0].finish()
     with pytest.raises(RuntimeError, match="worker 0 has finished"):
         workers[0].pull()

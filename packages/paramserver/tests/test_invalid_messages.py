@@ -86,7 +86,7 @@ def recorded(job, folder):
             worker.join()
         read_final_state(job, served.addresses)
     by_server = [[frames for n, frames in served.received if n == i] for i in range(job.servers)]
-    assert all({Kind.JOIN, Kind.BEAT} & kinds(frames) for frames in by_server)
+    assert all({Kind.JOIN, Kind.HEARTBEAT} & kinds(frames) for frames in by_server)
     return by_server
 
 
@@ -329,8 +329,8 @@ INVALID = [
     b"garbage",
     b"[" * 100_000,
     Message(Kind.OK).to_text().encode(),
-    b'[3,0,0,0,0,-5,-1,""]',
-    b'[8,0,0,0,0,0,-1,"[1000000,[\\"leave\\",0]]"]',
+    b'[3,0,0,0,0,-5,-1,-1,""]',
+    b'[8,0,0,0,0,0,-1,-1,"[1000000,[\\"leave\\",0]]"]',
 ]
 
 
@@ -357,16 +357,18 @@ def invalid_requests(layout, position):
     """Yield requests that no worker of the job sends."""
     log = json.dumps([position, ["leave", 0]])
     for kind in range(30):
-        yield [kind, 0, 0, 0, 0, 0, -1, ""]
-        yield [kind, 1, 3, 2, 0, 0, -1, '[1000000,["leave",0]]']
-        yield [kind, 1, 3, 2, 0, 0, -1, log]
-        yield [kind, 1, 3, 2, 10**9, 0, -1, ""]
-        yield [kind, 1, 3, 2, 2**200, -7, -1, []]
+        yield [kind, 0, 0, 0, 0, 0, -1, -1, ""]
+        yield [kind, 1, 3, 2, 0, 0, -1, -1, '[1000000,["leave",0]]']
+        yield [kind, 1, 3, 2, 0, 0, -1, -1, log]
+        yield [kind, 1, 3, 2, 10**9, 0, -1, -1, ""]
+        yield [kind, 1, 3, 2, 2**200, -7, -1, -1, []]
     for kind in (Kind.PUSH, Kind.STAGE):
-        yield from ([kind, 1, 0, 0, 0, size, -1, ""] for size in (-1, 1, 2**40, 2**70, True, 0.5))
-    yield [Kind.JOIN, 0, 5, 0, 0, 0, -1, layout + "x"]
-    yield [Kind.JOIN, 0, 5, 9, 0, 0, -1, layout]
-    yield [Kind.FOLLOW, 0, 0, 0, 0, 0, -1, "[" * 200_000]
+        yield from (
+            [kind, 1, 0, 0, 0, size, -1, -1, ""] for size in (-1, 1, 2**40, 2**70, True, 0.5)
+        )
+    yield [Kind.JOIN, 0, 5, 0, 0, 0, -1, -1, layout + "x"]
+    yield [Kind.JOIN, 0, 5, 9, 0, 0, -1, -1, layout]
+    yield [Kind.REPLAY, 0, 0, 0, 0, 0, -1, -1, "[" * 200_000]
     yield {"kind": "push"}
     yield []
 
@@ -396,7 +398,7 @@ def test_invalid_senders_do_not_disturb_a_running_job(tmp_path, servers, joined)
                 another.finish = lambda: None
             if joined:  # it never leaves, and the others would wait for it
                 for server in served.servers[:1]:
-                    server.core.lose(9, "the test ends")
+                    server.core.mark_lost(9, "the test ends")
         context.term()
         reports = read_final_state(job, served.addresses)
         pushes = 3 + 3 * servers + 4
@@ -416,12 +418,12 @@ def disturb(context, server, number, *, joined):
     socket.connect(server.address)
     layout, answers = server.core.replica.layout, 0
 
-    def send_request(rank, life, name, fields, *data):
-        socket.send_multipart([json.dumps([rank, life, name, 0, *fields]).encode(), *data])
+    def send_request(rank, session, name, fields, *data):
+        socket.send_multipart([json.dumps([rank, session, name, 0, *fields]).encode(), *data])
 
     if joined:
         position = server.core.replica.position
-        send_request(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, layout])
+        send_request(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
     requests = [*invalid_requests(layout, server.core.replica.position)]
@@ -433,13 +435,13 @@ def disturb(context, server, number, *, joined):
                 data = [bytes(640)] if i % 3 else []
                 send_request(rank, 77, 2 + i, fields, *data)
     if joined:  # worker 9 may neither choose a session nor commit a push it did not stage
-        send_request(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
-        send_request(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
-        send_request(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])
+        send_request(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, -1, layout])
+        send_request(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, -1, ""])
+        send_request(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, -1, ""])
         log = json.dumps([server.core.replica.position, ["write", [[0, 1, 3]], [0]]])
-        send_request(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, log])
+        send_request(9, 77, 5003, [Kind.REPLAY, 1, 0, 0, 0, 0, -1, -1, log])
     send_request(
-        0, 77, 9000, [Kind.OK, 0, 0, 0, 0, 0, -1, ""]
+        0, 77, 9000, [Kind.OK, 0, 0, 0, 0, 0, -1, -1, ""]
     )  # the last message, which is refused too
     names = []
     while 9000 not in names:

@@ -465,7 +465,7 @@ class RecordingChannel:
 
     peer = "server 0"
     gradients = torch.zeros(2)
-    parameters = home = read = None
+    parameters = server_memory = read = None
 
     def __init__(self):
         self.sent = []

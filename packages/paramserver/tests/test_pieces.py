@@ -19,7 +19,7 @@ from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import pieces, zeromq, zeromq_connection
-from paramserver.transport.pieces import Arrival, BufferPool, piece_bounds
+from paramserver.transport.pieces import PieceReceiver, BufferPool, piece_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
@@ -33,7 +33,7 @@ def test_buffer_is_reused_after_its_last_view_is_freed(plan):
     most = 0
     for drop in plan:
         if drop is None:
-            taken = buffers.take()
+            taken = buffers.allocate()
             places.add(taken.data_ptr())
             views.append(taken[8:16].view(torch.float32))  # a view prevents the reuse, too
             views[-1].fill_(len(views))
@@ -50,15 +50,15 @@ def test_lost_and_repeated_pieces_have_no_effect(nbytes, tries):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE", 9)
         sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
-        arrival = Arrival(torch.zeros_like(sent))
+        receiver = PieceReceiver(torch.zeros_like(sent))
         parts = [(start, sent[start:stop].numpy().data) for start, stop in piece_bounds(nbytes)]
         for first, last in tries:
             for at, piece in parts[first:last]:
-                assert arrival.take(at, piece) == (arrival.received == nbytes)
-            assert torch.equal(arrival.data[: arrival.received], sent[: arrival.received])
-        assert [arrival.take(at, piece) for at, piece in parts][-1]
-        assert arrival.take(nbytes, memoryview(b"more"))
-        assert torch.equal(arrival.data, sent)
+                assert receiver.accept(at, piece) == (receiver.received == nbytes)
+            assert torch.equal(receiver.data[: receiver.received], sent[: receiver.received])
+        assert [receiver.accept(at, piece) for at, piece in parts][-1]
+        assert receiver.accept(nbytes, memoryview(b"more"))
+        assert torch.equal(receiver.data, sent)
 
 
 @pytest.fixture

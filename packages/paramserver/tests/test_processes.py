@@ -111,7 +111,7 @@ def stop(worker, how):
     ],
 )
 def test_other_workers_continue_and_end_without_a_hanging_worker(transport, policy, monkeypatch):
-    if transport == "zeromq":  # a thread of a sleeping worker sends BEATs
+    if transport == "zeromq":  # a thread of a sleeping worker sends HEARTBEATs
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     monkeypatch.setattr(launch, "GRACE", 0.0)
     monkeypatch.setattr(supervise, "GRACE", 0.0)

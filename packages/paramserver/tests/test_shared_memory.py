@@ -36,7 +36,7 @@ def group():
         workers=2,
         timeout=20.0,
         on_worker_loss="continue",
-        memory=ends[0][1].home,
+        memory=ends[0][1].server_memory,
     )
     threads = serve(server, {w: pair[1] for w, pair in enumerate(ends)})
     workers = [

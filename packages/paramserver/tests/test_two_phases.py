@@ -140,16 +140,16 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
         except Dies:
             turns.alive.remove(rank)
             for host in data.draw(st.permutations(hosts)):
-                host.lose(rank, "its process has ended")
+                host.mark_lost(rank, "its process has ended")
     for rank in turns.alive:
         lives[rank]["requests"] = 10**9
     for rank in turns.alive - turns.may_push:
-        hosts[0].lose(rank, "the end")  # so that no worker waits for it
+        hosts[0].mark_lost(rank, "the end")  # so that no worker waits for it
     for rank in turns.alive & turns.may_push:
         group[rank].module.push_one(group[rank])
-    log = hosts[0].core.ledger.since(0)
+    log = hosts[0].core.ledger.log_from(0)
     for host in hosts:
-        host.core.replica.follow(log)
+        host.core.replica.replay(log)
     assert len({host.version for host in hosts}) == 1
     elements = torch.cat([host.state_dict()["parameters"].view(torch.float32) for host in hosts])
     assert set(elements.tolist()) <= {0.0, float(hosts[0].version)}  # padding and one version
@@ -211,7 +211,7 @@ def test_log_entries_are_discarded_after_all_servers_replay_them():
         for worker in group:
             worker.pull()
             worker.module.push_one(worker)
-    log = hosts[0].core.ledger.since(0)
+    log = hosts[0].core.ledger.log_from(0)
     assert log.stop == 200
     assert len(log.entries) < 10
 

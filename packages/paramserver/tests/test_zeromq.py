@@ -451,7 +451,7 @@ def test_a_key_may_act_only_as_its_ranks(served):
 
 def abort_as(rank, address, keys):
     """Report that the worker `rank` has failed, with the keys of another worker."""
-    connection = ZeroMQConnection(address, rank, 0, life=1, keys=keys)
+    connection = ZeroMQConnection(address, rank, 0, session=1, keys=keys)
     connection.abort("an attack")
     connection.close()
 

@@ -125,7 +125,7 @@ class LocalSteps:
 Consistency = BulkSynchronous | StaleSynchronous | Asynchronous | LocalSteps
 
 
-def local_of(consistency: Consistency | None) -> LocalSteps | None:
+def as_local_steps(consistency: Consistency | None) -> LocalSteps | None:
     """Return the policy if it is `LocalSteps`, and None otherwise."""
     return consistency if isinstance(consistency, LocalSteps) else None
 

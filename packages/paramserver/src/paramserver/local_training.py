@@ -19,7 +19,7 @@ from paramserver.checkpoint import (
     write_checkpoint,
 )
 from paramserver.consistency import LocalSteps
-from paramserver.optimizers import OptimizerFactory, Updater, spec_of
+from paramserver.optimizers import OptimizerFactory, Updater, as_spec
 from paramserver.parameters import local_part
 from paramserver.payload import Changes
 from paramserver.protocol.gradients import require_finite
@@ -193,7 +193,7 @@ class LocalTraining:
 
 
 def _local_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Updater:
-    spec = spec_of(factory)
+    spec = as_spec(factory)
     is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
     if spec.master_dtype or (spec.max_norm is not None and is_local):
         raise ValueError(

@@ -62,7 +62,7 @@ class OptimizerSpec:
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
 
 
-def spec_of(factory: OptimizerFactory) -> OptimizerSpec:
+def as_spec(factory: OptimizerFactory) -> OptimizerSpec:
     """Return the specification of an optimizer factory."""
     return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
 
@@ -84,7 +84,7 @@ class Updater:
         names: Sequence[str],
         model: Mapping[str, Tensor],
     ) -> None:
-        self.spec = spec = spec_of(factory)
+        self.spec = spec = as_spec(factory)
         self._parameters = parameters
         self._names = names
         #: The parameters that the optimizer updates, which receive the gradients: `parameters`, or

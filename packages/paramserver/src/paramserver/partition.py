@@ -128,7 +128,7 @@ class Fragment:
     stop: int
     shard: Shard
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view_of(self, buffer: Tensor) -> Tensor:
         """Return this fragment's view of a buffer of the whole shard."""
         return buffer[self.start : self.stop]
 

@@ -37,7 +37,7 @@ class Gradients:
         self._shards = shards
         self._connections = connections
         if any(parameter.is_cuda for parameter in parameters.values()):
-            buffers = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
+            buffers = [b for c in connections for b in (c.parameters, c.gradients, c.server_memory)]
             pin(buffer for buffer in buffers if buffer is not None)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
@@ -139,7 +139,7 @@ class Changes(Gradients):
         flat = self.flat()
         for pulled, fragments in zip(self._pulled, self._fragments, strict=True):
             shard = fragments[fragment].shard
-            old = fragments[fragment].of(pulled)
+            old = fragments[fragment].view_of(pulled)
             change = torch.zeros_like(old)
             views = zip(shard.pieces, shard.views(change), shard.views(old), strict=True)
             for piece, view, old_view in views:
@@ -169,12 +169,12 @@ class Changes(Gradients):
 
     def _update_pulled(self, server: int, answer: Message, data: Tensor) -> None:
         pulled = self._pulled[server]
-        self._arrived[server] = answer.have
-        if answer.have < 0:
+        self._arrived[server] = answer.fragment
+        if answer.fragment < 0:
             pulled.copy_(data)
             return
-        fragment = self._fragments[server][answer.have]
-        old = fragment.of(pulled)
+        fragment = self._fragments[server][answer.fragment]
+        old = fragment.view_of(pulled)
         data = data[: answer.size]
         if not self._compression:
             old.copy_(data)
@@ -192,7 +192,7 @@ class Changes(Gradients):
                 _copy(self._shards[server], flat, pulled)
             else:
                 fragment = self._fragments[server][number]
-                _copy(fragment.shard, flat, fragment.of(pulled), alpha)
+                _copy(fragment.shard, flat, fragment.view_of(pulled), alpha)
         self.store(flat)
         self._arrived.clear()
 

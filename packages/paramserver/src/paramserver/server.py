@@ -76,14 +76,14 @@ class Server:
                 f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
             )
         waits = elastic and on_worker_loss == "stop" and self.consistency.averages
-        survives = elastic or on_worker_loss == "continue"
+        continues_after_loss = elastic or on_worker_loss == "continue"
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
             self.consistency,
             workers=workers,
             timeout=timeout,
-            continue_after_loss=survives,
+            continue_after_loss=continues_after_loss,
             elastic=elastic,
             wait_for_rejoin=waits,
         )
@@ -168,10 +168,10 @@ class Server:
         if copy_out is not None:
             self.core.replica.copy_outs[worker] = copy_out
 
-    def lose(self, worker: int, reason: str) -> None:
+    def mark_lost(self, worker: int, reason: str) -> None:
         """Record that `worker` was lost before it finished."""
         with self._changed:
-            self.core.lose(worker, reason)
+            self.core.mark_lost(worker, reason)
             self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,4 +201,4 @@ class LocalConnection(Connection):
 
     def abort(self, reason: str) -> None:
         """Report to the server that the worker has failed."""
-        self._server.lose(self._worker, reason)
+        self._server.mark_lost(self._worker, reason)

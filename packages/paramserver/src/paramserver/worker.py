@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from paramserver.consistency import LocalSteps, local_of
+from paramserver.consistency import LocalSteps, as_local_steps
 from paramserver.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import require_unchanged, trainable_parameters
@@ -60,7 +60,7 @@ class Worker:
         if isinstance(servers, Server):
             servers = [servers]
         if local is None and servers and isinstance(servers[0], Server):
-            local = local_of(servers[0].consistency)
+            local = as_local_steps(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("expected a local `optimizer` with LocalSteps, got None")
         if optimizer is not None and not local:

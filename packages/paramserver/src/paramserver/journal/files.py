@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 
 from paramserver.protocol.log import Log
-from paramserver.protocol.records import Followed, Record, Staged
+from paramserver.protocol.records import Replayed, Record, Staged
 
 MAGIC = b"pserver3"
 #: Number of random bytes that identify a journal.
@@ -39,7 +39,7 @@ SNAPSHOT_TAIL = struct.Struct(f"<QI8s{IDENTITY_BYTES}sQI")
 PUSH_FIELDS = struct.Struct("<qqq")
 # Kinds of records.
 STAGED = b"s"
-FOLLOWED = b"f"
+REPLAYED = b"f"
 SEAL = b"n"
 # Kinds of spans that are not records: the head of a file, and an incomplete record.
 START = b""
@@ -136,7 +136,7 @@ def _read_record_span(
 def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> Iterator[Record]:
     """Yield the records, reading each only when needed; `current` receives the record's span."""
     for span in spans:
-        if span.kind not in (STAGED, FOLLOWED):
+        if span.kind not in (STAGED, REPLAYED):
             continue
         current[:] = [span]
         body = read_body(folder, span)
@@ -144,7 +144,7 @@ def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> It
             data = torch.frombuffer(bytearray(body[PUSH_FIELDS.size :]), dtype=torch.uint8)
             yield Staged(PUSH_FIELDS.unpack_from(body), data)
         else:
-            yield Followed(Log.from_text(body.decode()))
+            yield Replayed(Log.from_text(body.decode()))
 
 
 def read_body(folder: Path, span: Span) -> bytes:
@@ -158,7 +158,7 @@ def encode_record(record: Record) -> tuple[bytes, list[Any]]:
     """Return the kind of a record and the parts of its body."""
     if isinstance(record, Staged):
         return STAGED, [PUSH_FIELDS.pack(*record.push), record.gradients.numpy().data]
-    return FOLLOWED, [record.log.to_text().encode()]
+    return REPLAYED, [record.log.to_text().encode()]
 
 
 def record_head(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paramserver.journal.files import (
     FILE_HEAD,
-    FOLLOWED,
+    REPLAYED,
     LOCK,
     SEAL,
     STAGED,
@@ -173,7 +173,7 @@ class _GoodPart:
                     return
                 if span.kind == START:
                     self._identity = read_identity(self.folder, [span])
-                if span.kind == FOLLOWED:
+                if span.kind == REPLAYED:
                     position = Log.from_text(read_body(self.folder, span).decode()).stop
                 if span.kind not in (SEAL, TORN):
                     self._ends.append(_End(position, span.number, span.stop))

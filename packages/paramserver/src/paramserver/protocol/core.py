@@ -24,7 +24,7 @@ from paramserver.protocol.messages import (
     PeerLost,
     pushed_twice,
 )
-from paramserver.protocol.records import Followed, Journal, Record, Staged
+from paramserver.protocol.records import Replayed, Journal, Record, Staged
 from paramserver.protocol.replica import Replica
 from paramserver.protocol.validation import public_session_id, validate
 from paramserver.protocol.waits import Waits
@@ -93,8 +93,8 @@ class Core:
         `now` is the current time in seconds; see `validate` for `session`.
         """
         log = self.validate(worker, message, session)
-        # A BEAT comes from a thread of the worker and does not end a wait of the worker.
-        waited = None if message.kind is Kind.BEAT else self.waits.end(worker)
+        # A HEARTBEAT comes from a thread of the worker and does not end a wait of the worker.
+        waited = None if message.kind is Kind.HEARTBEAT else self.waits.end(worker)
         self._admit(worker, message)
         if worker in self.ledger.members:
             self.waits.last_seen[worker] = now
@@ -133,7 +133,7 @@ class Core:
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._continues_after_loss and not self._waits_for_rejoin:
                 for w in silent:
-                    self.lose(w, f"it neither pulled nor pushed for {self.waits.timeout:g} s")
+                    self.mark_lost(w, f"it neither pulled nor pushed for {self.waits.timeout:g} s")
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             self.waits.end(worker)
@@ -144,15 +144,15 @@ class Core:
             timed_out.append((worker, error))
         return timed_out
 
-    def excuse_silence(self, now: float) -> None:
+    def reset_silence(self, now: float) -> None:
         """Measure the silence of all workers from `now`, after this server was suspended."""
-        self.waits.excuse_silence(self.ledger.members, now)
+        self.waits.reset_silence(self.ledger.members, now)
 
     def next_deadline(self) -> float:
         """Return the time at which `check` has to be called if no request arrives before then."""
         return self.waits.next_deadline(self.ledger)
 
-    def lose(self, worker: int, reason: str) -> None:
+    def mark_lost(self, worker: int, reason: str) -> None:
         """Record that `worker` was lost before it finished."""
         member = self.ledger.awaited.get(worker)
         if member is None:
@@ -184,13 +184,13 @@ class Core:
             self.ledger.load_state(snapshot["ledger"])
         for record in records:
             match record:
-                case Staged(push, data) if self.replica.wants(push):
+                case Staged(push, data) if self.replica.is_next(push):
                     self.replica.stage(push, self.replica.unpack(push, data))
-                case Followed(log):
+                case Replayed(log):
                     self.ledger.replay(log)
-                    self.replica.follow(log)
+                    self.replica.replay(log)
         if not self.is_first:
-            self.ledger.forget(self.replica.position)
+            self.ledger.discard_before(self.replica.position)
 
     def _answer(
         self, worker: int, message: Message, log: Log | None, data: Data, is_known_finite: bool
@@ -199,7 +199,7 @@ class Core:
         match message.kind:
             case Kind.JOIN:
                 return self._join(worker, message)
-            case Kind.BEAT:
+            case Kind.HEARTBEAT:
                 return Message(Kind.OK)
             case Kind.STAGE | Kind.PUSH | Kind.COMMIT:
                 return self._push(worker, message, data, is_known_finite)
@@ -207,8 +207,8 @@ class Core:
                 return self._read(worker, message)
             case Kind.SYNC | Kind.LEAVE | Kind.FINISH:
                 return self._answer_with_log(worker, message)
-            case Kind.FETCH | Kind.FOLLOW | Kind.END:
-                self._follow(log)
+            case Kind.FETCH | Kind.REPLAY | Kind.END:
+                self._replay(log)
                 return self._answer_after_log(worker, message)
         raise ValueError(f"expected a request, got {message.kind!r}")
 
@@ -227,25 +227,26 @@ class Core:
         """Return the answer to a request that contained the log, which is replayed."""
         if message.kind is Kind.FETCH:
             return self._fetch(worker, message)
-        if message.kind is Kind.FOLLOW:
+        if message.kind is Kind.REPLAY:
             return Message(Kind.OK, position=self.replica.position)
         return self._newest(json.dumps(self.replica.staleness))
 
     def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
         push = (worker, message.epoch, message.clock)
-        # If the disk of the journal was full after a commit, this is the same push again.
-        self._follow_own()
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
-        if message.kind is not Kind.COMMIT and self.replica.wants(push):
+            if message.clock < self._member(worker).clock:
+                # Repeated. The replica has not replayed the push if the journal's disk was full.
+                self._replay_own_log()
+        if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)
         if message.kind is Kind.STAGE:
             return Message(Kind.OK)
-        if message.clock == self._member(worker).clock and not self.replica.has(push):
+        if message.clock == self._member(worker).clock and not self.replica.is_staged(push):
             raise ValueError(f"worker {worker} commits {push}, which it did not stage")
         self.ledger.commit(push)
-        self._follow_own()
+        self._replay_own_log()
         return Message(Kind.OK, number=self.replica.version)
 
     def _stage(self, push: Push, message: Message, data: Data, is_known_finite: bool) -> None:
@@ -268,44 +269,47 @@ class Core:
             # In a JOIN, `number` is the index of the server. Only server 0 decides which workers
             # take part.
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
-        if replica.shard.servers > 1 and not self.ledger.can_follow(message.position):
+        if replica.shard.servers > 1 and not self.ledger.can_replay_from(message.position):
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, public_session_id(message.clock))
-            self._follow_own()
+            self._replay_own_log()
         member = self._member(worker)
         numbers = member.epoch, member.clock, replica.base_version, replica.position
         return Message(Kind.OK, *numbers, text=str(member.pushes))
 
     def _read(self, worker: int, message: Message) -> Message | None:
         self._check_clock(worker, message)
-        if self.ledger.behind(message.clock):
+        if self.ledger.workers_behind(message.clock):
             return None
         self.ledger.read(worker, message.number)
         if message.kind is Kind.READ:
             return Message(Kind.OK, text=self._log(worker, message).to_text())
-        self._follow_own()
-        self.ledger.forget(self.replica.position)
+        self._replay_own_log()
+        self.ledger.discard_before(self.replica.position)
         return self._fetch(worker, message)
 
     def _fetch(self, worker: int, message: Message) -> Message:
-        fetched = self.replica.fetch(worker, (message.epoch, message.number), message.have)
+        fetched = self.replica.fetch(
+            worker, (message.epoch, message.number), message.pulled_version
+        )
         position = self.replica.position
         if fetched is None:
             return Message(Kind.REREAD, position=position)
-        version, self.answer_data, have = fetched
-        return Message(Kind.OK, 0, 0, version, position, size=len(self.answer_data), have=have)
+        version, self.answer_data, fragment = fetched
+        size = len(self.answer_data)
+        return Message(Kind.OK, 0, 0, version, position, size, fragment=fragment)
 
     def _newest(self, text: str) -> Message:
         self.answer_data = self.replica.newest
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
     def _admit(self, worker: int, message: Message) -> None:
-        # No worker waits for the answer to a BEAT.
-        if self.failure and message.kind is not Kind.BEAT:
+        # No worker waits for the answer to a HEARTBEAT.
+        if self.failure and message.kind is not Kind.HEARTBEAT:
             raise PeerLost(self.failure)
-        if message.kind in (Kind.JOIN, Kind.BEAT):
+        if message.kind in (Kind.JOIN, Kind.HEARTBEAT):
             return
         if worker in self.lost:
             raise PeerLost(f"training continues without this worker: {self.lost[worker]}")
@@ -334,25 +338,25 @@ class Core:
         All servers have replayed these entries, because a worker reports the smallest position of
         all servers.
         """
-        self._follow_own()
+        self._replay_own_log()
         if worker in self.ledger.members:
-            self.ledger.forget(message.position)
-        return self.ledger.since(message.position)
+            self.ledger.discard_before(message.position)
+        return self.ledger.log_from(message.position)
 
-    def _follow_own(self) -> None:
-        self._follow(self.ledger.since(self.replica.position))
+    def _replay_own_log(self) -> None:
+        self._replay(self.ledger.log_from(self.replica.position))
 
-    def _follow(self, log: Log | None) -> None:
+    def _replay(self, log: Log | None) -> None:
         assert log is not None  # `validate` returns it for each kind that has one
         self.ledger.replay(log)  # has no effect at the first server, which created the log
         new = log.after(self.replica.position)
         if new.entries and self.journal:
-            self.journal.record(Followed(new))
+            self.journal.record(Replayed(new))
         try:
-            self.replica.follow(log)
+            self.replica.replay(log)
         except Exception as error:
             # The optimizer failed, so this shard differs from those of the other servers.
             self.failure = f"the server is lost: {type(error).__name__}: {error}"
             raise
         if not self.is_first:
-            self.ledger.forget(self.replica.position)
+            self.ledger.discard_before(self.replica.position)

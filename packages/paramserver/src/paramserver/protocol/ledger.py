@@ -27,7 +27,7 @@ from paramserver.protocol.log import (
     Start,
     Write,
     digest,
-    push_of,
+    parse_push,
 )
 
 
@@ -92,7 +92,7 @@ class Ledger:
         """Active workers, and the workers that are expected to join."""
         return {w: member for w, member in self.members.items() if member.active or member.expected}
 
-    def behind(self, clock: int) -> list[int]:
+    def workers_behind(self, clock: int) -> list[int]:
         """Return the workers for which a reader at `clock` has to wait."""
         bound = self._consistency.bound
         return [w for w, member in self.awaited.items() if clock - member.clock > bound]
@@ -139,13 +139,13 @@ class Ledger:
             self._append(Leave(worker))
             self._write_if_complete()
 
-    def since(self, position: int) -> Log:
+    def log_from(self, position: int) -> Log:
         """Return the log from `position`."""
         skipped = min(max(0, position - self._first), len(self._entries))
         entries = tuple(self._entries[skipped:])
         return Log(max(position, self._first), entries, self._digests[skipped])
 
-    def can_follow(self, position: int) -> bool:
+    def can_replay_from(self, position: int) -> bool:
         """Return False if a server that has replayed `position` entries must have lost entries.
 
         Before a worker pushes again, all servers have replayed its last push. A server that is
@@ -159,7 +159,7 @@ class Ledger:
                 pushes.update(entry.pushes)
         return position >= self._first and len({p[0] for p in pushes}) == len(pushes)
 
-    def forget(self, position: int) -> None:
+    def discard_before(self, position: int) -> None:
         """Discard the entries before `position`, which all servers have replayed."""
         count = min(max(0, position - self._first), len(self._entries))
         del self._entries[:count], self._digests[:count]
@@ -199,7 +199,7 @@ class Ledger:
             "version": self.version,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
             "accepted": list(self._accepted),
-            "log": self.since(self._first).to_text(),
+            "log": self.log_from(self._first).to_text(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class Ledger:
         log = Log.from_text(state["log"])
         self.version = state["version"]
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
-        self._accepted = [push_of(push) for push in state["accepted"]]
+        self._accepted = [parse_push(push) for push in state["accepted"]]
         self._first = log.start
         self._entries = list(log.entries)
         self._digests = [log.before]
@@ -245,7 +245,7 @@ class Ledger:
                     member
                     and epoch == member.epoch
                     and number > member.reads
-                    and not self.behind(member.clock)
+                    and not self.workers_behind(member.clock)
                 )
             case Leave(worker):
                 valid = worker in self.awaited

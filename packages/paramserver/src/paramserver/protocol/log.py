@@ -127,9 +127,9 @@ def _from_list(fields: Any) -> Entry:
         case ["join", worker, epoch, clock, session] if _are_numbers(fields[1:]):
             return Join(worker, epoch, clock, session)
         case ["accept", list(push)]:
-            return Accept(push_of(push))
+            return Accept(parse_push(push))
         case ["write", list(pushes), list(staleness)] if _are_numbers(staleness):
-            return Write(tuple(map(push_of, pushes)), tuple(staleness))
+            return Write(tuple(map(parse_push, pushes)), tuple(staleness))
         case ["read", worker, epoch, number] if _are_numbers(fields[1:]):
             return Read(worker, epoch, number)
         case ["leave", worker] if _is_number(worker):
@@ -137,7 +137,7 @@ def _from_list(fields: Any) -> Entry:
     raise ValueError(f"expected an entry of a ledger, got {str(fields)[:80]}")
 
 
-def push_of(fields: Any) -> Push:
+def parse_push(fields: Any) -> Push:
     """Return a push from its fields; raise `ValueError` if they cannot be those of a push."""
     if not isinstance(fields, list | tuple) or len(fields) != 3 or not _are_numbers(fields):
         raise ValueError(f"expected an entry of a ledger with a push, got {str(fields)[:80]}")

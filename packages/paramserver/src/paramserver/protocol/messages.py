@@ -30,19 +30,19 @@ class Kind(IntEnum):
     JOIN = 1
     PULL = 2  # READ and FETCH in one message, with a single server
     PUSH = 3  # STAGE and COMMIT in one message, with a single server
-    STAGE = 4
-    COMMIT = 5
-    READ = 6
-    FETCH = 7
-    FOLLOW = 8
-    SYNC = 9
-    LEAVE = 10
-    FINISH = 11
-    END = 12
-    ABORT = 13
-    BEAT = 14
+    STAGE = 4  # store the gradients, to every server
+    COMMIT = 5  # accept the staged gradients, to the first server
+    READ = 6  # fix the version to read, to the first server
+    FETCH = 7  # replay the log and send the fixed version
+    REPLAY = 8  # replay the log
+    SYNC = 9  # send the log
+    LEAVE = 10  # stop pushing without waiting for other workers
+    FINISH = 11  # stop pushing, and wait until all workers have done so
+    END = 12  # replay the log and send the final parameters
+    ABORT = 13  # the worker has failed
+    HEARTBEAT = 14  # the worker's process is alive
     OK = 15
-    FAILED = 16
+    FAILED = 16  # the text is the error
     WAIT = 17  # the server is alive, but the answer is not available yet
     REREAD = 18  # the version of this read is not stored any more: read again
 
@@ -57,23 +57,25 @@ class Message:
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
     #: The policy compares the clocks of workers. In a JOIN: the number of the session.
     clock: int = 0
-    #: Number of a read; in an answer, a version or a value that depends on the kind.
+    #: In a request: sequence number of a read, or index of the server in a JOIN. In an answer: a
+    #: version, or in the answer to a SYNC, 1 if the worker's last push is not applied yet.
     number: int = 0
     #: Number of entries of the log that the sender has replayed.
     position: int = 0
     #: Number of bytes of data that follow the message.
     size: int = 0
-    #: Version that the worker has; the server may send only the change since then. In an answer:
-    #: the fragment of that change, or -1 if the data are the whole shard.
-    have: int = -1
-    #: A layout, a log or an error.
+    #: In a request: version that the worker pulled last. The server may send the change since then.
+    pulled_version: int = -1
+    #: In an answer: the fragment whose change the data are, or -1 if they are the whole shard.
+    fragment: int = -1
+    #: A layout, a log, an error, or another value that depends on the kind.
     text: str = ""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless every field has its type and fits into 64 bits."""
         values = list(vars(self).values())
         has_types = isinstance(self.kind, Kind) and isinstance(self.text, str)
-        if not has_types or not all(type(n) is int and -1 <= n < LIMIT for n in values[1:7]):
+        if not has_types or not all(type(n) is int and -1 <= n < LIMIT for n in values[1:8]):
             raise ValueError(f"expected the fields of a message, got {str(values)[:80]}")
 
     def fields(self) -> tuple[Any, ...]:
@@ -93,7 +95,7 @@ class Message:
     @staticmethod
     def from_fields(fields: Any) -> "Message":
         """Return the message with these `fields()`; raise `ValueError` for any other value."""
-        if not isinstance(fields, list) or len(fields) != 8 or type(fields[0]) is not int:
+        if not isinstance(fields, list) or len(fields) != 9 or type(fields[0]) is not int:
             raise ValueError(f"expected the fields of a message, got {str(fields)[:80]}")
         return Message(Kind(fields[0]), *fields[1:])
 
@@ -101,7 +103,7 @@ class Message:
 def check_request(worker: int, message: Message) -> None:
     """Raise ValueError unless `message` is a request that `worker` may send to some server."""
     text, kind = message.text, message.kind
-    if kind > Kind.BEAT:
+    if kind > Kind.HEARTBEAT:
         raise ValueError(f"expected a request, got {kind!r}")
     if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
         raise ValueError(f"worker {OBSERVER} only observes: expected SYNC or END, got {kind!r}")
@@ -109,9 +111,9 @@ def check_request(worker: int, message: Message) -> None:
         raise ValueError(f"expected a worker number from 0 to {2**31 - 1}, got {str(worker)[:80]}")
     numbers = message.epoch, message.clock, message.number, message.position, message.size
     if min(numbers) < 0:
-        raise ValueError(f"{kind!r} has negative fields: {str(message.fields())[:80]}")
-    if text and kind not in _WITH_TEXT:
-        raise ValueError(f"{kind!r} has no text, got {text[:80]!r}")
+        raise ValueError(f"expected fields >= 0 in {kind!r}, got {str(message.fields())[:80]}")
+    if text and kind not in _KINDS_WITH_TEXT:
+        raise ValueError(f"expected {kind!r} without a text, got {text[:80]!r}")
 
 
 def failure(error: BaseException) -> Message:
@@ -135,7 +137,8 @@ def raise_failure(peer: str, answer: Message) -> None:
         raise RuntimeError(f"{peer}: {answer.text}")
 
 
-_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.FOLLOW, Kind.END, Kind.ABORT)
-#: Exceptions that a worker raises with the type that the server has raised.
-_ERROR_TYPES: tuple[type[Exception], ...] = (PeerLost, RuntimeError, TimeoutError, ValueError)
-_ERRORS = {error.__name__: error for error in _ERROR_TYPES}
+_KINDS_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.REPLAY, Kind.END, Kind.ABORT)
+#: Exceptions that a worker raises with the type that the server has raised, by name.
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (PeerLost, RuntimeError, TimeoutError, ValueError)
+}

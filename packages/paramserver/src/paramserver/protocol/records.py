@@ -17,13 +17,13 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Followed:
+class Replayed:
     """Record of log entries that were replayed."""
 
     log: Log
 
 
-Record = Staged | Followed
+Record = Staged | Replayed
 
 
 class Journal(Protocol):

@@ -51,7 +51,7 @@ class Replica:
         if memory is None:
             memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8, device="cpu")
         self._buffer = memory.zero_()
-        views = [f.shard.views(f.of(self._buffer)) for f in self._fragments]
+        views = [f.shard.views(f.view_of(self._buffer)) for f in self._fragments]
         self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
         flat = {name: local_part(p.detach()).reshape(-1) for name, p in parameters.items()}
@@ -111,7 +111,7 @@ class Replica:
             require_finite(push[0], dict(zip(names, gradients, strict=True)))
         return gradients
 
-    def wants(self, push: Push) -> bool:
+    def is_next(self, push: Push) -> bool:
         """Return True if the push is the worker's next; False if it is accepted already or void.
 
         Raises:
@@ -132,7 +132,7 @@ class Replica:
         self._drop(push[0])  # a worker has at most one push that is not accepted
         self._staged[push] = gradients
 
-    def has(self, push: Push) -> bool:
+    def is_staged(self, push: Push) -> bool:
         """Return True if the gradients of the push are staged."""
         return push in self._staged
 
@@ -152,7 +152,7 @@ class Replica:
                 if push not in self._staged:
                     raise RuntimeError(f"the log applies push {push}, which was not staged here")
 
-    def follow(self, log: Log) -> None:
+    def replay(self, log: Log) -> None:
         """Apply the new entries of `log`; raise `RuntimeError` if `check` fails."""
         self.check(log)
         for entry in log.after(self.position).entries:
@@ -185,12 +185,14 @@ class Replica:
                     self.next[worker] = self.next.get(worker, (0, 0))[0] + 1, 0
             self.position += 1
 
-    def fetch(self, worker: int, read: EpochAndNumber, have: int) -> tuple[int, Tensor, int] | None:
+    def fetch(
+        self, worker: int, read: EpochAndNumber, pulled_version: int
+    ) -> tuple[int, Tensor, int] | None:
         """Return the version of a pending read of `worker`, its data, and their fragment.
 
-        The data are a view of this server's memory. If the worker has the previous version, `have`,
-        they are the change of one fragment; otherwise the fragment is -1 and they are the shard.
-        Return None if the read is not pending: it was fetched before.
+        The data are a view of this server's memory. If `pulled_version` is the previous version,
+        they are the change of one fragment. Otherwise they are the whole shard, and the fragment is
+        -1. Return None if the read is not pending, because it was fetched before.
         """
         pending, version, preserved = self._pending_reads.get(worker, (None, 0, None))
         if pending != read:
@@ -198,7 +200,7 @@ class Replica:
         del self._pending_reads[worker]
         fragment = -1
         data = self.newest if preserved is None else preserved
-        if have == version - 1 >= self.base_version and version == self.version:
+        if pulled_version == version - 1 >= self.base_version and version == self.version:
             fragment = self._changed
             data = self._change
         return version, data, fragment
@@ -277,7 +279,7 @@ class Replica:
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
-        self._change = fragment.of(self.newest) if change is None else change
+        self._change = fragment.view_of(self.newest) if change is None else change
 
     def _drop(self, worker: int) -> None:
         """Discard the staged pushes of `worker` that are not accepted."""
@@ -307,10 +309,10 @@ class Replica:
         self._updater.step()
         self.version += 1
         self._changed = number
-        self._change = fragment.of(self.newest)
+        self._change = fragment.view_of(self.newest)
         if self.compression and self._published is not None:
-            new = fragment.shard.views(fragment.of(self._buffer))
-            published = fragment.shard.views(fragment.of(self._published))
+            new = fragment.shard.views(fragment.view_of(self._buffer))
+            published = fragment.shard.views(fragment.view_of(self._published))
             change = self.compression.encode(flatten(new) - flatten(published))
             numel = sum(view.numel() for view in new)
             add_flat(published, self.compression.decode(change, numel))

@@ -109,10 +109,10 @@ class Session:
                 answers = yield [self._request(0, Kind.PULL)]
             else:
                 (answer,) = yield [self._request(0, Kind.READ)]
-                answers = yield self._with_log(Kind.FETCH, Log.from_text(answer.text))
+                answers = yield self._requests_with_log(Kind.FETCH, Log.from_text(answer.text))
                 self._positions = [answer.position for answer in answers]
         self._has_pushed = False
-        return self._one_version(answers)
+        return self._common_version(answers)
 
     def prepare_push(self) -> Steps[None]:
         """Wait until all servers have used the gradients of the last push."""
@@ -134,11 +134,11 @@ class Session:
         """Stop pushing; receive and return the final version after all workers have finished."""
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
-            others = self._with_log(Kind.END, Log.from_text(first.text))[1:]
+            others = self._requests_with_log(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
             # A worker that joined and pushed in the meantime has created a later version.
             if all(answer.number <= first.number for answer in answers):
-                return self._one_version(answers)
+                return self._common_version(answers)
 
     def leave(self) -> Steps[None]:
         """Stop pushing without waiting for other workers."""
@@ -147,18 +147,17 @@ class Session:
     def _forward_log(self, kind: Kind = Kind.SYNC) -> Steps[bool]:
         """Forward the first server's log; return True if the last push is not applied yet."""
         (answer,) = yield [self._request(0, kind)]
-        if others := self._with_log(Kind.FOLLOW, Log.from_text(answer.text))[1:]:
+        if others := self._requests_with_log(Kind.REPLAY, Log.from_text(answer.text))[1:]:
             answers = yield others
             self._positions[1:] = [answer.position for answer in answers]
         return bool(answer.number)
 
     def _request(self, server: int, kind: Kind) -> Request:
         position = min(self._positions)
-        have = self.version
-        message = Message(kind, self.epoch, self.clock, self._reads, position, have=have)
-        return Request(server, message)
+        message = Message(kind, self.epoch, self.clock, self._reads, position)
+        return Request(server, replace(message, pulled_version=self.version))
 
-    def _with_log(self, kind: Kind, log: Log) -> list[Request]:
+    def _requests_with_log(self, kind: Kind, log: Log) -> list[Request]:
         if max(self._positions) > log.stop:
             raise RuntimeError(
                 f"the servers have replayed {self._positions} entries of the log, but server 0 has "
@@ -169,7 +168,7 @@ class Session:
         message = self._request(0, kind).message
         return [Request(i, replace(message, text=text)) for i, text in enumerate(texts)]
 
-    def _one_version(self, answers: list[Message]) -> int:
+    def _common_version(self, answers: list[Message]) -> int:
         versions = {answer.number for answer in answers}
         if len(versions) > 1:
             raise RuntimeError(

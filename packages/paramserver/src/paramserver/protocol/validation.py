@@ -7,7 +7,7 @@ from paramserver.protocol.log import Log
 from paramserver.protocol.messages import OBSERVER, Kind, Message, PeerLost, check_request
 from paramserver.protocol.replica import Replica
 
-_KINDS_WITH_LOG = (Kind.FETCH, Kind.FOLLOW, Kind.END)
+_KINDS_WITH_LOG = (Kind.FETCH, Kind.REPLAY, Kind.END)
 _FIRST_SERVER_KINDS = (
     Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
 )  # fmt: skip
@@ -88,14 +88,14 @@ def _check_sender(
 ) -> None:
     member = ledger.members.get(worker)
     if member is None or (session is not None and not member.sessions):
-        if message.kind is Kind.BEAT:
+        if message.kind is Kind.HEARTBEAT:
             return  # the thread that sends it starts before the worker joins
         text = "" if elastic else f"; there are {len(ledger.members)} workers"
         raise ValueError(f"worker {worker} is unknown{text}: join first")
     outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
     if session is not None and public_session_id(session) != member.sessions[-1]:
         raise PeerLost(f"{outdated}, or another process uses its number")
-    if message.kind in (Kind.BEAT, Kind.ABORT):
+    if message.kind in (Kind.HEARTBEAT, Kind.ABORT):
         return  # these belong to a session, not to an epoch
     if message.epoch < member.epoch:
         raise PeerLost(outdated)

@@ -34,7 +34,7 @@ class Waits:
         since = earlier[0] if earlier and earlier[1] == message else now
         self.waiting[worker] = since, message
 
-    def excuse_silence(self, workers: Iterable[int], now: float) -> None:
+    def reset_silence(self, workers: Iterable[int], now: float) -> None:
         """Measure the silence of all workers from `now`."""
         self.last_seen = dict.fromkeys({*self.last_seen, *workers}, now)
         self.waiting = {w: (now, message) for w, (_, message) in self.waiting.items()}
@@ -42,7 +42,7 @@ class Waits:
     def blockers(self, message: Message, ledger: Ledger) -> list[int]:
         """Return the workers that block a request and are not waiting for an answer themselves."""
         is_finish = message.kind is Kind.FINISH
-        blockers = ledger.active if is_finish else ledger.behind(message.clock)
+        blockers = ledger.active if is_finish else ledger.workers_behind(message.clock)
         return [worker for worker in blockers if worker not in self.waiting]
 
     def silent(self, worker: int, ledger: Ledger, now: float) -> list[int]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.consistency import local_of
+from paramserver.consistency import as_local_steps
 from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
 from paramserver.journal.files import sync_folder
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
-from paramserver.protocol.records import Followed
+from paramserver.protocol.records import Replayed
 from paramserver.protocol.replica import Replica
 from paramserver.running.job import Job
 
@@ -39,7 +39,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         JournalError: a journal is damaged, or the journals do not match.
     """
     source, target = Path(source), Path(target)
-    policy = local_of(job.consistency)
+    policy = as_local_steps(job.consistency)
     if policy and (policy.fragments > 1 or policy.compression):
         raise ValueError(
             "expected a policy without fragments and compression, whose results depend on the "
@@ -75,7 +75,7 @@ def _restored(job: Job, source: Path) -> list[Core]:
     for core, folder in zip(cores, folders, strict=True):
         try:
             # The first server may be ahead of the others, which have staged all committed pushes.
-            core.restore(None, [Followed(first.ledger.since(core.replica.position))])
+            core.restore(None, [Replayed(first.ledger.log_from(core.replica.position))])
         except (ValueError, RuntimeError) as error:
             raise JournalError(
                 f"{folder} does not match {folders[0]}: {error}. Recover the journals of all "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from paramserver.consistency import Consistency, local_of
+from paramserver.consistency import Consistency, as_local_steps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import trainable_parameters
 from paramserver.partition import Shard, partition
@@ -94,7 +94,7 @@ class Job:
         checkpoint: str | Path | None = None,
     ) -> Worker:
         """Return a new worker that has joined the servers behind `connections`."""
-        local = local_of(self.consistency)
+        local = as_local_steps(self.consistency)
         return Worker(
             self.module,
             connections,

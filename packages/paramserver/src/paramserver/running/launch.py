@@ -66,7 +66,7 @@ def run(
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
         fsync: whether each record of a journal is written through to the disk before it is
-            answered, so that it survives a power failure.
+            answered, so that it continues_after_loss a power failure.
 
     Raises:
         PeerLost: a process has died; the message names it.
@@ -102,7 +102,7 @@ def run(
         for channels in (*server_ends, *worker_ends):
             for channel in channels:
                 channel.close()
-        outcomes = collect(processes, survives=on_worker_loss == "continue")
+        outcomes = collect(processes, continues_after_loss=on_worker_loss == "continue")
     return assemble(job, shards, outcomes)
 
 
@@ -121,7 +121,7 @@ def _serve(
     packed: bytes, shard: Shard, channels: Channels, report_losses: ReportLosses | None = None
 ) -> ServerReport:
     job = Job.unpack(packed)
-    server = job.server(shard, memory=channels[0].home)
+    server = job.server(shard, memory=channels[0].server_memory)
     for thread in serve(server, dict(enumerate(channels))):
         while thread.is_alive():
             thread.join(1.0)

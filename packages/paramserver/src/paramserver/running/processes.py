@@ -29,16 +29,16 @@ class Processes:
     """The processes of a run, by name.
 
     If this process dies, they end and remove `folder`, unless it is None. A worker that the first
-    server reports as lost is killed if it has not ended `patience` seconds later.
+    server reports as lost is killed if it has not ended `grace_period` seconds later.
     """
 
     def __init__(
         self,
         context: BaseContext,
         folder: str | None,
-        patience: float,
+        grace_period: float,
     ) -> None:
-        self.patience = patience
+        self.grace_period = grace_period
         #: Each running process, and the pipe from which its outcome is received.
         self.running: dict[str, tuple[BaseProcess, Connection]] = {}
         self._context = context
@@ -88,7 +88,7 @@ class Processes:
         self._killed.setdefault(name, reason)
         self.running[name][0].kill()
 
-    def ends(self, seconds: float | None) -> Iterator[Outcome]:
+    def outcomes_within(self, seconds: float | None) -> Iterator[Outcome]:
         """Yield the outcomes of the processes that end within `seconds`."""
         by_pipe = {pipe: name for name, (_, pipe) in self.running.items()}
         for pipe in wait(list(by_pipe), seconds):
@@ -110,7 +110,7 @@ class Processes:
             lost = {f"worker {w}": (now, reason) for w, reason in received.items()}
             self._lost = {name: self._lost.get(name, loss) for name, loss in lost.items()}
         for name, (since, reason) in self._lost.items():
-            if name in self.running and time.monotonic() - since > self.patience:
+            if name in self.running and time.monotonic() - since > self.grace_period:
                 self.kill(name, reason)
 
 
@@ -148,21 +148,21 @@ def _end_with_parent(folder: str | None) -> None:
     os._exit(1)
 
 
-def collect(processes: Processes, *, survives: bool) -> dict[str, Outcome]:
+def collect(processes: Processes, *, continues_after_loss: bool) -> dict[str, Outcome]:
     """Wait for all processes and return their outcomes.
 
-    After a failure, the processes that have not ended `patience` seconds later are killed. With
-    `survives`, the loss of a worker does not count as a failure.
+    After a failure, the processes that have not ended `grace_period` seconds later are killed. With
+    `continues_after_loss`, the loss of a worker does not count as a failure.
     """
     outcomes: dict[str, Outcome] = {}
     deadline = math.inf
     while processes.running:
-        for outcome in processes.ends(min(1.0, max(0.0, deadline - time.monotonic()))):
+        for outcome in processes.outcomes_within(min(1.0, max(0.0, deadline - time.monotonic()))):
             outcomes[outcome.name] = outcome
-            if outcome.failed and not (survives and outcome.name.startswith("worker")):
-                deadline = min(deadline, time.monotonic() + processes.patience)
+            if outcome.failed and not (continues_after_loss and outcome.name.startswith("worker")):
+                deadline = min(deadline, time.monotonic() + processes.grace_period)
         if time.monotonic() >= deadline:
-            reason = f"killed, {processes.patience:g} s after the failure of another process"
+            reason = f"killed, {processes.grace_period:g} s after the failure of another process"
             for name in processes.running:
                 processes.kill(name, reason)
     return outcomes

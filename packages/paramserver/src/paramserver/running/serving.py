@@ -35,9 +35,9 @@ def answer_requests(server: Server, worker: int, channel: Channel) -> None:
         while _answer_next(server, worker, channel):
             pass
     except ConnectionError as error:
-        server.lose(worker, f"{channel.peer}: {error}")
+        server.mark_lost(worker, f"{channel.peer}: {error}")
     except Exception as error:
-        server.lose(worker, f"{channel.peer} sent an invalid message: {error}")
+        server.mark_lost(worker, f"{channel.peer} sent an invalid message: {error}")
 
 
 def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
@@ -45,12 +45,12 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     request = channel.receive()
     check_request(worker, request)
     if request.kind is Kind.ABORT:
-        server.lose(worker, request.text)
+        server.mark_lost(worker, request.text)
         return False
     data = channel.gradients[: request.size]
     check = FiniteCheck(server.shard, data)
     if request.kind in KINDS_WITH_GRADIENTS:
-        channel.take(data, check.update)
+        channel.receive_gradients(data, check.update)
 
     def keep_alive() -> None:
         channel.send(Message(Kind.WAIT))

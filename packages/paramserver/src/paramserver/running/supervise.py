@@ -15,7 +15,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-from paramserver.consistency import local_of
+from paramserver.consistency import as_local_steps
 from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
@@ -64,7 +64,7 @@ def join_servers(
 def _connected(
     job: Job, rank: int, addresses: Sequence[str], keys: Keys | None
 ) -> Iterator[list[ZeroMQConnection]]:
-    life = secrets.randbits(40)
+    session = secrets.randbits(40)
     shards = job.shards()
     if len(addresses) != len(shards):
         raise ValueError(f"expected {len(shards)} addresses, one per server, got {len(addresses)}")
@@ -72,7 +72,7 @@ def _connected(
         connections = []
         for address, shard in zip(addresses, shards, strict=True):
             connection = ZeroMQConnection(
-                address, rank, shard.buffer_bytes, life=life, patience=job.timeout, keys=keys
+                address, rank, shard.buffer_bytes, session=session, timeout=job.timeout, keys=keys
             )
             connections.append(stack.enter_context(closing(connection)))
         yield connections
@@ -122,7 +122,7 @@ def run_on_zeromq(
         reader = ThreadPoolExecutor(1)
         try:
             while not (final_state and final_state.done()):
-                for outcome in processes.ends(0.02 if final_state else 0.5):
+                for outcome in processes.outcomes_within(0.02 if final_state else 0.5):
                     if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
                         processes.restart(outcome.name)
@@ -149,7 +149,7 @@ def _serve(
 def _work(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
     job = Job.unpack(packed)
     checkpoint = None
-    if journal is not None and local_of(job.consistency):
+    if journal is not None and as_local_steps(job.consistency):
         Path(journal).mkdir(parents=True, exist_ok=True)
         checkpoint = f"{journal}/worker-{rank}"
     with join_servers(job, rank, addresses, checkpoint=checkpoint) as worker:

@@ -28,7 +28,7 @@ class ConnectionBuffers:
     """The buffers at one end of a connection: flat bytes of parameters and of gradients."""
 
     #: The server's parameters, if this process can read them in place.
-    home: Tensor | None = None
+    server_memory: Tensor | None = None
 
     def __init__(self, nbytes: int) -> None:
         # On the CPU also if the caller's default device is a GPU.
@@ -83,10 +83,10 @@ class Channel(ConnectionBuffers):
         """Receive the next message and its data; raise `TimeoutError` after `timeout` seconds."""
         raise NotImplementedError
 
-    def push(self, data: Tensor, written: Iterable[int]) -> None:
+    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
         """Send gradients while iterating over `written`, which yields the bytes written so far."""
 
-    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+    def receive_gradients(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
         """Receive gradients; `on_progress` may be called with the bytes received so far."""
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class RemoteConnection(Connection):
         self._timeout = min(timeout, LONGEST_WAIT)
         self.parameters = channel.parameters
         self.gradients = channel.gradients
-        self.home = channel.home
+        self.server_memory = channel.server_memory
         self.read = channel.read  # type: ignore[method-assign]
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
@@ -134,7 +134,7 @@ class RemoteConnection(Connection):
             with self._sending:
                 channel.send(message)
                 if message.kind in KINDS_WITH_GRADIENTS:
-                    channel.push(self.gradients[: message.size], written)
+                    channel.send_gradients(self.gradients[: message.size], written)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass
         except ConnectionError as error:

@@ -59,7 +59,7 @@ class DistributedChannel(Channel):
 
     def receive(self, timeout: float | None = None) -> Message:
         """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
-        head = torch.zeros(8, dtype=torch.int64, device="cpu")
+        head = torch.zeros(9, dtype=torch.int64, device="cpu")
         self._receive(head, timeout)
         *numbers, length = head.tolist()
         if not 0 <= length <= _MAX_TEXT_BYTES:
@@ -75,14 +75,14 @@ class DistributedChannel(Channel):
             self._receive(self.parameters[: message.size], None)
         return message
 
-    def push(self, data: Tensor, written: Iterable[int]) -> None:
-        """Write the gradients, then send them; see `Channel.push`."""
+    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
+        """Write the gradients, then send them; see `Channel.send_gradients`."""
         for _ in written:
             pass  # iterating writes the payload
         self._send(data)
 
-    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
-        """Receive gradients in one message; see `Channel.take`."""
+    def receive_gradients(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+        """Receive gradients in one message; see `Channel.receive_gradients`."""
         self._receive(data, None)
 
     def _send(self, data: Tensor) -> None:

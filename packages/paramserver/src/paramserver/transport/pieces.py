@@ -26,7 +26,7 @@ class BufferPool:
         self.nbytes = nbytes
         self._free = list[np.ndarray]()
 
-    def take(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Return an uninitialized buffer, which returns to the pool when its last view is freed."""
         # NumPy allocates huge pages for large arrays.
         memory = self._free.pop() if self._free else np.empty(self.nbytes, np.uint8)
@@ -35,7 +35,7 @@ class BufferPool:
         return torch.from_numpy(view)
 
 
-class Arrival:
+class PieceReceiver:
     """Receives data in pieces, in order, into `data`."""
 
     def __init__(self, data: Tensor, shard: Shard | None = None) -> None:
@@ -45,7 +45,7 @@ class Arrival:
         #: Check of gradients of `shard`; None for other data.
         self.finite_check = FiniteCheck(shard, data) if shard else None
 
-    def take(self, start: int, piece: bytes | memoryview) -> bool:
+    def accept(self, start: int, piece: bytes | memoryview) -> bool:
         """Store a piece that starts at byte `start`; return True if the data are complete."""
         if start == self.received and 0 < len(piece) <= len(self.data) - start:
             self.received += len(piece)

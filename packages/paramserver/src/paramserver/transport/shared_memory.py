@@ -60,7 +60,7 @@ class SharedMemoryChannel(Channel):
         start = _start(nbytes, number)
         end = _start(nbytes, number + 1)
         memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        self.home: Tensor = memory[:nbytes]
+        self.server_memory: Tensor = memory[:nbytes]
         self.parameters = memory[start : start + nbytes]
         self.gradients = memory[start + nbytes : end - _WORDS_BYTES]
         self._words = memory[end - _WORDS_BYTES : end].numpy().data.cast("q")
@@ -73,7 +73,7 @@ class SharedMemoryChannel(Channel):
         """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
         return Message.from_text(self._receive(timeout))
 
-    def push(self, data: Tensor, written: Iterable[int]) -> None:
+    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
         """Write the gradients into shared memory, and send the number of bytes written so far."""
         reported = 0
         for stop in itertools.chain(written, [len(data)]):
@@ -81,8 +81,8 @@ class SharedMemoryChannel(Channel):
                 reported = stop
                 self._send(stop.to_bytes(8, "big"))
 
-    def take(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
-        """Wait until the peer has written the gradients; see `Channel.take`."""
+    def receive_gradients(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
+        """Wait until the peer has written the gradients; see `Channel.receive_gradients`."""
         stop = 0
         while stop < len(data):
             raw = self._receive(None)
@@ -94,8 +94,8 @@ class SharedMemoryChannel(Channel):
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
         """Let the worker read in place if possible, otherwise copy; see `ConnectionBuffers`."""
-        is_home = data.data_ptr() == self.home.data_ptr() and len(data) == self._nbytes
-        in_place = _HAS_ORDERED_WRITES and is_home
+        is_whole = data.data_ptr() == self.server_memory.data_ptr() and len(data) == self._nbytes
+        in_place = _HAS_ORDERED_WRITES and is_whole
         self._words[_DONE] = 0
         self._words[_IN_PLACE] = in_place
         if in_place:
@@ -106,7 +106,7 @@ class SharedMemoryChannel(Channel):
     def read(self, use: Callable[[Tensor], object]) -> None:
         """Read the parameters in place or from the copy; see Note [Reading parameters in place]."""
         if self._words[_IN_PLACE]:
-            use(self.home)
+            use(self.server_memory)
             if self._words[_IN_PLACE]:
                 self._words[_DONE] = 1
                 return
@@ -119,7 +119,7 @@ class SharedMemoryChannel(Channel):
 
     def _copy_out(self) -> None:
         if not self._words[_DONE]:
-            self.parameters.copy_(self.home)
+            self.parameters.copy_(self.server_memory)
             self._words[_IN_PLACE] = 0
 
     def _send(self, data: bytes) -> None:

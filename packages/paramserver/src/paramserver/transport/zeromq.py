@@ -12,7 +12,7 @@ that a slow link does not fill the memory. A request is dropped or answered with
 its sender has joined as the worker that it names.
 
 CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
-thread of each worker sends a BEAT every second, even while the worker computes, so that a slow
+thread of each worker sends a HEARTBEAT every second, even while the worker computes, so that a slow
 worker can be distinguished from a dead one.
 """
 
@@ -38,7 +38,7 @@ from paramserver.protocol.messages import (
     failure,
 )
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_extra
-from paramserver.transport.pieces import PIECE, Arrival, BufferPool, piece_bounds
+from paramserver.transport.pieces import PIECE, PieceReceiver, BufferPool, piece_bounds
 from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
 
 _LOG = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ZeroMQServer:
             now = time.monotonic()
             if now - last_check > _SUSPENDED:
                 # The messages of the workers may not have been received yet.
-                self.core.excuse_silence(now)
+                self.core.reset_silence(now)
             last_check = now
             self._retry_waiting(now)
             if report and now - last_report > 1:
@@ -134,7 +134,7 @@ class ZeroMQServer:
     def _receive(self, frames: list[Any]) -> bool:
         """Process a message. Return True if waiting requests may be answerable now."""
         try:
-            received = _Received.of(frames, has_keys=self._keys is not None)
+            received = _Received.parse(frames, has_keys=self._keys is not None)
         except (ValueError, RecursionError) as error:
             # It is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
@@ -150,27 +150,27 @@ class ZeroMQServer:
         """Process the first piece of a request; return as `_receive` does."""
         worker = received.worker
         now = time.monotonic()
-        no_data = Arrival(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        no_data = PieceReceiver(torch.empty(0, dtype=torch.uint8, device="cpu"))
         request = _Request(received.name, received.key, message, no_data, now)
         try:
             self._check_sender(received, message)
-            self.core.validate(worker, message, received.life)
-            if message.kind is Kind.BEAT:
-                self.core.handle(worker, message, None, now, session=received.life)
+            self.core.validate(worker, message, received.session)
+            if message.kind is Kind.HEARTBEAT:
+                self.core.handle(worker, message, None, now, session=received.session)
                 return False
         except Exception as error:  # concerns this sender only
             _LOG.debug("refused a message of %r: %s", received.name, error)
-            if message.kind not in (Kind.BEAT, Kind.ABORT):
+            if message.kind not in (Kind.HEARTBEAT, Kind.ABORT):
                 self._send(request, failure(error))
             return False
         if message.kind is Kind.ABORT:
-            self.core.lose(worker, message.text)
+            self.core.mark_lost(worker, message.text)
             return True
         known = self._waiting.get(worker) or self._incoming.get(worker)
         if known is None or known.key != received.key:
             if message.kind in KINDS_WITH_GRADIENTS:  # only members get memory for their data
-                data = self._buffers.take()[: message.size]
-                request.data = Arrival(data, self.core.replica.shard)
+                data = self._buffers.allocate()[: message.size]
+                request.data = PieceReceiver(data, self.core.replica.shard)
             self._waiting.pop(worker, None)
             self._incoming[worker] = known = request
         known.name = received.name
@@ -192,15 +192,15 @@ class ZeroMQServer:
                 f"expected a request of a rank of this key, got one of worker {worker}; pass the "
                 f"worker's own key, or start the server with --peer {worker}=FILE.public"
             )
-        if message.kind is Kind.JOIN and message.clock != received.life:
+        if message.kind is Kind.JOIN and message.clock != received.session:
             raise ValueError(
-                f"expected the number of the connection, {received.life}, as that of the session, "
+                f"expected the number of the connection, {received.session}, as that of the session, "
                 f"got {message.clock}"
             )
 
     def _add_piece(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
-        if not request.data.take(received.at, received.piece):
+        if not request.data.accept(received.at, received.piece):
             # On a slow link this prevents the worker from sending the request again.
             self._keep_alive(request, time.monotonic())
             return False
@@ -257,7 +257,7 @@ class ZeroMQServer:
                 self._keep_alive(request, now)
 
     def _send(self, request: "_Request", reply: Message) -> None:
-        out = self._buffers.take() if reply.size else None
+        out = self._buffers.allocate() if reply.size else None
         for start, stop in piece_bounds(reply.size):
             head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
@@ -278,7 +278,7 @@ class _Request:
     #: Number of the connection, which is that of the worker's session, and of the request.
     key: tuple[int, int]
     message: Message
-    data: Arrival
+    data: PieceReceiver
     #: Time of the last message to the worker.
     last_message: float
 
@@ -289,7 +289,7 @@ class _Received:
 
     name: bytes
     worker: int
-    life: int
+    session: int
     number: int
     at: int
     message: Message | None
@@ -300,17 +300,17 @@ class _Received:
     @property
     def key(self) -> tuple[int, int]:
         """Number of the connection and of the request."""
-        return self.life, self.number
+        return self.session, self.number
 
     @staticmethod
-    def of(frames: list[Any], *, has_keys: bool) -> "_Received":
+    def parse(frames: list[Any], *, has_keys: bool) -> "_Received":
         """Return the content of these frames; raise `ValueError` if they are not a message."""
         if not 2 <= len(frames) <= 3:
             raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
         name, head, *rest = frames
         match json.loads(head.bytes):
-            case [worker, life, number, at, *fields]:
-                numbers = life, number, at
+            case [worker, session, number, at, *fields]:
+                numbers = session, number, at
             case other:
                 raise ValueError(f"expected the head of a message, got {str(other)[:80]}")
         if type(worker) is not int or not OBSERVER <= worker < 2**31:
@@ -321,7 +321,7 @@ class _Received:
         piece = rest[0].buffer if rest else b""
         # The authenticator stores the key as the user of the connection.
         sender_key = head.get("User-Id") if has_keys else ""
-        return _Received(name.bytes, worker, life, number, at, message, piece, sender_key)
+        return _Received(name.bytes, worker, session, number, at, message, piece, sender_key)
 
 
 def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:

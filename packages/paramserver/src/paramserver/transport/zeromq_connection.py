@@ -10,10 +10,10 @@ from typing import Any
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_extra
-from paramserver.transport.pieces import Arrival, piece_bounds
+from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
-#: Seconds between two BEATs of a worker.
-_BEAT_INTERVAL = 1.0
+#: Seconds between two HEARTBEATs of a worker.
+_HEARTBEAT_INTERVAL = 1.0
 #: Seconds of silence after which a request or its answer counts as lost.
 _RETRY = 2.5
 #: Number of pieces that may be queued.
@@ -39,8 +39,8 @@ class ZeroMQConnection(Connection):
         address: address of the server.
         worker: number of the worker.
         nbytes: size of the server's shard in bytes.
-        life: a number that identifies this connection; a restarted worker passes another one.
-        patience: seconds during which the server may be silent. A server that is restarted within
+        session: a number that identifies this connection; a restarted worker passes another one.
+        timeout: seconds during which the server may be silent. A server that is restarted within
             that time is not noticed.
         keys: CURVE keys of the worker and the server.
     """
@@ -51,26 +51,25 @@ class ZeroMQConnection(Connection):
         worker: int,
         nbytes: int,
         *,
-        life: int,
-        patience: float = 60.0,
+        session: int,
+        timeout: float = 60.0,
         keys: Keys | None = None,
     ) -> None:
         self._zmq = zmq = import_extra("zmq", "zeromq")
         super().__init__(nbytes)
         self._address = address
         self._worker = worker
-        self._life = life
-        self.session = life
-        self._patience = patience
+        self.session = session
+        self._timeout = timeout
         self._number = 0
         self._sent = zmq.MessageTracker()
         self._context = zmq.Context()
         self._keys = keys
         self._socket = self._connect("requests", keys)
-        self._beat_socket = self._connect("beats", keys)
+        self._heartbeat_socket = self._connect("heartbeats", keys)
         self._closed = threading.Event()
-        self._beat_thread = threading.Thread(target=self._send_beats, daemon=True)
-        self._beat_thread.start()
+        self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, daemon=True)
+        self._heartbeat_thread.start()
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request, repeatedly if necessary, until it is answered."""
@@ -81,27 +80,27 @@ class ZeroMQConnection(Connection):
         silence = 0.0
         self._send(message, written)
         answer = Message(Kind.WAIT)
-        arrival = Arrival(self.parameters)
+        receiver = PieceReceiver(self.parameters)
         is_complete = False
         while not is_complete:
             poll_start = time.monotonic()
             if not self._socket.poll(int(_RETRY * 1000)):
                 silence += min(_RETRY, time.monotonic() - poll_start)
-                if silence > self._patience:
+                if silence > self._timeout:
                     raise self._lost(start)
                 if self._sent.done:  # otherwise the request has not left this process yet
                     self._send(message)
                 continue
             head, *data = self._socket.recv_multipart(copy=False)
-            life, number, at, *fields = json.loads(head.bytes)
-            if (life, number) != (self._life, self._number):
+            session, number, at, *fields = json.loads(head.bytes)
+            if (session, number) != (self.session, self._number):
                 continue  # a second answer to an earlier request that was repeated
             silence = 0.0
             if not at:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
-                arrival = Arrival(self.parameters[: answer.size])
-            has_all_data = arrival.take(at, data[0].buffer if data else b"")
+                receiver = PieceReceiver(self.parameters[: answer.size])
+            has_all_data = receiver.accept(at, data[0].buffer if data else b"")
             is_complete = has_all_data and answer.kind is not Kind.WAIT
         return answer
 
@@ -109,7 +108,7 @@ class ZeroMQConnection(Connection):
         # A server does not answer a client whose key it does not know.
         remedy = "check that it knows this key" if self._number == 1 else "restart it"
         return PeerLost(
-            f"the server at {self._address} was silent for {self._patience:g} s, "
+            f"the server at {self._address} was silent for {self._timeout:g} s, "
             f"{time.monotonic() - start:.0f} s after the request; {remedy}"
         )
 
@@ -121,11 +120,11 @@ class ZeroMQConnection(Connection):
             socket.close(linger=500)
 
     def close(self) -> None:
-        """Close the sockets and stop sending BEATs."""
+        """Close the sockets and stop sending HEARTBEATs."""
         if not self._closed.is_set():
             self._closed.set()
             self._socket.close(linger=500)
-            self._beat_thread.join()
+            self._heartbeat_thread.join()
             self._context.term()
 
     def _send(self, message: Message, written: Iterable[int] = (), socket: Any = None) -> None:
@@ -138,7 +137,7 @@ class ZeroMQConnection(Connection):
             while written_bytes < stop:  # the previous piece is sent while this one is written
                 written_bytes = next(written, stop)
             fields = () if start else message.fields()
-            head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
+            head = json.dumps([self._worker, self.session, self._number, start, *fields]).encode()
             # The frame shares the buffer. A piece that leaves after the buffer has changed belongs
             # to a request number that is not valid any more.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
@@ -146,21 +145,21 @@ class ZeroMQConnection(Connection):
                 flags = self._zmq.NOBLOCK
                 self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
 
-    def _send_beats(self) -> None:
-        fields = Message(Kind.BEAT).fields()
-        head = json.dumps([self._worker, self._life, 0, 0, *fields]).encode()
-        while not self._closed.wait(_BEAT_INTERVAL):
+    def _send_heartbeats(self) -> None:
+        fields = Message(Kind.HEARTBEAT).fields()
+        head = json.dumps([self._worker, self.session, 0, 0, *fields]).encode()
+        while not self._closed.wait(_HEARTBEAT_INTERVAL):
             with suppress(self._zmq.Again):  # the server is not connected now
-                self._beat_socket.send(head, self._zmq.NOBLOCK)
-        self._beat_socket.close(linger=0)
+                self._heartbeat_socket.send(head, self._zmq.NOBLOCK)
+        self._heartbeat_socket.close(linger=0)
 
     def _connect(self, name: str, keys: Keys | None) -> Any:
         zmq = self._zmq
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self._life}-{name}".encode())
+        socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self.session}-{name}".encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.SNDHWM, 4 if name == "beats" else 0)
+        socket.setsockopt(zmq.SNDHWM, 4 if name == "heartbeats" else 0)
         socket.setsockopt(zmq.RCVHWM, MAX_PIECES)
         if keys:
             socket.curve_publickey = keys.public.encode()
