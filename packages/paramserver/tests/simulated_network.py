@@ -159,8 +159,8 @@ class SimulatedServer:
             timeout=TIMEOUT,
             continue_after_loss=True,
             elastic=True,
-            journal=self,
         )
+        self.core.journal = self
         journal, self.journal = self.journal, []  # restored records are not recorded again
         # A server may write to a restored tensor; the stored records must not change.
         self.core.restore(*copy.deepcopy((self.saved, journal[self.saved_at :])))

@@ -264,7 +264,7 @@ def test_recovery_truncates_to_the_last_good_record_and_keeps_discarded_bytes(
             flipped[offset] ^= 4
             (copy / name).write_bytes(flipped)
             if name == "journal-00000000" and offset < 28:  # no record precedes it
-                with pytest.raises(JournalError, match=r"no good record to go back to.*copy"):
+                with pytest.raises(JournalError, match="expected a good record in "):
                     recover(copy)
                 shutil.rmtree(copy)
                 continue
@@ -396,7 +396,7 @@ def test_record_discarded_on_one_server_is_discarded_on_all(tmp_path):
         journal.close()
     raw = (tmp_path / "server-1/journal-00000000").read_bytes()
     start, _ = records_of(raw)[len(records_of(raw)) // 2]
-    with pytest.raises(ValueError, match="is not a file of"):
+    with pytest.raises(ValueError, match="expected a file of "):
         recover(tmp_path, before=("journal-00000000", start))
     recover(tmp_path, before=(str(tmp_path / "server-1/journal-00000000"), start))
     servers, _ = two_servers(tmp_path)

@@ -108,7 +108,7 @@ def fingerprint(server, *, waiting=False):
             digest.update(gradient.numpy().tobytes())
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
-             replica.next, core.failure, core.lost, digest.hexdigest(), sizes,
+             replica.next_push, core.failure, core.lost, digest.hexdigest(), sizes,
              sorted(core.waits.last_seen),
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:

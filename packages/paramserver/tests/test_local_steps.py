@@ -475,7 +475,7 @@ class RecordingChannel:
     def send(self, message):
         self.sent.append(message.kind)
 
-    def push(self, data, written):
+    def send_gradients(self, data, written):
         self.is_pushing.set()
         assert self.may_push.wait(10)
         self.sent.append("gradients")

@@ -19,7 +19,7 @@ from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import pieces, zeromq, zeromq_connection
-from paramserver.transport.pieces import PieceReceiver, BufferPool, piece_bounds
+from paramserver.transport.pieces import BufferPool, PieceReceiver, piece_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")

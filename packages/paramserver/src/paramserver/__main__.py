@@ -22,7 +22,7 @@ from paramserver.journal import recover, require_journals
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
-from paramserver.transport.connection import import_extra
+from paramserver.transport.connection import import_zmq
 from paramserver.transport.zeromq_connection import Keys
 
 
@@ -117,7 +117,7 @@ def _join(arguments: argparse.Namespace) -> None:
 
 
 def _keys(arguments: argparse.Namespace) -> None:
-    zmq = import_extra("zmq", "zeromq")
+    zmq = import_zmq()
     public, secret = zmq.curve_keypair()
     descriptor = os.open(arguments.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

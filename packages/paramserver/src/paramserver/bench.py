@@ -1,17 +1,14 @@
-"""Time of pushes and pulls, interleaved with torch's RPC (`python -m paramserver.bench`).
+"""Time of pushes and pulls, interleaved with those of torch's RPC.
 
-`exchange` rows: one worker and one server push and pull the whole model. Measurements that need
-other packages are in tests/paramserver_study.py.
+`python tests/paramserver_study.py` prints these rows and the measurements that need other packages.
 """
 
-import argparse
 import itertools
 import json
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -31,7 +28,12 @@ TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "zeromq")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return the rows of the benchmark."""
+    """Return a row per transport, and one of torch's RPC, see `exchange_rows`.
+
+    Args:
+        device: "cpu"; servers and messages use no other device.
+        quick: measure for seconds instead of minutes.
+    """
     if device != "cpu":
         raise ValueError(f"expected device 'cpu', where servers and messages are, got {device!r}")
     if quick:
@@ -40,7 +42,10 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
-    """Return one row per transport, with the ratio of RPC's time to the transport's time."""
+    """Time pushes and pulls of a whole model of `mebibytes` MiB by one worker and one server.
+
+    Return one row per transport. `rpc_over_this` is RPC's time divided by the transport's time.
+    """
     times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
     for _ in range(2):  # interleaved, so that a slow minute affects all of them
         for transport in TRANSPORTS:
@@ -151,21 +156,6 @@ def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -
     rpc.shutdown()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows as a table, and write them as JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="python -m paramserver.bench", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--quick", action="store_true", help="measure for seconds instead of minutes"
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args(argv)
-    rows = bench(device=arguments.device, quick=arguments.quick)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
-
-
 def table(rows: list[Row]) -> str:
     """Return the rows as aligned text, one block per set of columns."""
     blocks = []
@@ -176,7 +166,3 @@ def table(rows: list[Row]) -> str:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         blocks.append("\n".join("  ".join(map(str.rjust, line, widths)) for line in cells))
     return "\n\n".join(blocks)
-
-
-if __name__ == "__main__":
-    main()

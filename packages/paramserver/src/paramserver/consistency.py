@@ -38,27 +38,28 @@ class BulkSynchronous:
 class StaleSynchronous:
     """A worker may read while it is at most `bound` clocks ahead of the slowest worker.
 
-    At clock c it therefore sees every gradient of every worker with a clock below c - bound, all of
-    its gradients, and possibly newer gradients of other workers.
+    At clock c it reads parameters that contain all gradients of clocks below c - `bound` and all of
+    its own gradients. They may contain newer gradients of other workers.
+
+    Args:
+        bound: number of clocks, at least 0.
     """
 
     bound: int
     averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.bound, bool) or not isinstance(self.bound, int):
-            raise TypeError(f"expected an integer staleness bound in clocks, got {self.bound!r}")
-        if self.bound < 0:
-            raise ValueError(f"expected a staleness bound >= 0, got {self.bound}")
+        _require_integer("staleness bound", self.bound, minimum=0)
 
 
 @dataclass(frozen=True)
 class Asynchronous:
     """No worker waits for another (Recht et al., "Hogwild!", 2011; Dean et al., 2012).
 
-    With `scale_by_staleness`, a gradient is multiplied by 1 / (1 + s), where s is the number of
-    updates that were applied since the worker pulled (Zhang et al., "Staleness-aware Async-SGD for
-    Distributed Deep Learning", 2016, equation 7, counted from zero).
+    Args:
+        scale_by_staleness: whether a gradient is multiplied by 1 / (1 + s), where s is the number
+            of updates that were applied since the worker pulled (Zhang et al., "Staleness-aware
+            Async-SGD for Distributed Deep Learning", 2016, equation 7, counted from zero).
     """
 
     scale_by_staleness: bool = False

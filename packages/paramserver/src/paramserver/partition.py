@@ -17,7 +17,6 @@ from torch import Tensor
 
 from paramserver.parameters import local_part
 
-Shards = list["Shard"]
 Cut = tuple[str, Tensor, int, int]  # name of a parameter, the parameter, first and last element
 
 #: Alignment of pieces in bytes: a cache line, which suffices for any element type.
@@ -74,12 +73,12 @@ class Shard:
         return [part.view(piece.dtype).view(piece.view_shape) for part, piece in pairs]
 
     def gather(self, buffer: Tensor, flat: Mapping[str, Tensor]) -> None:
-        """Copy a buffer into flat parameters by name, each in its logical order."""
+        """Copy the pieces of a buffer into `flat`, the 1-dimensional parameters by name."""
         for piece, view in zip(self.pieces, self.views(buffer), strict=True):
             flat[piece.name][piece.start : piece.stop] = view.view(-1)
 
     def scatter(self, flat: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Copy flat parameters by name into a buffer."""
+        """Copy the pieces from `flat`, the 1-dimensional parameters by name, into a buffer."""
         for piece, view in zip(self.pieces, self.views(buffer), strict=True):
             view.view(-1).copy_(flat[piece.name][piece.start : piece.stop])
 
@@ -116,7 +115,7 @@ class Shard:
                 )
 
     def digest(self) -> str:
-        """Return a short string that is equal only for equal layouts."""
+        """Return a hash of the pieces: 16 hexadecimal digits."""
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()[:16]
 
 
@@ -133,8 +132,13 @@ class Fragment:
         return buffer[self.start : self.stop]
 
 
-def partition(parameters: Mapping[str, Tensor], servers: int) -> Shards:
-    """Partition `parameters` over `servers` into shards whose sizes differ by about an element."""
+def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
+    """Partition `parameters` into one shard per server; the sizes differ by about an element.
+
+    Raises:
+        ValueError: a parameter is not a floating-point tensor of at least 16 bits, or there are
+            fewer elements than servers.
+    """
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
         raise ValueError(f"expected at least 1 server, got {servers}")

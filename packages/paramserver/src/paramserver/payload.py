@@ -77,15 +77,12 @@ class Gradients:
         yield len(buffer)
 
     def on_accepted(self) -> None:
-        """Handle the acceptance of the last payload by all servers; does nothing for gradients."""
+        """Update the state after all servers have accepted the payload. Gradients have none."""
 
     def on_pulled(self, server: int, answer: Message) -> None:
-        """Process pulled data in the connection to `server`; does nothing for gradients."""
+        """Process the pulled data of `server`. Parameters are processed by `load`."""
 
-    def capture(self, fragment: int) -> None:
-        """Fix the payload of the next push. Gradients need no copy."""
-
-    def load(self, alpha: float = 0.0) -> None:
+    def load(self) -> None:
         """Copy the pulled parameters into the module."""
         flat = self.flat()
         for connection, shard in zip(self._connections, self._shards, strict=True):
@@ -100,7 +97,7 @@ class Gradients:
         return {name: local_part(p.detach()).reshape(-1) for name, p in self._parameters.items()}
 
     def store(self, flat: Mapping[str, Tensor]) -> None:
-        """Copy the elements that `flat` returned and the caller changed into the parameters."""
+        """Copy the values of `flat`, which the caller has changed, into the parameters."""
         for name, parameter in self._parameters.items():
             local = local_part(parameter.detach())
             if not local.is_contiguous():  # such as a convolution in torch.channels_last

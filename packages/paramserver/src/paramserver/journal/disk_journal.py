@@ -1,17 +1,16 @@
 """The journal of a server, from which it continues after its process was killed.
 
-Every change is recorded before the answer that reports it is sent (write-ahead). A `kill -9` loses
-only changes that no worker knows of. Records survive a crash of the process, and with `fsync=True`
-also a crash of the machine.
+A server records every change before it sends the answer that reports the change (write-ahead). A
+`kill -9` therefore loses only changes that no worker knows of. Records survive a crash of the
+process, and with `fsync=True` also a crash of the machine.
 
-A snapshot immediately starts a new file. While the server continues, a thread writes the snapshot
-next to the previous one and renames it when it is complete. Until then the previous snapshot and
-its files remain.
+A snapshot starts a new file. A thread then writes the snapshot while the server continues, and
+renames it when it is complete. Until then the previous snapshot and the files after it remain.
 
-All files are checked before any of them is used. The only damage that is repaired is an incomplete
-record at the end of the last file: the server died while it wrote the record, and sent no answer.
-Any other damage is refused, and nothing changes until `recover` is called. See
-Note [Detection of damage] in `files`.
+A server that starts checks all files before it uses any of them. It repairs one kind of damage: an
+incomplete record at the end of the last file, which a server leaves if it dies during a write,
+before it has answered. Any other damage is refused, and nothing changes until `recover` is called.
+See Note [Detection of damage] in `files`.
 """
 
 import errno
@@ -25,29 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paramserver.journal.files import (
-    IDENTITY_BYTES,
-    SEAL,
-    TORN,
-    JournalError,
-    Span,
-    checked_spans,
-    compute_checksum,
-    create_file,
-    encode_record,
-    file_numbers,
-    journal_path,
-    lock_journal,
-    newest_snapshot,
-    publish_file,
-    read_identity,
-    read_records,
-    read_snapshot,
-    record_head,
-    recovery_command,
-    snapshot_tail,
-    sync_folder,
-)
+from paramserver.journal import files
+from paramserver.journal.files import JournalError, Span
 from paramserver.optimizers import save_state
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Record
@@ -56,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class DiskFullError(RuntimeError):
-    """The disk of a journal has no room for a record; nothing was recorded."""
+    """The disk of a journal has no room for a record, which was not written."""
 
 
 class DiskJournal:
@@ -78,7 +56,7 @@ class DiskJournal:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
-        self._identity = secrets.token_bytes(IDENTITY_BYTES)
+        self._identity = secrets.token_bytes(files.IDENTITY_BYTES)
         self._number = 0
         self._file: BinaryIO | None = None
         self._lock: BinaryIO | None = None
@@ -92,10 +70,11 @@ class DiskJournal:
 
     @classmethod
     def start(cls, folder: str | Path, core: Core, *, fsync: bool = False) -> "DiskJournal":
-        """Return the journal in `folder`: continue it, or start it with the state of `core`.
+        """Continue the journal in `folder`, or start one with the state of `core`; return it.
 
         Raises:
-            RuntimeError: the disk has no room for the state, see also `load`.
+            RuntimeError: the state cannot be written, or another process uses the journal.
+            JournalError: the journal is damaged. Neither `core` nor the journal has changed.
         """
         journal = cls(folder, fsync=fsync)
         if not journal.load(core):
@@ -109,7 +88,7 @@ class DiskJournal:
         return journal
 
     def load(self, core: Core) -> bool:
-        """Restore the state of the journal in `core`, and continue the journal with its changes.
+        """Restore the journal's state in `core`, and record the further changes of `core`.
 
         Returns:
             False if the journal is empty, otherwise True.
@@ -118,23 +97,23 @@ class DiskJournal:
             JournalError: the journal is damaged. Neither `core` nor the journal has changed.
             RuntimeError: another process uses the journal.
         """
-        # Locked before anything is read, so that of two servers that start together one is refused.
-        self._lock = lock_journal(self.folder)
+        # Lock before reading, so that one of two servers that start at the same time is refused.
+        self._lock = files.lock_journal(self.folder)
         try:
             spans, has_state = _restore(self.folder, core)
         except BaseException:
             self._lock.close()
             raise
         if spans:
-            self._identity = read_identity(self.folder, spans)
+            self._identity = files.read_identity(self.folder, spans)
             self._number = spans[-1].number
-            publish_file(self.folder, self._number)
-            if spans[-1].kind == TORN:
+            files.publish_file(self.folder, self._number)
+            if spans[-1].kind == files.TORN:
                 self._cut(spans[-1])
         else:
-            create_file(self.folder, self._identity, 0)
-            publish_file(self.folder, 0)
-        self._use(journal_path(self.folder, "journal", self._number).open("r+b", buffering=0))
+            files.create_file(self.folder, self._identity, 0)
+            files.publish_file(self.folder, 0)
+        self._use(files.journal_path(self.folder, "journal", self._number).open("r+b", buffering=0))
         core.journal = self
         return has_state
 
@@ -142,10 +121,10 @@ class DiskJournal:
         """Write a record and return when it is written.
 
         Raises:
-            DiskFullError: the disk has no room. The record may be passed again later.
-            RuntimeError: another error of the disk.
+            DiskFullError: the disk has no room. The caller may pass the record again later.
+            RuntimeError: the record cannot be written for another reason.
         """
-        kind, parts = encode_record(record)
+        kind, parts = files.encode_record(record)
         try:
             self._append(kind, parts)
             return
@@ -171,7 +150,7 @@ class DiskJournal:
     def snapshot(self, core: Core) -> None:
         """Copy the state of `core`, start a new file, and write the copy in a thread."""
         self.wait()
-        if self._file is None and file_numbers(self.folder, "journal"):
+        if self._file is None and files.file_numbers(self.folder, "journal"):
             raise RuntimeError(f"{self.folder} has a journal; load it before the first snapshot")
         try:
             self._start_next_file()
@@ -203,7 +182,7 @@ class DiskJournal:
             checksum = zlib.crc32(part, checksum)
         if self._file.tell() != self._stop:
             self._discard_incomplete_record()
-        head = record_head(self._identity, self._number, self._stop, kind, size, checksum)
+        head = files.record_head(self._identity, self._number, self._stop, kind, size, checksum)
         try:
             for part in (head, *parts):
                 while part:
@@ -211,8 +190,8 @@ class DiskJournal:
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
-            # If this fails too, the next call repeats it: a record that follows an incomplete one
-            # would be lost, because `load` refuses both.
+            # If this fails too, the next call repeats it: `load` would refuse a record that
+            # follows an incomplete one.
             with suppress(OSError):
                 self._discard_incomplete_record()
             raise
@@ -227,14 +206,14 @@ class DiskJournal:
     def _start_next_file(self) -> None:
         """Seal the current file and continue in a new one; after an `OSError` nothing changes."""
         number = self._number + 1
-        path = create_file(self.folder, self._identity, number)
+        path = files.create_file(self.folder, self._identity, number)
         stop = self._stop
         file = path.open("r+b", buffering=0)
         try:
             if self._file:
-                self._append(SEAL, [])
-            # If the server dies here, the next server finds the seal and renames the file.
-            path.rename(journal_path(self.folder, "journal", number))
+                self._append(files.SEAL, [])
+            # If the server dies here, the next server reads the seal and renames the file.
+            path.rename(files.journal_path(self.folder, "journal", number))
         except OSError:
             self._stop = stop
             if self._file:  # discard the seal
@@ -245,31 +224,31 @@ class DiskJournal:
             raise
         self._number = number
         self._use(file)
-        sync_folder(self.folder)
+        files.sync_folder(self.folder)
 
     def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
-        unfinished = journal_path(self.folder, "unfinished", number)
+        unfinished = files.journal_path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
                 save_state(state, file)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(0)
-                checksum = compute_checksum(file, size)
+                checksum = files.compute_checksum(file, size)
                 file.seek(size)
-                file.write(snapshot_tail(self._identity, number, size, checksum))
+                file.write(files.snapshot_tail(self._identity, number, size, checksum))
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.rename(journal_path(self.folder, "snapshot", number))
-            sync_folder(self.folder)
+            unfinished.rename(files.journal_path(self.folder, "snapshot", number))
+            files.sync_folder(self.folder)
             self.error = None
         except Exception as error:  # torch's writer raises RuntimeError
-            # The journal files are complete without the snapshot; the next one is made later.
+            # The journal is complete without this snapshot; the next one is written later.
             unfinished.unlink(missing_ok=True)
             self._report(error)
             return
         for name in ("snapshot", "journal", "unfinished"):
-            for old in (n for n in file_numbers(self.folder, name) if n < number):
-                journal_path(self.folder, name, old).unlink(missing_ok=True)
+            for old in (n for n in files.file_numbers(self.folder, name) if n < number):
+                files.journal_path(self.folder, name, old).unlink(missing_ok=True)
 
     def _report(self, error: Exception) -> None:
         self.error = error
@@ -278,8 +257,8 @@ class DiskJournal:
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 
     def _cut(self, torn: Span) -> None:
-        path = journal_path(self.folder, "journal", torn.number)
-        text = "%s: removed the last %d bytes, an incomplete record"
+        path = files.journal_path(self.folder, "journal", torn.number)
+        text = "%s: removed the last %d bytes, which are an incomplete record"
         _LOG.warning(text, path, torn.stop - torn.start)
         os.truncate(path, torn.start)
 
@@ -291,29 +270,29 @@ class DiskJournal:
 
 
 def restore(folder: Path, core: Core) -> None:
-    """Restore the state of a journal in `core` without continuing it; see `DiskJournal.load`."""
-    with lock_journal(folder):
+    """Restore the state of a journal in `core` without recording further changes of `core`."""
+    with files.lock_journal(folder):
         if not _restore(folder, core)[1]:
             raise JournalError(f"expected a journal in {folder}, which is empty")
 
 
 def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
-    """Return the spans of a journal, and whether it contains a state, after restoring it."""
-    first = newest_snapshot(folder)
-    has_files = first is not None or file_numbers(folder, "journal")
-    spans = list(checked_spans(folder, first)) if has_files else []
-    snapshot = None if first is None else read_snapshot(folder, first)
+    """Restore the state of a journal in `core`; return its spans, and whether it has a state."""
+    first = files.newest_snapshot(folder)
+    has_files = first is not None or files.file_numbers(folder, "journal")
+    spans = list(files.checked_spans(folder, first)) if has_files else []
+    snapshot = None if first is None else files.read_snapshot(folder, first)
     current: list[Span] = []
     try:
-        core.restore(snapshot, read_records(folder, spans, current))
+        core.restore(snapshot, files.read_records(folder, spans, current))
     except Exception as error:
         if not current:  # the snapshot is of another job
             raise
-        path = journal_path(folder, "journal", current[-1].number)
+        path = files.journal_path(folder, "journal", current[-1].number)
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
             f"{error}. Nothing was changed. Correct the job, or discard this record and all later "
-            f"ones by `{recovery_command(folder)} --before {path}:{start}`"
+            f"ones by `{files.recovery_command(folder)} --before {path}:{start}`"
         ) from error
     return spans, snapshot is not None or bool(current)

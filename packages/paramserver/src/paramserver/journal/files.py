@@ -1,13 +1,20 @@
-"""The files of a journal: their format, and the checks that find any damage.
+"""The files of a journal: their format, and the checks that detect damage.
+
+    journal-N     head, records, seal if journal-(N+1) exists
+    next-N        the next file before the seal of the previous one is written
+    snapshot-N    the state at the start of journal-N, which replaces all earlier files
+    unfinished-N  a snapshot that is being written
+
+    head          magic number, identity of the journal, N, checksum
+    record        kind, length, checksum of the body, checksum of this header, body
 
 Note [Detection of damage]
-A file starts with the identity of the journal and the number of the file. The checksum in a
-record's header covers the header, its offset, the file's number and the journal's identity. A wrong
-length, or a record or file in a wrong position, is therefore detected. The body has a separate
-checksum. A file that is continued by another one ends with a seal, and the next file gets its final
-name only after the seal is written, so that a missing or truncated file is detected. One damage
-cannot be detected: a last file that ends after a complete record, because a server that dies leaves
-the same. Workers that know of the lost records are refused, because they are ahead of their server.
+The checksum of a record's header covers the header, its offset, the file's number and the journal's
+identity. This detects a wrong length, and a record or file in a wrong position. A file gets its
+final name only after the seal of the previous file is written, so that a missing or truncated file
+is detected. One damage cannot be detected: a last file that ends after a complete record, because a
+server that dies leaves the same file. Workers that have seen the lost records are refused, because
+they are ahead of their server.
 """
 
 import errno
@@ -24,7 +31,7 @@ from typing import Any, BinaryIO
 import torch
 
 from paramserver.protocol.log import Log
-from paramserver.protocol.records import Replayed, Record, Staged
+from paramserver.protocol.records import Record, Replayed, Staged
 
 MAGIC = b"pserver3"
 #: Number of random bytes that identify a journal.
@@ -47,7 +54,7 @@ TORN = b"t"
 #: Name of the file in a journal's folder that its server locks.
 LOCK = "lock"
 #: Number of bytes that are read at once for a checksum.
-CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**20
 
 
 class JournalError(RuntimeError):
@@ -73,9 +80,8 @@ def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
     while number <= last or kind == SEAL:
         path = journal_path(folder, "journal", number)
         if kind == SEAL and not path.exists():
-            path = journal_path(
-                folder, "next", number
-            )  # the server died before it renamed the file
+            # The server died after it wrote the seal and before it renamed the next file.
+            path = journal_path(folder, "next", number)
         for span in _checked_spans_of_file(path, number, identity, is_last=number >= last):
             if span.kind == START:
                 identity = read_identity(folder, [span])
@@ -134,7 +140,7 @@ def _read_record_span(
 
 
 def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> Iterator[Record]:
-    """Yield the records, reading each only when needed; `current` receives the record's span."""
+    """Yield the records in the spans, one at a time; `current` receives the span of each."""
     for span in spans:
         if span.kind not in (STAGED, REPLAYED):
             continue
@@ -179,7 +185,7 @@ def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
     """Return the journal's identity; raise `JournalError` unless this is the head of the file."""
     file_identity = head[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
     if not head.startswith(MAGIC):
-        text = f"expected {MAGIC!r}, got {head[: len(MAGIC)]!r}; is it of another version?"
+        text = f"expected {MAGIC!r} of this version of the format, got {head[: len(MAGIC)]!r}"
         raise damage_error(path, 0, text)
     if len(head) < FILE_HEAD.size or head[-4:] != struct.pack("<I", zlib.crc32(head[:-4])):
         raise damage_error(path, 0, "the checksum of its header is wrong")
@@ -234,7 +240,7 @@ def read_snapshot(folder: Path, number: int) -> dict[str, Any]:
 def compute_checksum(file: BinaryIO, size: int) -> int:
     """Return the checksum of the next `size` bytes."""
     checksum = 0
-    while size > 0 and (part := file.read(min(size, CHUNK_BYTES))):
+    while size > 0 and (part := file.read(min(size, _CHUNK_BYTES))):
         checksum = zlib.crc32(part, checksum)
         size -= len(part)
     return checksum
@@ -256,7 +262,7 @@ def create_file(folder: Path, identity: bytes, number: int, records: bytes = b""
 
 
 def publish_file(folder: Path, number: int) -> None:
-    """Give a file of the journal its final name, if it does not have it."""
+    """Rename a file of the journal to its final name, unless it has that name already."""
     path = journal_path(folder, "journal", number)
     if not path.exists():
         journal_path(folder, "next", number).rename(path)
@@ -288,11 +294,11 @@ def newest_snapshot(folder: Path) -> int | None:
     return max(file_numbers(folder, "snapshot"), default=None)
 
 
-def damage_error(path: Path, offset: int, what: str) -> JournalError:
+def damage_error(path: Path, offset: int, damage: str) -> JournalError:
     """Return the error for damage at byte `offset`, with the remedy."""
     return JournalError(
-        f"{path} is damaged at byte {offset}: {what}. Nothing was changed. Restore the file from a "
-        f"copy, or go back to the last good record by `{recovery_command(path.parent)}`."
+        f"{path} is damaged at byte {offset}: {damage}. Nothing was changed. Restore the file from "
+        f"a copy, or go back to the last good record by `{recovery_command(path.parent)}`."
     )
 
 
@@ -303,10 +309,10 @@ def recovery_command(folder: Path) -> str:
 
 
 def lock_journal(folder: Path) -> BinaryIO:
-    """Lock a journal until the returned file is closed or the process ends.
+    """Lock a journal against other processes until the returned file is closed.
 
-    The lock excludes other processes only. Closing any other open copy of the file in this process
-    releases it, as with every POSIX record lock.
+    As with every POSIX record lock, closing any other open copy of the file in this process
+    releases the lock.
 
     Raises:
         RuntimeError: another process has locked the journal.

@@ -7,27 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.journal.files import (
-    FILE_HEAD,
-    REPLAYED,
-    LOCK,
-    SEAL,
-    STAGED,
-    START,
-    TORN,
-    JournalError,
-    check_snapshot,
-    checked_spans,
-    create_file,
-    file_numbers,
-    journal_path,
-    lock_journal,
-    newest_snapshot,
-    publish_file,
-    read_body,
-    read_identity,
-    read_snapshot,
-)
+from paramserver.journal import files
+from paramserver.journal.files import JournalError
 from paramserver.protocol.log import Log
 
 #: Number of attempts to read the journal of another server, which may be running.
@@ -38,15 +19,20 @@ def journal_folders(folder: Path) -> list[Path]:
     """Return the journal folders of a job's servers, in the order of the servers."""
     paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
     # A server that was killed right after its start leaves nothing but the lock file.
-    present = [path for path in paths if any(file.name != LOCK for file in path.iterdir())]
+    present = [path for path in paths if any(file.name != files.LOCK for file in path.iterdir())]
     return sorted(present, key=lambda path: int(path.name[7:]))
 
 
 def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None:
     """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
 
-    It is lost if it is missing although another server's journal contains a push, which all servers
-    have stored. Journals of a larger number of servers are refused, too.
+    A journal is lost if it is missing although another server's journal contains a push, because
+    all servers store every push. Journals of more than `servers` servers are refused, too.
+
+    Args:
+        folder: the folder that contains the folders of all servers of a job.
+        servers: number of servers of the job.
+        numbers: the servers that start in this folder; the others may be on other machines.
     """
     present = journal_folders(folder)
     convert = (
@@ -74,10 +60,10 @@ def _has_pushes(folder: Path) -> bool:
     """Return False only if the journal contains no push; its server may be running."""
     for _ in range(_READS):
         try:
-            first = newest_snapshot(folder)
-            # Snapshot 1 contains the state with which the journal started.
-            is_later = first is not None and first > 1
-            return is_later or any(span.kind == STAGED for span in checked_spans(folder, first))
+            first = files.newest_snapshot(folder)
+            if first is not None and first > 1:  # snapshot 1 contains the initial state
+                return True
+            return any(span.kind == files.STAGED for span in files.checked_spans(folder, first))
         except (JournalError, OSError):  # damaged, or the server has just replaced its files
             time.sleep(0.1)
     return True
@@ -91,7 +77,8 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
     Args:
         folder: the folder of one server, or the folder that contains those of all servers of a job.
             In the latter case, no server remains ahead of records that other servers have lost.
-        before: path of a file and a byte; the record there and all later ones are discarded, too.
+        before: path of a journal file and a byte in it; the record at that byte and all later
+            records are discarded, too.
 
     Raises:
         JournalError: no good record exists. Nothing has changed.
@@ -100,10 +87,12 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
     folder = Path(folder)
     folders = journal_folders(folder) or [folder]
     if before and not any(_is_in(before[0], path) for path in folders):
-        raise ValueError(f"{before[0]} is not a file of {folder}; pass the path of the error")
+        raise ValueError(
+            f"expected a file of {folder}, got {before[0]}; pass the path that the error names"
+        )
     with ExitStack() as locks:
         for path in folders:
-            locks.enter_context(lock_journal(path))
+            locks.enter_context(files.lock_journal(path))
         return _recover_locked(folders, before)
 
 
@@ -132,7 +121,7 @@ def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list
 
 @dataclass(frozen=True)
 class _End:
-    """A possible end of a journal: a byte of a file, after `position` entries of the log."""
+    """A possible end of a journal: byte `stop` of file `number`, after `position` log entries."""
 
     position: int
     number: int
@@ -149,39 +138,39 @@ class _GoodPart:
         self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
-        snapshots = sorted(file_numbers(folder, "snapshot"), reverse=True)
+        snapshots = sorted(files.file_numbers(folder, "snapshot"), reverse=True)
         for snapshot in [*snapshots, None]:
             self._scan(snapshot)
             if self._ends:
                 return
         raise JournalError(
-            f"{folder} has no good record to go back to: {self.error or 'it is empty.'} "
-            "Restore it from a copy, or pass an empty folder"
+            f"expected a good record in {folder}, got none: {self.error or 'it is empty.'} "
+            "Restore the folder from a copy, or pass an empty one"
         )
 
     def _scan(self, snapshot: int | None) -> None:
         position = 0
         try:
             if snapshot is not None:
-                position = int(read_snapshot(self.folder, snapshot)["replica"]["position"])
-                self._identity = check_snapshot(self.folder, snapshot)
-                self._ends.append(_End(position, snapshot, FILE_HEAD.size))
-            for span in checked_spans(self.folder, snapshot):
-                name = journal_path(self.folder, "journal", span.number).name
+                position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
+                self._identity = files.check_snapshot(self.folder, snapshot)
+                self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
+            for span in files.checked_spans(self.folder, snapshot):
+                name = files.journal_path(self.folder, "journal", span.number).name
                 if self._before and (name, span.start) >= self._before:
                     self.error = self.error or f"{name} is discarded from byte {span.start} on."
                     return
-                if span.kind == START:
-                    self._identity = read_identity(self.folder, [span])
-                if span.kind == REPLAYED:
-                    position = Log.from_text(read_body(self.folder, span).decode()).stop
-                if span.kind not in (SEAL, TORN):
+                if span.kind == files.START:
+                    self._identity = files.read_identity(self.folder, [span])
+                if span.kind == files.REPLAYED:
+                    position = Log.from_text(files.read_body(self.folder, span).decode()).stop
+                if span.kind not in (files.SEAL, files.TORN):
                     self._ends.append(_End(position, span.number, span.stop))
         except JournalError as error:
             self.error = self.error or str(error)
 
     def last(self, position: int | None = None) -> _End:
-        """Return the last end, or the last end that is not after entry `position` of the log."""
+        """Return the last possible end, at most at entry `position` of the log."""
         ends = [end for end in self._ends if position is None or end.position <= position]
         if not ends:
             raise JournalError(
@@ -192,11 +181,11 @@ class _GoodPart:
 
     def cut(self, end: _End) -> list[str]:
         """Truncate at `end`, move the remainder to `discarded-N`; return the lines of a report."""
-        path = journal_path(self.folder, "journal", end.number)
+        path = files.journal_path(self.folder, "journal", end.number)
         later = [
-            journal_path(self.folder, name, number)
+            files.journal_path(self.folder, name, number)
             for name in ("journal", "snapshot", "next")
-            for number in file_numbers(self.folder, name)
+            for number in files.file_numbers(self.folder, name)
             if number > end.number
         ]
         if not self.error and not later and path.exists() and path.stat().st_size == end.stop:
@@ -214,8 +203,8 @@ class _GoodPart:
                 content = file.read(end.stop)
             path.rename(discarded / path.name)
             lines.append(f"{path} now ends at byte {end.stop}; the original is in {discarded}")
-        create_file(self.folder, self._identity, end.number, content[FILE_HEAD.size :])
-        publish_file(self.folder, end.number)
+        files.create_file(self.folder, self._identity, end.number, content[files.FILE_HEAD.size :])
+        files.publish_file(self.folder, end.number)
         return lines
 
 

@@ -1,12 +1,11 @@
 """The protocol of one server as a state machine: requests in, answers out.
 
-It uses no locks, threads, sockets or clock; the time is the argument `now`. `Server` calls
-it from threads, `transport.zeromq` from one loop, and the tests from a simulated network and clock.
+The state machine uses no locks, threads, sockets or clock; the time is the argument `now`. `Server`
+calls it from threads, `transport.zeromq` from one loop, and the tests from a simulated network.
 
-An answer of None means that the request has to wait. The caller repeats it after a change, calls
-`check` after `next_deadline`, and copies the bytes that belong to an answer. With a journal, every
-change is recorded before the answer is returned. A request is validated before anything changes or
-is recorded.
+`Core.handle` validates a request before it changes or records anything. With a journal, it records
+every change before it returns the answer. If it returns None, the request has to wait: the caller
+passes the request again after every other request, and calls `check` at `next_deadline`.
 """
 
 import json
@@ -18,13 +17,8 @@ from torch import Tensor
 from paramserver.consistency import Consistency
 from paramserver.protocol.ledger import Ledger, Member, wrong_clock
 from paramserver.protocol.log import Log, Push
-from paramserver.protocol.messages import (
-    Kind,
-    Message,
-    PeerLost,
-    pushed_twice,
-)
-from paramserver.protocol.records import Replayed, Journal, Record, Staged
+from paramserver.protocol.messages import Kind, Message, PeerLost, pushed_twice
+from paramserver.protocol.records import Journal, Record, Replayed, Staged
 from paramserver.protocol.replica import Replica
 from paramserver.protocol.validation import public_session_id, validate
 from paramserver.protocol.waits import Waits
@@ -42,9 +36,8 @@ class Core:
         timeout: seconds without a request after which other workers stop waiting for a worker.
         continue_after_loss: whether training continues after a worker is lost; otherwise it fails.
         elastic: whether other workers may join, and lost workers may rejoin.
-        wait_for_rejoin: whether the other workers block until a lost worker has rejoined. A worker
-            that blocks for too long raises TimeoutError.
-        journal: storage of records; None stores no records.
+        wait_for_rejoin: whether the other workers wait until a lost worker has rejoined. Their
+            requests fail with a TimeoutError after `timeout` seconds.
     """
 
     def __init__(
@@ -57,16 +50,17 @@ class Core:
         continue_after_loss: bool,
         elastic: bool,
         wait_for_rejoin: bool = False,
-        journal: Journal | None = None,
     ) -> None:
         self.replica = replica
         #: True if this server orders the updates; the other servers replay its log.
         self.is_first = replica.shard.number == 0
         self.ledger = Ledger(workers, consistency)
         self.waits = Waits(workers, timeout)
+        #: Error that ends the training, which every later request receives; empty if there is none.
         self.failure = ""
-        self.journal = journal
-        #: Data of the last answer if it has a size; valid until the next request.
+        #: Storage of records, which `DiskJournal.load` sets; None stores no records.
+        self.journal: Journal | None = None
+        #: Data of the last answer if its `size` is not 0; valid until the next request.
         self.answer_data = replica.newest
         #: Reason of each loss of a worker after which training continued.
         self.lost: dict[int, str] = {}
@@ -88,9 +82,16 @@ class Core:
     ) -> Message | None:
         """Return the answer to a request, or None if the request has to wait.
 
-        The data of the answer are in `answer_data`. If `validate` raises, nothing has changed.
+        Args:
+            worker: number of the worker that sent the request.
+            message: the request.
+            data: gradients of a STAGE or PUSH, as bytes.
+            now: current time in seconds.
+            is_known_finite: whether all gradients are known to be finite.
+            session: see `validate`.
 
-        `now` is the current time in seconds; see `validate` for `session`.
+        Raises:
+            Exception: the request is invalid or cannot be answered; the worker receives the error.
         """
         log = self.validate(worker, message, session)
         # A HEARTBEAT comes from a thread of the worker and does not end a wait of the worker.
@@ -106,11 +107,7 @@ class Core:
         return reply
 
     def validate(self, worker: int, message: Message, session: int | None = None) -> Log | None:
-        """Return the log that a request contains, if any; raise an exception if it is invalid.
-
-        Nothing changes. `session` is the number with which the sender joined, or None if the
-        transport guarantees that the sender is `worker`.
-        """
+        """Return the log that a request contains, or None; see `validation.validate`."""
         return validate(
             worker,
             message,
@@ -123,7 +120,7 @@ class Core:
     def check(self, now: float) -> list[tuple[int, Exception]]:
         """Return the workers whose wait has timed out, each with its error.
 
-        If training continues without silent workers, they become lost and the list is empty.
+        If training continues after a loss, mark the silent workers as lost instead.
         """
         timed_out: list[tuple[int, Exception]] = []
         for worker, (_, message) in list(self.waits.waiting.items()):
@@ -169,7 +166,7 @@ class Core:
             self.failure = self.failure or message
 
     def restart(self, state: Mapping[str, Any]) -> None:
-        """Start a new log with the parameters of `state`, at its version."""
+        """Start a new log with `state`, which `Replica.state_dict` returned."""
         self.replica.load_state_dict(state)
         self.ledger = Ledger(self._workers, self._consistency, self.replica.version)
 
@@ -213,7 +210,7 @@ class Core:
         raise ValueError(f"expected a request, got {message.kind!r}")
 
     def _answer_with_log(self, worker: int, message: Message) -> Message | None:
-        """Return the answer to a request that receives the log."""
+        """Return the answer to a request of the log."""
         if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
         text = self._log(worker, message).to_text()
@@ -224,7 +221,7 @@ class Core:
         return None if self.ledger.active else self._newest(text)
 
     def _answer_after_log(self, worker: int, message: Message) -> Message:
-        """Return the answer to a request that contained the log, which is replayed."""
+        """Return the answer to a request whose log this server has replayed."""
         if message.kind is Kind.FETCH:
             return self._fetch(worker, message)
         if message.kind is Kind.REPLAY:
@@ -244,7 +241,7 @@ class Core:
         if message.kind is Kind.STAGE:
             return Message(Kind.OK)
         if message.clock == self._member(worker).clock and not self.replica.is_staged(push):
-            raise ValueError(f"worker {worker} commits {push}, which it did not stage")
+            raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
         self.ledger.commit(push)
         self._replay_own_log()
         return Message(Kind.OK, number=self.replica.version)
@@ -252,7 +249,7 @@ class Core:
     def _stage(self, push: Push, message: Message, data: Data, is_known_finite: bool) -> None:
         worker = push[0]
         if data is None:
-            raise ValueError(f"worker {worker} pushed no gradients")
+            raise ValueError(f"expected gradients of worker {worker}, got a push without data")
         if self.ledger.has_pending_push(worker):
             raise pushed_twice(worker)
         data = data[: message.size]
@@ -265,9 +262,7 @@ class Core:
         replica = self.replica
         if self._elastic:
             self.lost.pop(worker, None)
-        if message.number:
-            # In a JOIN, `number` is the index of the server. Only server 0 decides which workers
-            # take part.
+        if message.number:  # the index of the server; only server 0 decides which workers take part
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if replica.shard.servers > 1 and not self.ledger.can_replay_from(message.position):
             return Message(Kind.REREAD, position=replica.position)
@@ -333,10 +328,10 @@ class Core:
         return self.ledger.members[worker]
 
     def _log(self, worker: int, message: Message) -> Log:
-        """Return the log from the position of the message, and forget the entries before it.
+        """Return the log from the position of the message, and discard the entries before it.
 
-        All servers have replayed these entries, because a worker reports the smallest position of
-        all servers.
+        All servers have replayed the discarded entries, because a worker reports the smallest
+        position of all servers.
         """
         self._replay_own_log()
         if worker in self.ledger.members:
@@ -348,14 +343,14 @@ class Core:
 
     def _replay(self, log: Log | None) -> None:
         assert log is not None  # `validate` returns it for each kind that has one
-        self.ledger.replay(log)  # has no effect at the first server, which created the log
+        self.ledger.replay(log)  # does nothing on the first server, which created the log
         new = log.after(self.replica.position)
         if new.entries and self.journal:
             self.journal.record(Replayed(new))
         try:
             self.replica.replay(log)
         except Exception as error:
-            # The optimizer failed, so this shard differs from those of the other servers.
+            # The optimizer failed, so this shard has no longer the version of the other shards.
             self.failure = f"the server is lost: {type(error).__name__}: {error}"
             raise
         if not self.is_first:

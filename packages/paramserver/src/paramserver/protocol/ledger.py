@@ -2,14 +2,14 @@
 
 The first server creates the entries of the log, and every server replays them (state-machine
 replication; Schneider 1990). The ledger has no lock, clock or tensor: its state is a function of
-its log. A server refuses an entry that its ledger would not have created, and a log whose digest
-shows that it continues another history.
+its log. A server refuses an entry that its ledger would not have created. It also refuses a log
+whose digest shows that the log continues another history.
 
-A push is staged at every server and then committed at the first server in one message. It is
-either in the log or not, so a worker that dies halfway leaves no partial push. Reads are entries of
-the same log, so all servers answer a read with the same version. Workers forward the log to the
-other servers, which need no links between them. A worker that rejoins starts a new epoch, and
-requests of its older epochs are refused.
+A push is staged on every server and then committed on the first server in one message. The log
+contains the push or does not, so a worker that dies between these messages leaves no partial push.
+Reads are entries of the same log, so all servers answer a read with the same version. Workers
+forward the log to the other servers, so that servers need no connections to each other. A worker
+that rejoins starts a new epoch, and servers refuse the requests of its older epochs.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -36,10 +36,10 @@ class Member:
     """State of a worker in the ledger."""
 
     active: bool = True
-    #: True if the job has started again and waits for this worker to join.
+    #: True if the job was restarted and waits for this worker to join.
     expected: bool = False
     epoch: int = 0
-    #: First epoch of this membership; a worker that is restarted continues its membership.
+    #: First epoch of this membership, which a worker that is restarted continues.
     first_epoch: int = 0
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
     #: The policy compares the clocks of workers.
@@ -52,15 +52,18 @@ class Member:
     reads: int = 0
     #: Version that the last read returned.
     read_version: int = 0
-    #: Hashes of the last eight session numbers, which recognize a repeated join. The numbers
-    #: themselves are secret, because every worker can read the log.
+    #: Hashes of the last eight session numbers, by which a repeated join is recognized. The
+    #: numbers themselves are secret, and every worker can read the log.
     sessions: list[int] = field(default_factory=list)
 
 
 class Ledger:
     """The members, their clocks, and the log.
 
-    Workers 0 to `workers` - 1 are members from the start.
+    Args:
+        workers: number of workers from the start: 0 to `workers` - 1 are members.
+        consistency: the policy.
+        version: number of updates before the first entry of the log.
     """
 
     def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
@@ -69,7 +72,8 @@ class Ledger:
         self.members = {w: Member(read_version=version) for w in range(workers)}
         self._consistency = consistency
         self._workers = workers
-        #: Accepted pushes of a bulk-synchronous clock that is not complete yet.
+        #: Accepted pushes of the current clock, which wait for the other workers' pushes. Only
+        #: policies that average use it.
         self._accepted: list[Push] = []
         #: Number of the first entry that is stored.
         self._first = 0
@@ -84,12 +88,12 @@ class Ledger:
 
     @property
     def active(self) -> dict[int, Member]:
-        """Workers that have neither finished nor been lost."""
+        """Workers that have neither finished nor left."""
         return {w: member for w, member in self.members.items() if member.active}
 
     @property
     def awaited(self) -> dict[int, Member]:
-        """Active workers, and the workers that are expected to join."""
+        """Active workers, and workers that are expected to join."""
         return {w: member for w, member in self.members.items() if member.active or member.expected}
 
     def workers_behind(self, clock: int) -> list[int]:
@@ -101,7 +105,7 @@ class Ledger:
         """Return True if a push of `worker` is accepted but not applied yet."""
         return worker in self._pushed()
 
-    # Requests of workers. A request may be repeated if its answer was lost.
+    # Requests of workers. A worker repeats a request if the answer was lost.
 
     def join(self, worker: int, session: int) -> Member:
         """Start a new epoch of `worker`, unless this session has joined already."""
@@ -146,10 +150,10 @@ class Ledger:
         return Log(max(position, self._first), entries, self._digests[skipped])
 
     def can_replay_from(self, position: int) -> bool:
-        """Return False if a server that has replayed `position` entries must have lost entries.
+        """Return False if a server that has replayed `position` entries has lost some entries.
 
-        Before a worker pushes again, all servers have replayed its last push. A server that is
-        behind by two pushes of a worker has therefore lost a part of its journal.
+        Before a worker pushes again, all servers have replayed its last push. A server that has not
+        replayed two pushes of one worker has therefore lost a part of its journal.
         """
         pushes: set[Push] = set()
         for entry in self._entries[max(0, position - self._first) :]:
@@ -157,7 +161,8 @@ class Ledger:
                 pushes.add(entry.push)
             elif isinstance(entry, Write):
                 pushes.update(entry.pushes)
-        return position >= self._first and len({p[0] for p in pushes}) == len(pushes)
+        workers = {worker for worker, _, _ in pushes}
+        return position >= self._first and len(workers) == len(pushes)
 
     def discard_before(self, position: int) -> None:
         """Discard the entries before `position`, which all servers have replayed."""
@@ -168,7 +173,7 @@ class Ledger:
     # Effects of a log that was received or read from a journal.
 
     def replay(self, log: Log) -> None:
-        """Apply the new entries of `log`.
+        """Append the entries of `log` that this ledger does not have yet.
 
         Raises:
             ValueError: `log` does not continue the history of this ledger. Nothing has changed.
@@ -215,7 +220,7 @@ class Ledger:
             self._digests.append(digest(self._digests[-1], entry))
 
     def _continuation(self, log: Log) -> Log:
-        """Return the new part of `log`."""
+        """Return the part of `log` that this ledger does not have yet."""
         if log.start > self.stop:
             raise ValueError(
                 f"expected a log from entry {self.stop} or earlier, got one from {log.start}"
@@ -262,8 +267,8 @@ class Ledger:
         """Return the clock at which `worker` joins.
 
         An awaited worker continues at its previous clock. Any other worker joins at the clock of
-        the slowest worker, so that it does not delay other workers longer than that worker does,
-        and the bound already holds for its first read.
+        the slowest worker. It then delays the other workers no longer than the slowest one does,
+        and the policy's bound holds for its first read.
         """
         member = self.awaited.get(worker)
         return member.clock if member else self._slowest()
@@ -309,27 +314,28 @@ class Ledger:
                 member.sessions = [*member.sessions[-7:], session]
             case Accept(push):
                 self._accepted.append(push)
-                self._count(push)
+                self._count_push(push)
             case Write(pushes):
                 self.version += 1
                 if self._accepted:
                     self._accepted = []
                 else:
-                    self._count(pushes[0])
+                    self._count_push(pushes[0])
             case Read(worker, _, number):
                 self.members[worker].reads = number
                 self.members[worker].read_version = self.version
             case Leave(worker):
                 self.members[worker].active = self.members[worker].expected = False
 
-    def _count(self, push: Push) -> None:
+    def _count_push(self, push: Push) -> None:
         member = self.members[push[0]]
         member.clock += 1
         member.pushes += 1
 
     def _write_if_complete(self) -> None:
         if self._is_complete():
-            # A floating-point sum depends on its order: use the order of workers, not of arrival.
+            # A floating-point sum depends on its order. Sum in the order of the workers, which is
+            # the same in every run.
             step = tuple(sorted(self._accepted))
             self._append(Write(step, (0,) * len(step)))
 

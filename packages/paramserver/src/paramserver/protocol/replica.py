@@ -1,9 +1,9 @@
 """The state of one server's shard: parameters, optimizer, and staged gradients.
 
-Only the log of the ledger changes the parameters. A gradient that is not finite is refused when it
-is staged, before any server has applied it. The version of a read is copied only if an update is
-applied before the read is fetched; readers share the copy. A push that arrives twice or late is
-recognized by its identity (worker, epoch, clock) and has no effect.
+Only the log of the ledger changes the parameters. A server refuses a gradient that is not finite
+when it is staged, before any server has applied it. The version of a read is copied only if an
+update is applied before the read is fetched, and readers share the copy. A push that arrives twice
+or late is recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
 from collections import Counter
@@ -25,7 +25,15 @@ EpochAndNumber = tuple[int, int]
 
 
 class Replica:
-    """The parameters of a shard at one position of the log."""
+    """The parameters of a shard at one position of the log.
+
+    Args:
+        shard: the part of the parameters.
+        parameters: all parameters of the model, by name; their values are copied.
+        optimizer: factory of the optimizer. With `LocalSteps` the policy's `outer` is used instead.
+        policy: the policy of the job.
+        memory: buffer of `shard.buffer_bytes` bytes; None allocates one.
+    """
 
     def __init__(
         self,
@@ -78,10 +86,10 @@ class Replica:
         self._change = self._buffer
         #: Gradients of each push that was not applied yet.
         self._staged: dict[Push, list[Tensor]] = {}
-        #: Staged pushes that are accepted.
+        #: Staged pushes that are accepted and not applied yet.
         self._accepted: set[Push] = set()
         #: Epoch and clock of each worker's next push.
-        self.next: dict[int, EpochAndNumber] = {}
+        self.next_push: dict[int, EpochAndNumber] = {}
         #: Epoch and number of each worker's pending read, its version, and a copy of that version
         #: if it is not the newest any more.
         self._pending_reads: dict[int, tuple[EpochAndNumber, int, Tensor | None]] = {}
@@ -112,14 +120,14 @@ class Replica:
         return gradients
 
     def is_next(self, push: Push) -> bool:
-        """Return True if the push is the worker's next; False if it is accepted already or void.
+        """Return True if `push` is the worker's next push, and False if it is accepted or void.
 
         Raises:
             RuntimeError: this server has not replayed the worker's earlier pushes. The worker has
                 to forward the log before it pushes.
         """
         worker, epoch, clock = push
-        expected = self.next.get(worker, (0, 0))
+        expected = self.next_push.get(worker, (0, 0))
         if (epoch, clock) > expected:
             raise RuntimeError(
                 f"expected push {expected} (epoch, clock) of worker {worker}, got "
@@ -128,8 +136,8 @@ class Replica:
         return (epoch, clock) == expected
 
     def stage(self, push: Push, gradients: list[Tensor]) -> None:
-        """Store gradients until the log applies or drops them."""
-        self._drop(push[0])  # a worker has at most one push that is not accepted
+        """Store gradients until the log applies or discards them."""
+        self._discard_staged(push[0])  # a worker has at most one push that is not accepted
         self._staged[push] = gradients
 
     def is_staged(self, push: Push) -> bool:
@@ -159,7 +167,7 @@ class Replica:
             match entry:
                 case Accept(push):
                     self._accepted.add(push)
-                    self.next[push[0]] = push[1], push[2] + 1
+                    self.next_push[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._preserve_pending_reads()
                     gradients = [self._staged.pop(push) for push in pushes]
@@ -171,18 +179,21 @@ class Replica:
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
                         following = (epoch, clock + 1)
-                        self.next[worker] = max(following, self.next.get(worker, following))
+                        self.next_push[worker] = max(
+                            following, self.next_push.get(worker, following)
+                        )
                 case Read(worker, epoch, number):
                     self._pending_reads[worker] = (epoch, number), self.version, None
                 case Join(worker, epoch, clock):
-                    self._drop(worker)
+                    self._discard_staged(worker)
                     self._pending_reads.pop(worker, None)
-                    self.next[worker] = epoch, clock
+                    self.next_push[worker] = epoch, clock
                 case Leave(worker):
-                    self._drop(worker)
+                    self._discard_staged(worker)
                     self._pending_reads.pop(worker, None)
                     # Pushes of this epoch that arrive later are void.
-                    self.next[worker] = self.next.get(worker, (0, 0))[0] + 1, 0
+                    epoch, _ = self.next_push.get(worker, (0, 0))
+                    self.next_push[worker] = epoch + 1, 0
             self.position += 1
 
     def fetch(
@@ -231,14 +242,14 @@ class Replica:
         self.position = 0
         self._staged = {}
         self._accepted = set()
-        self.next = {}
+        self.next_push = {}
         self._pending_reads = {}
         self._published = self._buffer.clone() if self.compression else None
         self._changed = 0
         self._change = self.newest
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict` with the position in the log and the staged pushes."""
+        """Return `state_dict` with the replica's position in the log and the staged pushes."""
         staged = {
             push: [gradient.clone() for gradient in gradients]
             for push, gradients in self._staged.items()
@@ -250,14 +261,14 @@ class Replica:
             "staleness": dict(self.staleness),
             "staged": staged,
             "accepted": sorted(self._accepted),
-            "next": dict(self.next),
+            "next": dict(self.next_push),
             "published": None if self._published is None else self._published.clone(),
             # Without compression, the change is a view of the parameters.
             "changed": (self._changed, self._change if self.compression else None),
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `snapshot`. Pending reads are void; readers repeat them.
+        """Continue from a `snapshot`. Pending reads are void, and readers repeat them.
 
         Raises:
             ValueError: the snapshot is of another policy, optimizer or shard.
@@ -274,20 +285,20 @@ class Replica:
         self.base_version = state["base_version"]
         self.staleness = Counter(state["staleness"])
         self._staged = dict(state["staged"])
-        self.next = dict(state["next"])
+        self.next_push = dict(state["next"])
         self._accepted = set(state["accepted"])
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
         self._change = fragment.view_of(self.newest) if change is None else change
 
-    def _drop(self, worker: int) -> None:
+    def _discard_staged(self, worker: int) -> None:
         """Discard the staged pushes of `worker` that are not accepted."""
         for push in [p for p in self._staged if p[0] == worker and p not in self._accepted]:
             del self._staged[push]
 
     def _preserve_pending_reads(self) -> None:
-        """Copy the current parameters for workers that still read them, before an update."""
+        """Copy the current parameters before an update, for workers that still read them."""
         while self.copy_outs:
             _, copy_out = self.copy_outs.popitem()
             copy_out()

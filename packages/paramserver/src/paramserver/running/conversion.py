@@ -162,7 +162,7 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     replica.version = first.version
     replica.base_version = first.base_version
     replica.staleness = Counter(first.staleness)
-    replica.next = dict(first.next)
+    replica.next_push = dict(first.next_push)
     replica._accepted = set(first._accepted)
     for push in replica._accepted:
         replica._staged[push] = [

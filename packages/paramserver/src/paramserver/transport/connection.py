@@ -25,7 +25,7 @@ KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
 
 class ConnectionBuffers:
-    """The buffers at one end of a connection: flat bytes of parameters and of gradients."""
+    """The buffers at one end of a connection: `nbytes` bytes of parameters and of gradients."""
 
     #: The server's parameters, if this process can read them in place.
     server_memory: Tensor | None = None
@@ -36,9 +36,10 @@ class ConnectionBuffers:
         self.gradients = torch.zeros_like(self.parameters)
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
-        """Store parameters for the worker, and return None if they are copied.
+        """Store parameters for the worker.
 
-        Otherwise return a function that copies them, which is called before they change.
+        Return None if they are copied. Otherwise return a function that copies them, which the
+        caller calls before they change.
         """
         self.parameters[: len(data)] = data
         return None
@@ -46,8 +47,8 @@ class ConnectionBuffers:
     def read(self, use: Callable[[Tensor], object]) -> None:
         """Call `use` with the parameters of the last answer.
 
-        They are valid until the next request. `use` may be called twice; then only the effect of
-        the second call counts.
+        They are valid until the next request. If they change during the call, `use` is called again
+        with a copy of the former ones.
         """
         use(self.parameters)
 
@@ -55,15 +56,16 @@ class ConnectionBuffers:
 class Connection(ConnectionBuffers):
     """A worker's end of a connection."""
 
-    #: Number by which the server recognizes the sender; None if the transport itself identifies the
-    #: sender.
+    #: Number that identifies the worker's session to the server; None if the transport identifies
+    #: the sender.
     session: int | None = None
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request and return its answer.
 
-        Depending on its kind, `gradients` are sent with the request, or `parameters` are received.
-        Iterating over `written` writes the gradients, and yields the bytes written so far.
+        A STAGE or PUSH also sends the buffer `gradients`. Iterating over `written` fills that
+        buffer, and yields the number of bytes written so far. An answer with a `size` fills the
+        buffer `parameters`.
         """
         raise NotImplementedError
 
@@ -97,12 +99,14 @@ class Channel(ConnectionBuffers):
 Channels = tuple[Channel, ...]
 
 
-def import_extra(name: str, extra: str) -> Any:
-    """Import an optional package; raise `RuntimeError` if it is missing."""
+def import_zmq() -> Any:
+    """Import ZeroMQ; raise `RuntimeError` if the extra is not installed."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("zmq")
     except ImportError as error:
-        raise RuntimeError(f"{name} is missing: pip install 'paramserver[{extra}]'") from error
+        raise RuntimeError(
+            "expected pyzmq for this transport; run pip install 'paramserver[zeromq]'"
+        ) from error
 
 
 class RemoteConnection(Connection):

@@ -1,8 +1,8 @@
-"""Data in pieces: while one piece is sent, the next one is copied and the previous one is used.
+"""Transfer of data in pieces, so that copying and checking overlap with sending.
 
 Buffers are reused as soon as no tensor refers to them, because mapping new pages takes longer than
-copying into old ones. A receiver accepts the next expected piece only, so a piece that is lost,
-repeated or invalid has no effect.
+copying into old ones. A receiver accepts the next expected piece only, so a piece that is repeated
+or invalid has no effect.
 """
 
 import math
@@ -27,7 +27,7 @@ class BufferPool:
         self._free = list[np.ndarray]()
 
     def allocate(self) -> Tensor:
-        """Return an uninitialized buffer, which returns to the pool when its last view is freed."""
+        """Return an uninitialized buffer. It returns to the pool when its last view is freed."""
         # NumPy allocates huge pages for large arrays.
         memory = self._free.pop() if self._free else np.empty(self.nbytes, np.uint8)
         view = memory[:]  # the tensor and all of its views refer to this array
@@ -36,7 +36,7 @@ class BufferPool:
 
 
 class PieceReceiver:
-    """Receives data in pieces, in order, into `data`."""
+    """A receiver of data in pieces, in order, into the buffer `data`."""
 
     def __init__(self, data: Tensor, shard: Shard | None = None) -> None:
         self.data = data
@@ -56,7 +56,7 @@ class PieceReceiver:
 
 
 class FiniteCheck:
-    """Checks that gradients are finite by summing each piece while it is in the cache."""
+    """A check that gradients are finite, which sums each piece while it is in the cache."""
 
     def __init__(self, shard: Shard, data: Tensor) -> None:
         dtype, *others = {piece.dtype for piece in shard.pieces} or {torch.uint8}

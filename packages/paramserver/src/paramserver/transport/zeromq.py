@@ -1,19 +1,20 @@
 """Transport over ZeroMQ, for servers and workers that may be killed and restarted.
 
-It requires the `zeromq` extra. This file is the server; `zeromq_connection` is the worker's end.
+This module contains the server, and `zeromq_connection` the worker's end. Both require the `zeromq`
+extra.
 
-A server is one loop without threads that calls the protocol's core. ZeroMQ reconnects sockets by
-itself, and requests are numbered: a request without an answer is sent again, to the same server or
-to one that was started in its place.
+A server is one loop without threads that passes requests to the protocol's core. ZeroMQ reconnects
+sockets, and requests are numbered: a worker sends a request without an answer again, to the same
+server or to one that was started in its place.
 
-A message has two frames: a header of numbers and text, and one piece of the data. Nothing is
-unpickled. The next piece is received while the previous one is copied. Few pieces are queued, so
-that a slow link does not fill the memory. A request is dropped or answered with an error, unless
-its sender has joined as the worker that it names.
+A message has two frames: a header of numbers and text in JSON, and one piece of the data. The
+server receives the next piece while it copies the previous one. Few pieces are queued, so that a
+slow link does not fill the memory. The server drops a request, or answers it with an error, unless
+its sender has joined as the worker that the request names.
 
-CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
-thread of each worker sends a HEARTBEAT every second, even while the worker computes, so that a slow
-worker can be distinguished from a dead one.
+CURVE keys (`Keys`) authenticate and encrypt messages; without keys a server binds loopback
+addresses only. A thread of each worker sends a HEARTBEAT every second, even while the worker
+computes, so that the server can distinguish a slow worker from a dead one.
 """
 
 import json
@@ -30,28 +31,33 @@ import torch
 
 from paramserver.journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
-from paramserver.protocol.messages import (
-    LIMIT,
-    OBSERVER,
-    Kind,
-    Message,
-    failure,
-)
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_extra
-from paramserver.transport.pieces import PIECE, PieceReceiver, BufferPool, piece_bounds
+from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
+from paramserver.transport.pieces import PIECE, BufferPool, PieceReceiver, piece_bounds
 from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
 
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE = 1.0
-#: Seconds between two checks after which a server assumes that its process was suspended.
+#: If the loop takes longer than this number of seconds, the process was probably suspended.
 _SUSPENDED = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT = 10.0
 
 
 class ZeroMQServer:
-    """A server that answers requests at an address until `stop` is called."""
+    """A server that answers requests at an address until `stop` is called.
+
+    Args:
+        core: the protocol's state.
+        address: address to bind, such as "tcp://127.0.0.1:5550"; port "*" chooses a free one.
+        keys: CURVE keys of the server and its workers; None accepts any peer.
+        journal: the journal of `core`, of which the server writes snapshots.
+
+    Raises:
+        ValueError: the address is not a loopback address and `keys` is None.
+        RuntimeError: the address cannot be bound.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class ZeroMQServer:
         keys: Keys | None = None,
         journal: DiskJournal | None = None,
     ) -> None:
-        zmq = import_extra("zmq", "zeromq")
+        zmq = import_zmq()
         if keys is None and not address.startswith(("tcp://127.", "ipc://")):
             raise ValueError(
                 f"expected keys or a loopback address, got {address}, which other machines can "
@@ -97,12 +103,15 @@ class ZeroMQServer:
         self._last_full_report = -math.inf
 
     def serve(self, report: Callable[[dict[int, str]], object] | None = None) -> None:
-        """Answer requests until `stop`; call `report` about every second with the lost workers."""
+        """Answer requests until `stop` is called.
+
+        About every second, `report` receives the reason of each loss of a worker, by worker.
+        """
         last_report = 0.0
         last_check = time.monotonic()
         while not self._stopped.is_set():
             changed = False
-            for _ in range(64):  # then the waiting requests are tried
+            for _ in range(64):  # waiting requests are retried at least after this many messages
                 if not self._socket.poll(0 if changed else 100):
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
@@ -119,7 +128,7 @@ class ZeroMQServer:
                 self._journal.snapshot(self.core)
 
     def stop(self) -> None:
-        """Make `serve` return; may be called from another thread."""
+        """Make `serve` return. Another thread or a signal handler may call this method."""
         self._stopped.set()
 
     def close(self) -> None:
@@ -136,7 +145,7 @@ class ZeroMQServer:
         try:
             received = _Received.parse(frames, has_keys=self._keys is not None)
         except (ValueError, RecursionError) as error:
-            # It is not a request, so no worker waits for an answer.
+            # The message is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
             return False
         if received.message is None:  # a later piece of a request that was validated
@@ -147,7 +156,7 @@ class ZeroMQServer:
         return self._receive_request(received, received.message)
 
     def _receive_request(self, received: "_Received", message: Message) -> bool:
-        """Process the first piece of a request; return as `_receive` does."""
+        """Process the first piece of a request. Return the same as `_receive`."""
         worker = received.worker
         now = time.monotonic()
         no_data = PieceReceiver(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -175,11 +184,11 @@ class ZeroMQServer:
             self._incoming[worker] = known = request
         known.name = received.name
         if worker in self._waiting:
-            return False  # repeated, and waiting already
+            return False  # a repetition of the request that waits
         return self._add_piece(known, received)
 
     def _is_authorized(self, received: "_Received") -> bool:
-        """Return True if the sender's key may send requests of the worker. All keys may observe."""
+        """Return True if the sender's key may send requests of the worker or is an observer's."""
         if self._keys is None or received.worker == OBSERVER:
             return True
         return self._keys.workers.get(received.worker) == received.sender_key
@@ -194,14 +203,14 @@ class ZeroMQServer:
             )
         if message.kind is Kind.JOIN and message.clock != received.session:
             raise ValueError(
-                f"expected the number of the connection, {received.session}, as that of the session, "
-                f"got {message.clock}"
+                f"expected the session of the connection, {received.session}, in a JOIN, got "
+                f"{message.clock}"
             )
 
     def _add_piece(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
-        if not request.data.accept(received.at, received.piece):
-            # On a slow link this prevents the worker from sending the request again.
+        if not request.data.accept(received.offset, received.piece):
+            # Prevents the worker from sending the request again on a slow link.
             self._keep_alive(request, time.monotonic())
             return False
         self._waiting[worker] = self._incoming.pop(worker)
@@ -230,8 +239,8 @@ class ZeroMQServer:
             )
         except DiskFullError as error:
             self._report_full_disk(error, now)
-            reply = None  # the request waits, and is tried again
-        except Exception as error:  # concerns this request only
+            reply = None  # retried by `_retry_waiting`
+        except Exception as error:  # the worker receives it
             reply = failure(error)
         if reply is None:
             self._waiting[worker] = request
@@ -262,10 +271,10 @@ class ZeroMQServer:
             head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
             if out is not None:
-                # A copy, because the next request may change the data of the answer.
+                # Copied, because the next request may change the data before they are sent.
                 piece = out[start:stop].copy_(self.core.answer_data[start:stop])
                 frames.append(piece.numpy().data)
-            # If the worker is gone, it repeats its request when it is back.
+            # A worker that has lost its connection sends the request again.
             self._socket.send_multipart(frames, copy=False)
 
 
@@ -275,7 +284,7 @@ class _Request:
 
     #: Routing id of the sender.
     name: bytes
-    #: Number of the connection, which is that of the worker's session, and of the request.
+    #: Number of the worker's session, and number of the request in the session.
     key: tuple[int, int]
     message: Message
     data: PieceReceiver
@@ -291,7 +300,8 @@ class _Received:
     worker: int
     session: int
     number: int
-    at: int
+    #: Offset of the piece in the data of the request in bytes.
+    offset: int
     message: Message | None
     piece: bytes | memoryview
     #: Public key of the sender, which was verified; empty if the server has no keys.
@@ -299,29 +309,29 @@ class _Received:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Number of the connection and of the request."""
+        """Number of the session and of the request."""
         return self.session, self.number
 
     @staticmethod
     def parse(frames: list[Any], *, has_keys: bool) -> "_Received":
-        """Return the content of these frames; raise `ValueError` if they are not a message."""
+        """Parse the frames of a message; raise `ValueError` if they are not a message."""
         if not 2 <= len(frames) <= 3:
             raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
         name, head, *rest = frames
         match json.loads(head.bytes):
-            case [worker, session, number, at, *fields]:
-                numbers = session, number, at
+            case [worker, session, number, offset, *fields]:
+                numbers = session, number, offset
             case other:
                 raise ValueError(f"expected the head of a message, got {str(other)[:80]}")
         if type(worker) is not int or not OBSERVER <= worker < 2**31:
             raise ValueError(f"expected a worker number, got {str(worker)[:80]}")
         if not all(type(n) is int and 0 <= n < LIMIT for n in numbers):
             raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
-        message = None if at else Message.from_fields(fields)
+        message = None if offset else Message.from_fields(fields)
         piece = rest[0].buffer if rest else b""
         # The authenticator stores the key as the user of the connection.
         sender_key = head.get("User-Id") if has_keys else ""
-        return _Received(name.bytes, worker, session, number, at, message, piece, sender_key)
+        return _Received(name.bytes, worker, session, number, offset, message, piece, sender_key)
 
 
 def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:

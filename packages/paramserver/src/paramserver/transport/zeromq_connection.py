@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_extra
+from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_zmq
 from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_INTERVAL = 1.0
 #: Seconds of silence after which a request or its answer counts as lost.
 _RETRY = 2.5
-#: Number of pieces that may be queued.
+#: Number of pieces that a socket queues.
 MAX_PIECES = 4
 
 
@@ -36,13 +36,14 @@ class ZeroMQConnection(Connection):
     """A worker's connection to the server at an address.
 
     Args:
-        address: address of the server.
+        address: address of the server, such as "tcp://host:5550".
         worker: number of the worker.
-        nbytes: size of the server's shard in bytes.
-        session: a number that identifies this connection; a restarted worker passes another one.
-        timeout: seconds during which the server may be silent. A server that is restarted within
-            that time is not noticed.
-        keys: CURVE keys of the worker and the server.
+        nbytes: size of the buffer of the server's shard in bytes.
+        session: a random number that identifies this worker's session. A restarted worker passes
+            another one.
+        timeout: seconds during which the server may be silent. The worker does not notice a restart
+            of the server that takes less time.
+        keys: CURVE keys of the worker and the server; None does not encrypt.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ZeroMQConnection(Connection):
         timeout: float = 60.0,
         keys: Keys | None = None,
     ) -> None:
-        self._zmq = zmq = import_extra("zmq", "zeromq")
+        self._zmq = zmq = import_zmq()
         super().__init__(nbytes)
         self._address = address
         self._worker = worker
@@ -72,11 +73,15 @@ class ZeroMQConnection(Connection):
         self._heartbeat_thread.start()
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """Send a request, repeatedly if necessary, until it is answered."""
+        """Send a request until it is answered, and return the answer.
+
+        Raises:
+            PeerLost: the server has been silent for `timeout` seconds.
+        """
         self._number += 1
         start = time.monotonic()
-        # Seconds without a message. A poll counts as at most its timeout, because this process may
-        # have been suspended: then it sends the request again before it gives up.
+        # Seconds without a message. A poll counts as at most its timeout: if this process was
+        # suspended, it sends the request again before it gives up.
         silence = 0.0
         self._send(message, written)
         answer = Message(Kind.WAIT)
@@ -92,15 +97,15 @@ class ZeroMQConnection(Connection):
                     self._send(message)
                 continue
             head, *data = self._socket.recv_multipart(copy=False)
-            session, number, at, *fields = json.loads(head.bytes)
+            session, number, offset, *fields = json.loads(head.bytes)
             if (session, number) != (self.session, self._number):
-                continue  # a second answer to an earlier request that was repeated
+                continue  # another answer to an earlier request, which was sent twice
             silence = 0.0
-            if not at:
+            if not offset:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
                 receiver = PieceReceiver(self.parameters[: answer.size])
-            has_all_data = receiver.accept(at, data[0].buffer if data else b"")
+            has_all_data = receiver.accept(offset, data[0].buffer if data else b"")
             is_complete = has_all_data and answer.kind is not Kind.WAIT
         return answer
 
@@ -138,8 +143,8 @@ class ZeroMQConnection(Connection):
                 written_bytes = next(written, stop)
             fields = () if start else message.fields()
             head = json.dumps([self._worker, self.session, self._number, start, *fields]).encode()
-            # The frame shares the buffer. A piece that leaves after the buffer has changed belongs
-            # to a request number that is not valid any more.
+            # The frame shares the buffer's memory. If the buffer changes before a piece is sent,
+            # the server has answered the piece's request and ignores the piece.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
             with suppress(self._zmq.Again):  # a server that refuses the key has disconnected
                 flags = self._zmq.NOBLOCK
