@@ -136,7 +136,7 @@ class Server:
                         worker, message, data, now, is_known_finite=is_known_finite
                     )
                     if answer is not None:
-                        # Another request may have found a timeout while this one became answerable.
+                        # The check of another request may have timed out this one before.
                         self._errors.pop(worker, None)
                         if deliver and answer.size:
                             self._deliver(worker, deliver)
@@ -146,7 +146,8 @@ class Server:
                     self._errors.update(errors)
                     if worker in self._errors:
                         raise self._errors.pop(worker)
-                    # Without a change, waiting requests would wake each other without end.
+                    # If nothing changed, notifying would make waiting requests wake each other
+                    # forever.
                     if is_first_try or errors or len(self.core.lost) != num_lost:
                         self._changed.notify_all()
                     is_first_try = False

@@ -1,7 +1,7 @@
 """The worker's side of the protocol, without sockets, threads or clocks.
 
 Each method is a generator that yields requests to send at the same time, and receives their
-answers. The caller, a worker or a simulated network, waits and repeats requests.
+answers. The caller sends them, waits, and repeats requests whose answers are lost.
 
 With several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
 section 5.8.3.3): all servers stage the gradients, then the first server commits them in one
@@ -31,7 +31,7 @@ Steps = Generator[list[Request], list[Message], T]
 
 
 class Session:
-    """The state of one worker in its exchanges with the servers.
+    """The state of one worker's session with the servers.
 
     Args:
         worker: number of the worker.
@@ -115,7 +115,11 @@ class Session:
         return self._common_version(answers)
 
     def prepare_push(self) -> Steps[None]:
-        """Wait until all servers have used the gradients of the last push."""
+        """Forward the log, so that all servers have applied the worker's last push.
+
+        Raises:
+            RuntimeError: the last push waits for other workers; the worker has to pull first.
+        """
         if self._has_pushed and (yield from self._forward_log()):
             raise pushed_twice(self.worker)
 

@@ -47,7 +47,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         )
     if target.exists():
         raise ValueError(f"expected a new folder for the journals, got {target}, which exists")
-    old = _restored(job, source)
+    old = _restore_cores(job, source)
     new = [job.server(shard, elastic=True).core for shard in job.shards()]
     values = _whole_values([core.replica for core in old])
     for core in new:
@@ -64,7 +64,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
     sync_folder(target.parent)
 
 
-def _restored(job: Job, source: Path) -> list[Core]:
+def _restore_cores(job: Job, source: Path) -> list[Core]:
     """Return the cores of the servers of `source`, all at the same position of the log."""
     folders = journal_folders(source)
     former = replace(job, servers=len(folders))
@@ -92,17 +92,17 @@ def _whole_values(replicas: Sequence[Replica]) -> Values:
     """
     values: Values = {}
     for replica in replicas:
-        for index, (piece, target, state) in enumerate(_targets(replica)):
-            of_piece = {_PARAMETER: target.detach(), **state}
+        for index, (piece, target, state) in enumerate(_pieces_with_state(replica)):
+            piece_values = {_PARAMETER: target.detach(), **state}
             for push in sorted(replica._accepted):
-                of_piece[f"push {push}"] = replica._staged[push][index]
-            for key, value in of_piece.items():
-                _add(values.setdefault(piece.name, {}), key, value, piece)
+                piece_values[f"push {push}"] = replica._staged[push][index]
+            for key, value in piece_values.items():
+                _add_piece(values.setdefault(piece.name, {}), key, value, piece)
     return values
 
 
-def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
-    """Return the pieces with their updated tensor and its state in the optimizer."""
+def _pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
+    """Return each piece, the tensor that the optimizer updates, and its state in the optimizer."""
     updater = replica._updater
     return [
         (piece, target, updater.optimizer.state.get(target, {}))
@@ -110,7 +110,7 @@ def _targets(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
     ]
 
 
-def _add(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
+def _add_piece(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
     """Add a value of a piece to the values of the whole parameter."""
     if isinstance(value, Tensor) and value.shape == piece.view_shape:
         numel = torch.Size(piece.shape).numel()
@@ -126,7 +126,7 @@ def _add(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
     whole[key] = value
 
 
-def _part(value: Any, piece: Piece) -> Any:
+def _piece_of(value: Any, piece: Piece) -> Any:
     """Return the part of a parameter's value that belongs to a piece."""
     if not isinstance(value, Tensor):
         return value
@@ -139,8 +139,8 @@ def _part(value: Any, piece: Piece) -> Any:
 def _set_values(replica: Replica, values: Values) -> None:
     """Set the parameters and the state of the optimizer."""
     updater = replica._updater
-    for piece, target, _ in _targets(replica):
-        parts = {key: _part(value, piece) for key, value in values[piece.name].items()}
+    for piece, target, _ in _pieces_with_state(replica):
+        parts = {key: _piece_of(value, piece) for key, value in values[piece.name].items()}
         target.copy_(parts.pop(_PARAMETER))
         state = {key: part for key, part in parts.items() if not key.startswith("push ")}
         if state:
@@ -148,7 +148,7 @@ def _set_values(replica: Replica, values: Values) -> None:
 
 
 def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> None:
-    """Set the position in the log, the schedule, and the pushes that are not applied yet."""
+    """Set the position in the log, the schedule, and the accepted pushes."""
     first = old[0]
     updater = replica._updater
     # All servers have the same groups, so they share the options, such as the learning rate.
@@ -166,5 +166,5 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     replica._accepted = set(first._accepted)
     for push in replica._accepted:
         replica._staged[push] = [
-            _part(values[piece.name][f"push {push}"], piece) for piece in replica.shard.pieces
+            _piece_of(values[piece.name][f"push {push}"], piece) for piece in replica.shard.pieces
         ]

@@ -107,7 +107,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one process: a value, an exception, or an exit code."""
+    """The outcome of one process: a value, an exception, or an exit code."""
 
     name: str
     value: Any = None
@@ -122,36 +122,32 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """The final state of a server."""
+    """The final state of a server, in a form that is fast to pickle."""
 
+    #: The parameters of the server's shard.
     buffer: bytes
     version: int
     staleness: Counter[int]
 
 
-def report(server: Server) -> ServerReport:
-    """Return the final state of a server, in a form that is fast to pickle."""
-    buffer = server.state_dict()["parameters"].numpy().tobytes()
-    return ServerReport(buffer, server.version, server.staleness)
-
-
-def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
+def assemble_result(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
     """Return the result of a run from the outcomes of its processes.
 
-    Raise if a server failed, if all workers failed, or if any worker failed with
-    on_worker_loss="stop". A process that died without an exception is reported first, then an error
-    of `train`, then `PeerLost`.
+    Raises:
+        Exception: a server or all workers failed, or any worker did with on_worker_loss="stop". The
+            error is that of a process that died without an exception, otherwise an error of
+            `train`, otherwise a `PeerLost`.
     """
     no_outcome = Outcome("")
     servers = [outcomes.get(f"server {i}", no_outcome) for i in range(job.servers)]
     workers = [outcomes.get(f"worker {i}", no_outcome) for i in range(job.workers)]
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
     dead = [outcome for outcome in failed if outcome.error is None]
-    lost = {w: describe_failure(outcome) for w, outcome in enumerate(workers) if outcome.failed}
+    lost = {w: _describe_failure(outcome) for w, outcome in enumerate(workers) if outcome.failed}
     stop = job.on_worker_loss == "stop" or len(lost) == len(workers)
     if failed and (stop or any(outcome.failed for outcome in servers)):
-        for outcome in dead:
-            raise PeerLost(describe_failure(outcome))
+        if dead:
+            raise PeerLost(_describe_failure(dead[0]))
         causes = [o for o in failed if not isinstance(o.error, PeerLost)] or failed
         assert causes[0].error is not None
         raise causes[0].error
@@ -172,8 +168,7 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
     )
 
 
-def describe_failure(outcome: Outcome) -> str:
-    """Return a description of how a process failed."""
+def _describe_failure(outcome: Outcome) -> str:
     if outcome.error is None:
         return f"{outcome.name} died with exit code {outcome.exit_code}"
     return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"

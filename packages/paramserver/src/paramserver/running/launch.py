@@ -1,7 +1,7 @@
-"""Start servers and workers, wait for them, and report the first failure.
+"""Start servers and workers, wait for them, and raise the error that caused a failure.
 
-The cause is reported instead of its consequences: a process that died rather than the processes
-that noticed, and an error of the training function rather than the `PeerLost` of other workers.
+`run` raises the cause instead of its consequences: the death of a process rather than the errors of
+its peers, and an error of the training function rather than the `PeerLost` of other workers.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from torch import nn
 from paramserver.consistency import Consistency
 from paramserver.optimizers import OptimizerFactory
 from paramserver.partition import Shard
-from paramserver.running.job import Job, Result, ServerReport, assemble, report
+from paramserver.running.job import Job, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses, collect
 from paramserver.running.serving import serve
 from paramserver.running.supervise import run_on_zeromq
@@ -103,7 +103,7 @@ def run(
             for channel in channels:
                 channel.close()
         outcomes = collect(processes, continues_after_loss=on_worker_loss == "continue")
-    return assemble(job, shards, outcomes)
+    return assemble_result(job, shards, outcomes)
 
 
 def _check_options(job: Job, transport: str, restarts: int, journal: str | Path | None) -> None:
@@ -127,7 +127,8 @@ def _serve(
             thread.join(1.0)
             if report_losses:
                 report_losses(dict(server.core.lost))
-    return report(server)
+    parameters = server.state_dict()["parameters"].numpy().tobytes()
+    return ServerReport(parameters, server.version, server.staleness)
 
 
 def _work(packed: bytes, rank: int, channels: Channels) -> Any:

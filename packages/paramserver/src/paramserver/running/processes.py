@@ -1,7 +1,7 @@
 """Processes of a run on this machine, and their outcomes.
 
-Each process has a thread that waits for the end of the parent process, for any reason, and then
-ends the process. Therefore no process outlives its run.
+A thread of each process waits until the parent process has ended, for any reason, and then ends the
+process. Therefore no process outlives its run.
 """
 
 import math
@@ -28,16 +28,14 @@ ReportLosses = Callable[[dict[int, str]], object]
 class Processes:
     """The processes of a run, by name.
 
-    If this process dies, they end and remove `folder`, unless it is None. A worker that the first
-    server reports as lost is killed if it has not ended `grace_period` seconds later.
+    Args:
+        context: the multiprocessing context that starts them.
+        folder: folder that the processes remove if this process dies; None if there is none.
+        grace_period: seconds after which a worker is killed if the first server has reported it as
+            lost and it has not ended.
     """
 
-    def __init__(
-        self,
-        context: BaseContext,
-        folder: str | None,
-        grace_period: float,
-    ) -> None:
+    def __init__(self, context: BaseContext, folder: str | None, grace_period: float) -> None:
         self.grace_period = grace_period
         #: Each running process, and the pipe from which its outcome is received.
         self.running: dict[str, tuple[BaseProcess, Connection]] = {}

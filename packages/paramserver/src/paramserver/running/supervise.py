@@ -1,7 +1,7 @@
-"""Servers and workers over ZeroMQ that are restarted when they die.
+"""Servers and workers over ZeroMQ, which are restarted when they die.
 
-No process is notified of a death. A restarted server continues from the journal at the same
-address, and a restarted worker joins again.
+Other processes are not notified of a restart. A restarted server continues from its journal at the
+same address, and a restarted worker joins again.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 from paramserver.consistency import as_local_steps
 from paramserver.journal import DiskJournal, require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
-from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
+from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses
 from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import ZeroMQServer
@@ -130,14 +130,14 @@ def run_on_zeromq(
                     ended[outcome.name] = outcome
                     is_required = job.on_worker_loss == "stop" or outcome.name not in workers
                     if outcome.failed and is_required:
-                        return assemble(job, shards, ended)
+                        return assemble_result(job, shards, ended)
                 if not final_state and all(name in ended for name in workers):
                     final_state = reader.submit(read_final_state, job, addresses)
             for i, server_report in enumerate(final_state.result()):
                 ended[f"server {i}"] = Outcome(f"server {i}", value=server_report)
         finally:
             reader.shutdown(wait=False)
-        return assemble(job, shards, ended)
+        return assemble_result(job, shards, ended)
 
 
 def _serve(
