@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -293,6 +294,48 @@ def test_recovery_truncates_to_the_last_good_record_and_keeps_discarded_bytes(
     ]  # an undamaged journal is not changed
     assert contents(folder)
     assert opened(folder)[0].version == 6
+
+
+def counted(change, call):
+    """Return a function, also usable as a method, that passes `change` and its arguments on."""
+    return lambda *args, **kwargs: call(change, *args, **kwargs)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["journal-00000001", "journal-00000002"])
+@pytest.mark.parametrize("at_head", [False, True])
+def test_recovery_that_is_killed_at_any_change_is_repeated(written, name, at_head, monkeypatch):
+    folder, _ = written
+    raw = bytearray((folder / name).read_bytes())
+    raw[10 if at_head else -60] ^= 4
+    (folder / name).write_bytes(raw)
+    undisturbed = folder.with_name("undisturbed")
+    shutil.copytree(folder, undisturbed)
+    recover(undisturbed)
+    expected = state_of(opened(undisturbed)[0])
+    is_killed = True
+    kill_at = 0
+    while is_killed:
+        copy = folder.with_name(f"killed-{kill_at}")
+        shutil.copytree(folder, copy)
+        changes = itertools.count()
+
+        def die(change, *args, changes=changes, kill_at=kill_at, **kwargs):
+            if next(changes) == kill_at:
+                raise KeyboardInterrupt  # not caught, so the disk is as after a kill
+            return change(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            for owner, change in ((Path, "rename"), (Path, "mkdir"), (os, "truncate"), (os, "fsync")):
+                patch.setattr(owner, change, counted(getattr(owner, change), die))
+            try:
+                recover(copy)
+                is_killed = False
+            except KeyboardInterrupt:
+                kill_at += 1
+        recover(copy)
+        assert state_of(opened(copy)[0]) == expected, kill_at
+    assert kill_at > 2
 
 
 @pytest.mark.parametrize("written", ["snapshot"], indirect=True)

@@ -246,12 +246,12 @@ def compute_checksum(file: BinaryIO, size: int) -> int:
     return checksum
 
 
-def create_file(folder: Path, identity: bytes, number: int, records: bytes = b"") -> Path:
-    """Write a file under its temporary name and sync it to the disk; return its path."""
+def create_file(folder: Path, identity: bytes, number: int) -> Path:
+    """Write a file without records under its temporary name, and sync it; return its path."""
     path = journal_path(folder, "next", number)
     try:
         with path.open("wb") as file:
-            file.write(_file_head(identity, number) + records)
+            file.write(_file_head(identity, number))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)

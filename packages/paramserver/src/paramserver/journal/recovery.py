@@ -1,6 +1,8 @@
 """Checks that the journals of all servers of a job are complete, and recovery from damage."""
 
+import os
 import re
+import shutil
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -194,17 +196,19 @@ class _GoodPart:
         discarded = self.folder / f"discarded-{next(numbers)}"
         discarded.mkdir()
         lines = []
+        # This process may die between any two changes. Until the file is truncated, the good part
+        # stays where it is, so that another call finds it.
         for file_path in later:
             file_path.rename(discarded / file_path.name)
             lines.append(f"{file_path} was moved to {discarded}")
-        content = b""
         if path.exists():
-            with path.open("rb") as file:
-                content = file.read(end.stop)
-            path.rename(discarded / path.name)
+            shutil.copyfile(path, discarded / path.name)
             lines.append(f"{path} now ends at byte {end.stop}; the original is in {discarded}")
-        files.create_file(self.folder, self._identity, end.number, content[files.FILE_HEAD.size :])
-        files.publish_file(self.folder, end.number)
+        if end.stop > files.FILE_HEAD.size:
+            os.truncate(path, end.stop)
+        else:  # the head may be damaged or missing
+            files.create_file(self.folder, self._identity, end.number).rename(path)
+        files.sync_folder(self.folder)
         return lines
 
 
