@@ -326,7 +326,8 @@ def test_recovery_that_is_killed_at_any_change_is_repeated(written, name, at_hea
             return change(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            for owner, change in ((Path, "rename"), (Path, "mkdir"), (os, "truncate"), (os, "fsync")):
+            changes_of_disk = [(Path, "rename"), (Path, "mkdir"), (os, "truncate"), (os, "fsync")]
+            for owner, change in changes_of_disk:
                 patch.setattr(owner, change, counted(getattr(owner, change), die))
             try:
                 recover(copy)
