@@ -57,7 +57,7 @@ class LocalTraining:
         self._first_position = self._position_of_pushes()
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * policy.fragments
-        #: Local step from which `pull` must receive an update; None if no update is outstanding.
+        #: Local step before which `pull` must receive an update; None if no update is due.
         self._next_pull_step: int | None = 0
         self._thread = ThreadPoolExecutor(1) if policy.overlap else None
         self._in_flight: Future[None] | None = None
@@ -92,7 +92,7 @@ class LocalTraining:
             self._send_fragment(self._policy.overlap)
 
     def finish(self) -> None:
-        """Receive the exchange in flight, and send every fragment that has changed since."""
+        """Wait for the exchange in flight, and send every fragment that has changed since then."""
         if self._thread and self._steps and self._next_pull_step is not None:
             self._receive_update()
         while self._sent_at[self._next_fragment()] < self._steps:
@@ -101,7 +101,7 @@ class LocalTraining:
             self._send_fragment()
 
     def wait(self) -> None:
-        """Wait for the end of the exchange in flight; raise its error."""
+        """Wait for the exchange in flight, and raise its error if it failed."""
         if self._in_flight:
             self._in_flight.result()
             self._in_flight = None
@@ -157,9 +157,9 @@ class LocalTraining:
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
 
-        If the servers have not accepted that push, it is sent now; otherwise only its residuals are
-        carried over. If training has continued without this worker, the push is void, and the
-        worker continues with its local optimizer from the parameters of the servers.
+        If the servers have not accepted that push, send it now; otherwise only carry its residuals
+        over. If training has continued without this worker, the push is void: the worker keeps its
+        local optimizer and continues from the parameters of the servers.
         """
         session = self._exchange.session
         check_checkpoint(

@@ -74,7 +74,8 @@ class Updater:
         factory: the optimizer factory.
         parameters: the parameters, or parts of parameters.
         names: name of each of `parameters`.
-        model: all parameters of the model, by name. Their groups are those of all servers.
+        model: all parameters of the model, by name. They determine the groups, so that all servers
+            have the same groups.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Updater:
             self._publish()
 
     def settings(self) -> dict[str, str]:
-        """Return the settings that updates depend on, as strings that all processes agree on."""
+        """Return the settings that affect updates, by name, as strings equal in all processes."""
         spec = self.spec
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         settings["optimizer"] = type(self.optimizer).__name__
@@ -219,7 +220,7 @@ def _copy_options(optimizer: Optimizer) -> None:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Return the value with Python numbers instead of NumPy's, which files cannot contain."""
+    """Replace NumPy numbers, which journals and checkpoints cannot contain, by Python numbers."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):

@@ -1,7 +1,7 @@
 """The worker's side of the protocol, without sockets, threads or clocks.
 
-Each method is a generator that yields requests to send at the same time, and receives their
-answers. The caller sends them, waits, and repeats requests whose answers are lost.
+Each method of `Session` is a generator of requests. The caller sends them, waits for the answers
+and repeats requests whose answers are lost.
 
 With several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
 section 5.8.3.3): all servers stage the gradients, then the first server commits them in one
@@ -27,7 +27,8 @@ class Request:
     message: Message
 
 
-Steps = Generator[list[Request], list[Message], T]
+#: A generator that yields requests to send at the same time, and receives their answers.
+Requests = Generator[list[Request], list[Message], T]
 
 
 class Session:
@@ -57,7 +58,7 @@ class Session:
         #: True if the worker has pushed since its last pull.
         self._has_pushed = False
 
-    def join(self) -> Steps[None]:
+    def join(self) -> Requests[None]:
         """Join the training.
 
         Raises:
@@ -100,7 +101,7 @@ class Session:
             # A server accepts pushes of an epoch only after it has replayed the join.
             yield from self._forward_log()
 
-    def pull(self) -> Steps[int]:
+    def pull(self) -> Requests[int]:
         """Receive the parameters of one version from all servers and return the version."""
         answers = [Message(Kind.REREAD)]
         while any(answer.kind is Kind.REREAD for answer in answers):
@@ -114,7 +115,7 @@ class Session:
         self._has_pushed = False
         return self._common_version(answers)
 
-    def prepare_push(self) -> Steps[None]:
+    def prepare_push(self) -> Requests[None]:
         """Forward the log, so that all servers have applied the worker's last push.
 
         Raises:
@@ -123,7 +124,7 @@ class Session:
         if self._has_pushed and (yield from self._forward_log()):
             raise pushed_twice(self.worker)
 
-    def push(self) -> Steps[None]:
+    def push(self) -> Requests[None]:
         """Send the gradients to all servers: all of them accept the gradients, or none does."""
         if len(self._layouts) == 1:
             yield [self._request(0, Kind.PUSH)]
@@ -134,7 +135,7 @@ class Session:
         self.pushes += 1
         self._has_pushed = True
 
-    def finish(self) -> Steps[int]:
+    def finish(self) -> Requests[int]:
         """Stop pushing; receive and return the final version after all workers have finished."""
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
@@ -144,11 +145,11 @@ class Session:
             if all(answer.number <= first.number for answer in answers):
                 return self._common_version(answers)
 
-    def leave(self) -> Steps[None]:
+    def leave(self) -> Requests[None]:
         """Stop pushing without waiting for other workers."""
         yield from self._forward_log(Kind.LEAVE)
 
-    def _forward_log(self, kind: Kind = Kind.SYNC) -> Steps[bool]:
+    def _forward_log(self, kind: Kind = Kind.SYNC) -> Requests[bool]:
         """Forward the first server's log; return True if the last push is not applied yet."""
         (answer,) = yield [self._request(0, kind)]
         if others := self._requests_with_log(Kind.REPLAY, Log.from_text(answer.text))[1:]:

@@ -7,7 +7,7 @@ from paramserver.protocol.messages import Kind, Message
 
 
 class Waits:
-    """The waits of all workers at one server, and the time of each worker's last request.
+    """The waits of all workers for one server's answers, and the time of each one's last request.
 
     A worker is silent if it has sent no request for `timeout` seconds and does not wait itself.
 

@@ -1,9 +1,9 @@
 """Channels over torch.distributed: point-to-point messages on gloo, across machines.
 
 `join` works inside an existing process group, under torchrun or any other launcher. Its ranks are
-the workers, and some of them also run a server in threads. Messages use a separate gloo group, so
-that they do not interfere with the caller's messages and timeouts, and so that the caller's group
-may be on NCCL. Each direction of each pair has a tag, because a rank may be a worker and a server.
+the workers, and some of them also run a server in threads. Messages use a separate gloo group. They
+therefore do not interfere with the caller's messages and timeouts, and the caller's group may be on
+NCCL. Each direction of each pair has a tag, because a rank may be a worker and a server.
 """
 
 import time
@@ -115,9 +115,10 @@ def join(
 ) -> Iterator[Worker]:
     """Train in an existing process group, in which every rank is a worker.
 
-    A context manager that provides this rank's `Worker`. Every rank of `group` enters it with the
-    same module (names and shapes) and arguments. The servers start with the parameters of their
-    rank. When all ranks have reached the end of the block, every module has the final parameters.
+    The returned context manager provides this rank's `Worker`. Every rank of `group` enters it with
+    the same arguments and a module with the same names and shapes. A server starts with the
+    parameters of the rank that runs it. When all ranks have reached the end of the block, every
+    module has the final parameters.
 
     Args:
         module: the module to train.

@@ -8,19 +8,19 @@ from typing import TypeVar, cast
 
 from paramserver.payload import Gradients
 from paramserver.protocol.messages import Message
-from paramserver.protocol.session import Request, Session, Steps
+from paramserver.protocol.session import Request, Requests, Session
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
 
 T = TypeVar("T")
 
 
 class Exchange:
-    """A worker's session with its servers. Requests to several servers run in threads.
+    """A worker's session with its servers. Requests to several servers are sent from threads.
 
     Args:
         rank: number of the worker.
         connections: a connection to each server.
-        payload: writes the data of pushes, and receives the data of pulls.
+        payload: writes the data of pushes, and processes the data of pulls.
         layouts: layout of each server's shard.
     """
 
@@ -52,11 +52,8 @@ class Exchange:
         self.run(self.session.push())
         self.payload.on_accepted()
 
-    def run(self, steps: Steps[T]) -> T:
-        """Run a session generator and return its result.
-
-        The requests that it yields are sent, and the answers are passed back to it.
-        """
+    def run(self, steps: Requests[T]) -> T:
+        """Send the requests that a method of `session` yields; return the method's result."""
         answers: list[Message] | None = None
         while True:
             try:

@@ -1,16 +1,16 @@
 """Channels between processes of one host: data in shared memory, messages in a pipe.
 
-The memory is an anonymous file (memfd). The size of /dev/shm, 64 MB in many containers, does not
-limit it, and a crash leaves nothing behind. A dead process closes its end of the pipe.
+The memory is an anonymous file (memfd), which the size of /dev/shm, 64 MB in many containers, does
+not limit, and which the system frees after a crash. A dead process closes its end of the pipe.
 
 Note [Reading parameters in place]
 A worker reads the parameters in the server's memory. Two words in shared memory coordinate this:
-- the server sets IN_PLACE before it answers a read;
-- the worker sets DONE after it has read, if IN_PLACE is still set;
-- before the server changes the parameters it checks DONE. If it is not set, the server copies the
+- Before the server answers a read, it clears DONE and sets IN_PLACE.
+- After the worker has read, it sets DONE if IN_PLACE is still set, and otherwise reads the copy.
+- Before the server changes the parameters, it checks DONE. If DONE is not set, it copies the
   parameters into the worker's buffer and clears IN_PLACE.
-A worker that finds IN_PLACE cleared after reading reads the copy. This needs a processor on which
-another process sees the writes of a process in their order, as on x86-64.
+This requires a processor on which another process sees the writes of a process in their order, as
+on x86-64.
 """
 
 import itertools
@@ -38,15 +38,23 @@ _IN_PLACE = 0
 _DONE = 8
 #: Size of the words of a worker in bytes.
 _WORDS_BYTES = 128
+#: The worker's end and the server's end of a connection.
 Ends = tuple["SharedMemoryChannel", "SharedMemoryChannel"]
 
 
 class SharedMemoryChannel(Channel):
     """One end of a connection, which shares its buffers with the other end.
 
-    The memory contains the server's parameters. It also contains per worker, by `number`, a buffer
-    of parameters, a buffer of gradients, and the words of Note [Reading parameters in place]. A
-    channel can be pickled into a child process.
+    The memory contains the server's parameters, followed per worker by a buffer of parameters, a
+    buffer of gradients, and the words of Note [Reading parameters in place]. A channel can be
+    pickled into a child process.
+
+    Args:
+        descriptor: file descriptor of the memory.
+        peer: name of the process at the other end.
+        pipe: pipe to that process.
+        nbytes: size of each buffer in bytes.
+        number: index of the worker's buffers in the memory.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class SharedMemoryChannel(Channel):
         while stop < len(data):
             raw = self._receive(None)
             if len(raw) != 8:  # the worker failed while it wrote, and sent an ABORT
-                reason = Message.from_text(raw).text or "expected the rest of a push"
+                reason = Message.from_text(raw).text or "expected more gradients of a push"
                 raise ConnectionResetError(reason)
             stop = int.from_bytes(raw, "big")
             on_progress(stop)
