@@ -296,6 +296,15 @@ def test_recovery_truncates_to_the_last_good_record_and_keeps_discarded_bytes(
     assert opened(folder)[0].version == 6
 
 
+@BOTH
+def test_a_file_whose_new_name_was_lost_in_a_power_failure_is_read(written):
+    folder, states = written
+    (folder / "journal-00000002").rename(folder / "next-00000002")
+    server, _ = opened(folder)
+    assert state_of(server) == states[-1][1]
+    assert (folder / "journal-00000002").exists()
+
+
 def counted(change, call):
     """Return a function, also usable as a method, that passes `change` and its arguments on."""
     return lambda *args, **kwargs: call(change, *args, **kwargs)

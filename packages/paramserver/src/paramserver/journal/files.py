@@ -79,9 +79,8 @@ def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
     kind = b""
     while number <= last or kind == SEAL:
         path = journal_path(folder, "journal", number)
-        if kind == SEAL and not path.exists():
-            # The server died after it wrote the seal and before it renamed the next file.
-            path = journal_path(folder, "next", number)
+        if kind == SEAL:
+            path = _path_after_seal(folder, number)
         for span in _checked_spans_of_file(path, number, identity, is_last=number >= last):
             if span.kind == START:
                 identity = read_identity(folder, [span])
@@ -155,7 +154,7 @@ def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> It
 
 def read_body(folder: Path, span: Span) -> bytes:
     """Return the body of a record."""
-    with journal_path(folder, "journal", span.number).open("rb") as file:
+    with _path_after_seal(folder, span.number).open("rb") as file:
         file.seek(span.start + RECORD_HEAD.size)
         return file.read(span.stop - span.start - RECORD_HEAD.size)
 
@@ -198,9 +197,7 @@ def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
 
 def read_identity(folder: Path, spans: list[Span]) -> bytes:
     """Return the identity that the head of the last span's file contains."""
-    number = spans[-1].number
-    path = journal_path(folder, "journal", number)
-    with (path if path.exists() else journal_path(folder, "next", number)).open("rb") as file:
+    with _path_after_seal(folder, spans[-1].number).open("rb") as file:
         return file.read(FILE_HEAD.size)[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
 
 
@@ -281,6 +278,16 @@ def sync_folder(folder: Path) -> None:
 def journal_path(folder: Path, name: str, number: int) -> Path:
     """Return the path of a file: `name` is `journal`, `next`, `snapshot` or `unfinished`."""
     return folder / f"{name}-{number:08d}"
+
+
+def _path_after_seal(folder: Path, number: int) -> Path:
+    """Return the path of a file whose predecessor is sealed.
+
+    The file has its temporary name if the server died before it renamed the file, or if the machine
+    died before the new name was on the disk.
+    """
+    path = journal_path(folder, "journal", number)
+    return path if path.exists() else journal_path(folder, "next", number)
 
 
 def file_numbers(folder: Path, name: str) -> list[int]:
