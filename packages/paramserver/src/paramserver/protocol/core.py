@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.ledger import Ledger, Member, wrong_clock
+from paramserver.protocol.ledger import Ledger, wrong_clock
 from paramserver.protocol.log import Log, Push
 from paramserver.protocol.messages import Kind, Message, PeerLost, pushed_twice
 from paramserver.protocol.records import Journal, Record, Replayed, Staged
@@ -233,14 +233,14 @@ class Core:
         push = (worker, message.epoch, message.clock)
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
-            if message.clock < self._member(worker).clock:
+            if message.clock < self.ledger.members[worker].clock:
                 # Repeated. The replica has not replayed the push if the journal's disk was full.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)
         if message.kind is Kind.STAGE:
             return Message(Kind.OK)
-        if message.clock == self._member(worker).clock and not self.replica.is_staged(push):
+        if message.clock == self.ledger.members[worker].clock and not self.replica.is_staged(push):
             raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
         self.ledger.commit(push)
         self._replay_own_log()
@@ -270,7 +270,7 @@ class Core:
             # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, public_session_id(message.clock))
             self._replay_own_log()
-        member = self._member(worker)
+        member = self.ledger.members[worker]
         numbers = member.epoch, member.clock, replica.base_version, replica.position
         return Message(Kind.OK, *numbers, text=str(member.pushes))
 
@@ -310,7 +310,7 @@ class Core:
             raise PeerLost(f"training continues without this worker: {self.lost[worker]}")
 
     def _check_clock(self, worker: int, message: Message) -> None:
-        member = self._member(worker)
+        member = self.ledger.members[worker]
         if not member.active and self._elastic:
             raise PeerLost(f"training continues without this worker: worker {worker} has left")
         if not member.active:
@@ -321,11 +321,6 @@ class Core:
         is_repeated = may_repeat and message.clock == member.clock - 1
         if message.clock != member.clock and not is_repeated:
             raise wrong_clock(worker, message.clock, member.clock)
-
-    def _member(self, worker: int) -> Member:
-        if worker not in self.ledger.members:
-            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
-        return self.ledger.members[worker]
 
     def _log(self, worker: int, message: Message) -> Log:
         """Return the log from the position of the message, and discard the entries before it.

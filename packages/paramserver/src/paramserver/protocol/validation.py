@@ -49,6 +49,8 @@ def validate(
         ledger = _preview(log, replica, ledger)
     if kind is Kind.JOIN:
         _check_join(worker, message, replica)
+        if worker not in ledger.members and not elastic:
+            raise ValueError(f"worker {worker} is unknown; there are {len(ledger.members)} workers")
     elif worker != OBSERVER:
         _check_sender(worker, message, session, ledger, elastic=elastic)
     return log
