@@ -27,13 +27,13 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(path)
-        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
         unfinished.unlink(missing_ok=True)
         raise RuntimeError(
             f"cannot write the checkpoint {path}: {error}; free space on its disk and start the "
             "worker again, which continues from the previous checkpoint"
         ) from error
+    sync_folder(path.parent)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
