@@ -38,8 +38,8 @@ class BulkSynchronous:
 class StaleSynchronous:
     """A worker may read while it is at most `bound` clocks ahead of the slowest worker.
 
-    At clock c it reads parameters that contain all gradients of clocks below c - `bound` and all of
-    its own gradients. They may contain newer gradients of other workers.
+    At clock c it reads parameters that contain all gradients of clocks below c - `bound` and every
+    gradient that it has pushed. They may contain newer gradients of other workers.
 
     Args:
         bound: number of clocks, at least 0.
