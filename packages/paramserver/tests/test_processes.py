@@ -175,7 +175,7 @@ def test_error_of_the_caller_leaves_no_process(transport, monkeypatch):
         assert multiprocessing.active_children() != []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Processes, "ends", fails)
+    monkeypatch.setattr(Processes, "outcomes_within", fails)
     with pytest.raises(KeyboardInterrupt):
         run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport)
     assert multiprocessing.active_children() == []
