@@ -319,7 +319,7 @@ def outcomes_of_compiled_models() -> list[tuple[tuple, bool]]:
 
 
 @pytest.mark.filterwarnings("default")
-def test_compiled_blocks_have_no_graph_breaks_and_overlap_communication() -> None:
+def test_compiled_modules_are_one_graph_and_compiled_blocks_overlap_communication() -> None:
     ranks = [blocks for blocks, _ in outcomes_of_compiled_models()]
     for by_blocks, whole, wrapper, breaks, buckets, hidden in ranks:
         # Equal blocks may have a common graph.
