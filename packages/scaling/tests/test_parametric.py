@@ -64,7 +64,7 @@ def hard_runs(count):
         noise = np.exp(random.choice([1e-3, 1e-2, 5e-2]) * random.standard_t(2, runs))
         loss = law.predict(n, d) * noise
         if loss.max() < 19:
-            yield load_runs({"N": n, "D": d, "loss": loss})
+            yield load_runs({"N": n, "D": d, "loss": loss}, units={"loss": 1})
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
