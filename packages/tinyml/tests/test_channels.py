@@ -158,7 +158,6 @@ def test_it_equals_the_dense_model_with_readers_at_zero(sparsity):
             assert len(small.get_submodule(name).weight) == group.size - len(gone)
     with torch.no_grad():
         torch.testing.assert_close(small(X), masked(X), rtol=1e-10, atol=1e-10)
-    assert size_of(small, X).macs < size_of(model, X).macs
     assert size_of(small).bytes < size_of(model).bytes
     small.train()(X).sum().backward()  # it trains on
 

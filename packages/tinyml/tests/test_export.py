@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_the_wrong_model_or_file_says_so(tmp_path):
     path = tmp_path / "model.safetensors"
     save(quantize(model(), 4), path)
-    with pytest.raises(ValueError, match="that the model lacks"):
+    with pytest.raises(RuntimeError, match="Unexpected key"):
         load(nn.Linear(2, 2), path)
     from safetensors.torch import save_file
 
@@ -197,7 +197,7 @@ def test_a_weight_of_another_shape_is_refused(name, tmp_path):
     other = nn.Linear(8, 32, bias=False)  # as many weights
     with pytest.raises((ValueError, RuntimeError), match="shape"):
         load(other, tmp_path / "one")
-    with pytest.raises(RuntimeError, match="not compressed as this one"):
+    with pytest.raises(RuntimeError, match=r"size mismatch|with the format"):
         ALONE[name](other).load_state_dict(small.state_dict())
 
 

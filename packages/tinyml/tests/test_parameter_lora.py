@@ -1,7 +1,6 @@
 """Adapters of single parameters, such as fused experts, and their files in peft's format."""
 
 import copy
-import io
 import json
 from types import SimpleNamespace
 
@@ -114,16 +113,13 @@ def test_only_the_factors_are_trained_and_each_call_uses_their_values():
     assert not torch.equal(model(X), before)
 
 
-def test_copies_and_pickles_have_separate_adapters():
+def test_copies_have_separate_adapters():
     model = adapted()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(other(X), model(X))
-        other.load_state_dict(add_lora(Model(), 2, parameters=NAMES).state_dict())
-        assert torch.equal(other(X), Model()(X))
-        assert not torch.equal(model(X), Model()(X))
+    other = copy.deepcopy(model)
+    assert torch.equal(other(X), model(X))
+    other.load_state_dict(add_lora(Model(), 2, parameters=NAMES).state_dict())
+    assert torch.equal(other(X), Model()(X))
+    assert not torch.equal(model(X), Model()(X))
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -36,12 +36,15 @@ def test_the_product_is_exact(m, k, n, seed):
     assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
 
 
-@pytest.mark.parametrize("name", ["float32", "float64"])
-@pytest.mark.parametrize("k", [1, 16, 1023, 1025, 5000])
-def test_every_implementation_is_exact_where_sums_are_largest(name, k):
+@pytest.mark.parametrize("k", [1, 16, 1032, 1033, 5000])
+def test_every_implementation_is_exact_where_sums_are_largest(k):
     a, b = torch.full((3, k), -127, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
-    sums = IMPLEMENTATIONS[name](Int8Weights(b), a)
-    assert (sums.to(torch.int64) == k * 127 * 128).all()
+    weights = Int8Weights(b)
+    names = weights.choice(a).milliseconds
+    assert ("float32" in names) == (k * 127 * 128 <= 2**24)
+    for name in names:
+        sums = IMPLEMENTATIONS[name](weights, a)
+        assert (sums.to(torch.int64) == k * 127 * 128).all()
 
 
 def test_a_wrong_product_is_found_out_and_left_out(monkeypatch):

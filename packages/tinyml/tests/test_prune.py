@@ -68,7 +68,7 @@ def test_masks_hold_through_fine_tuning():
     ("arguments", "message"),
     [
         ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
-        ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
+        ({"sparsity": {"9": 0.5}}, r"expected names of .*, got '9'"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
         ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),
     ],

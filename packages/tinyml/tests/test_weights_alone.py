@@ -3,7 +3,7 @@
 import pytest
 import torch
 from figures import assert_at_least
-from tinyml import Int4Linear, IntegerModel, gptq, load, quantize, save
+from tinyml import Int4Linear, load, quantize, save
 from tinyml.quantization import fastest_linear
 from tinyml.timing import Timing
 from torch import nn
@@ -82,17 +82,6 @@ def test_files_and_state_dicts_restore_the_outputs(tmp_path):
         other(inputs)  # what it keeps for speed is of the old weights
         other.load_state_dict(small.state_dict())
         assert torch.equal(other(inputs), expected)
-
-
-def test_inference_mode_is_refused():
-    model, inputs = nn.Sequential(nn.Linear(64, 32)), torch.randn(3, 64)
-    for make in (
-        lambda: quantize(model, activations="dynamic"),
-        lambda: IntegerModel(model, [inputs]),
-        lambda: gptq(model, [inputs]),
-    ):
-        with torch.inference_mode(), pytest.raises(ValueError, match=r"use torch\.no_grad"):
-            make()
 
 
 @pytest.mark.parametrize(("bits", "activations"), [(4, "auto"), (8, "dynamic")])

@@ -8,7 +8,7 @@ from tinyml.adapters.insertion import add_lora, lora_state_dict
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.merging import merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
-from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
+from tinyml.adapters.soft_prompt import SoftPrompt
 from tinyml.export.awq_checkpoint import save_awq
 from tinyml.export.gguf_file import save_gguf
 from tinyml.export.gptq_checkpoint import save_gptq
@@ -34,10 +34,8 @@ __all__ = [
     "IntegerModel",
     "LoRA",
     "Masks",
-    "PrefixCache",
     "Size",
     "SoftPrompt",
-    "adapt",
     "add_lora",
     "convert",
     "gptq",
@@ -48,7 +46,6 @@ __all__ = [
     "lora_state_dict",
     "merge",
     "merge_and_unload",
-    "meta_loss",
     "prepare_qat",
     "prune",
     "prune_channels",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import itertools
 import json
 import os
 import statistics
@@ -36,11 +35,7 @@ _AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Return all rows: k-means, linear layers of 8 and 4 bits, and an integer network."""
-    return [
-        *_kmeans(device, quick),
-        *_linear(device, quick),
-        *_integer(quick),
-    ]
+    return [*_kmeans(device, quick), *_linear(device, quick), *_integer(quick)]
 
 
 def _kmeans(device: str, quick: bool) -> list[Row]:
@@ -199,7 +194,7 @@ def _finish() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks and print a table; write the rows as JSON if requested."""
+    """Run the benchmarks and print the rows as JSON, or write them to a file."""
     parser = argparse.ArgumentParser(prog="python -m tinyml.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
@@ -214,25 +209,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],
             os.environ | _AVX2,  # both libraries read it when they are loaded
         )
-    rows = bench(device=arguments.device, quick=arguments.quick)
+    rows = json.dumps(bench(device=arguments.device, quick=arguments.quick), indent=1)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
-
-
-def table(rows: list[Row]) -> str:
-    """Return the rows as aligned text, one block per set of columns."""
-    blocks = []
-    for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        arguments.json.write_text(rows + "\n")
+    else:
+        print(rows)
 
 
 if __name__ == "__main__":

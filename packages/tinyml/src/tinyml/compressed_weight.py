@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -47,6 +46,9 @@ class CompressedWeight(nn.Module):
     can be compressed (see `torch.nn.utils.parametrize`).
     """
 
+    #: The shape of the dense weight.
+    shape: torch.Size
+
     def __init__(self) -> None:
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
@@ -64,7 +66,12 @@ class CompressedWeight(nn.Module):
         return torch.tensor(self.format(), dtype=torch.int64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Do nothing, because `check_before_loading` has compared the formats."""
+        """Raise `RuntimeError` if a state dict that is loaded has another format."""
+        if state.tolist() != self.format():
+            raise RuntimeError(
+                f"expected a state dict of a weight with the format {self.format()}, got "
+                f"{state.tolist()}; compress the model as the saved one was, or load first"
+            )
 
 
 def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
@@ -79,28 +86,7 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
             f"expected a layer without parametrizations, got a {type(layer).__name__} with one of "
             f"{names}; remove it, or exclude the layer with protect"
         )
-    install_parametrization(layer, "weight", compressed)
-
-
-def install_parametrization(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
-    """Register a parametrization and keep the layer picklable, unlike torch's function."""
-    parametrize.register_parametrization(layer, name, stored, unsafe=True)
-    cast(Any, type(layer)).__reduce_ex__ = _reduced
-    return layer
-
-
-def _reduced(layer: Any, _: Any) -> tuple[Any, ...]:
-    return _blank, (type(layer).__bases__[0], list(layer.parametrizations)), layer.__dict__
-
-
-def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
-    """Return an empty layer of the class that torch creates for these parametrizations."""
-    layer = kind.__new__(kind)
-    nn.Module.__init__(layer)
-    for name in names:
-        layer.register_parameter(name, nn.Parameter(torch.empty(0)))
-        install_parametrization(layer, name, nn.Identity())
-    return layer
+    parametrize.register_parametrization(layer, "weight", compressed, unsafe=True)
 
 
 def compressed_weight(layer: nn.Module) -> CompressedWeight | None:

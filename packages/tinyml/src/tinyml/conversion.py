@@ -25,7 +25,6 @@ from tinyml.layers import (
     weight_identity,
     weight_of,
 )
-from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import check_weight, first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,7 +50,7 @@ def compress_weights(
         if compressed is not None:
             install_weight(model, chosen[name], compressed)
     warn_of_dense_weights(model, protected_modules(model, protect))
-    return check_before_loading(model)
+    return model
 
 
 def install_weight(model: nn.Module, layer: nn.Module, compressed: CompressedWeight) -> None:
@@ -132,14 +131,8 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """Return a copy of `model` with merged adapters replaced by their layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
-    Raise `ValueError` if the model has other replaced layers, because their dense weights are lost,
-    or in inference mode.
+    Raise `ValueError` if the model has other replaced layers, because their dense weights are lost.
     """
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "expected a call outside of torch.inference_mode, whose tensors have no version that "
-            "layers could follow; use torch.no_grad"
-        )
     model = copy.deepcopy(model, memo)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
@@ -190,17 +183,12 @@ def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
-def is_autocast(device: torch.device) -> bool:
-    """Return True if autocast is enabled for a device."""
-    kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Run the body without autocast."""
-    if is_autocast(device):
-        with torch.autocast(device.type, enabled=False):
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
             yield
     else:
         yield

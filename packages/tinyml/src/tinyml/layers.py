@@ -88,28 +88,21 @@ def weights_of_modules(model: nn.Module, names: Collection[str]) -> set[int | No
     return {weight_identity(module) for name, module in modules if name in names} - {None}
 
 
-def named_layers(
-    settings: Mapping[str, Any], layers: Mapping[str, nn.Module], model: nn.Module
-) -> dict[str, nn.Module]:
+def named_layers(settings: Mapping[str, Any], layers: Mapping[str, T]) -> dict[str, T]:
     """Return the layers that `settings` names; raise `ValueError` if a name is unknown."""
     if unknown := sorted(settings.keys() - layers.keys()):
-        firsts = {weight_identity(layer): name for name, layer in layers.items()}
-        shared = {
-            name: firsts[weight_identity(module)]
-            for name, module in model.named_modules()
-            if name in unknown and weight_identity(module) in firsts
-        }
-        why = "".join(f"; {n!r} shares the weight of {first!r}" for n, first in shared.items())
-        why = why or suggestion(unknown[0], layers)
-        raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
+        raise ValueError(
+            f"expected names of {sorted(layers)}, got {unknown[0]!r}"
+            f"{suggestion(unknown[0], layers)}; a shared weight has the name of its first layer"
+        )
     return {name: layer for name, layer in layers.items() if name in settings}
 
 
 def setting_per_layer(
-    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module], model: nn.Module
+    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
 ) -> dict[str, T]:
     """Return the setting of each layer: one value for all layers, or a value per named layer."""
     if not isinstance(settings, Mapping):
         return dict.fromkeys(layers, settings)
-    named_layers(settings, layers, model)
+    named_layers(settings, layers)
     return dict(settings)

@@ -39,14 +39,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def check_weight(name: str, weight: Tensor) -> None:
-    """Raise `ValueError` unless a weight to quantize has elements, all real and finite."""
+    """Raise `ValueError` unless a weight to quantize has elements, all of them finite."""
     if not weight.numel():
         raise ValueError(
             f"expected weights with elements, got {name} of shape {tuple(weight.shape)}; protect "
             "its layer"
         )
-    if weight.is_complex():
-        raise ValueError(f"expected real weights, got {name} of {weight.dtype}; protect its layer")
     check_finite(name, weight)
 
 

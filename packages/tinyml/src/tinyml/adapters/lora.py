@@ -60,8 +60,6 @@ class LoRA(Replacement):
             raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
-        if weight.device.type != "meta":
-            check_finite("the base weight", weight)
         self.rank = rank
         self.scaling = float(rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
@@ -171,8 +169,6 @@ class LoRA(Replacement):
             )
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
-        check_finite("lora_A", self.lora_A)
-        check_finite("lora_B", self.lora_B)
         check_finite("the merged weight", self.weight)
 
     @torch.no_grad()

@@ -47,7 +47,6 @@ _DENSE = {
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
 }  # fmt: skip
 _ALIGNMENT = 32
-_MOST_DIMENSIONS = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -135,11 +134,6 @@ def _entries(
         key = names.get(name, name)
         if key in entries:
             raise ValueError(f"expected a separate name for each tensor, got {key!r} twice")
-        if tensor.dim() > _MOST_DIMENSIONS:
-            raise ValueError(
-                f"expected at most {_MOST_DIMENSIONS} dimensions, which the format allows, got "
-                f"{name} of shape {tuple(tensor.shape)}"
-            )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
         elif tensor.dtype in _DENSE:

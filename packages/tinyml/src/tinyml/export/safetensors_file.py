@@ -1,63 +1,78 @@
 """Compressed models as safetensors files.
 
 Weights are stored packed, as in memory. A pruned weight is stored as a bitmap and its nonzero
-elements if that is smaller; `size_of(model).sparse_bytes` is the size of the data. The storage of
-each weight is described in the file's metadata, so `load` needs only the uncompressed model.
+elements if that is smaller; `size_of(model).sparse_bytes` is the size of the data. The names of the
+tensors and the formats in the metadata describe each layer, so `load` needs only the uncompressed
+model.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tinyml.compressed_weight import CompressedWeight, compress_layer, compressed_weight
-from tinyml.conversion import dense_copy
+from tinyml.compressed_weight import CompressedWeight, compressed_weight
+from tinyml.conversion import dense_copy, install_weight, replace_modules
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
-from tinyml.quantization.fastest_linear import FastestLinear, avoid_fused_operators
+from tinyml.layers import is_conv1d
+from tinyml.quantization.fastest_linear import avoid_fused_operators
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
+from tinyml.quantization.rounded_weight import RoundedWeight
 from tinyml.size import as_integers, has_value
-from tinyml.state_dict_check import check_before_loading
 
-_FORMAT = "tinyml-2"
+_FORMAT = "tinyml-3"
 _CHECKSUM = b'"sha256":"', b"0" * 64
 _SPARSE = "!mask", "!values"
-_FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # also in the metadata
+#: The names of the codes in a layer: of a palette or grid, an `Int4Linear` and an `Int8Linear`.
+_COMPRESSED, _INT4, _INT8 = "parametrizations.weight.0.codes", "grid.codes", "weight_codes"
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write every tensor of `model` once, in its compressed form, and a checksum of the file."""
+    """Write every tensor of `model` once, in its compressed form, and a checksum of the file.
+
+    Raise `ValueError` for models that are being trained with rounded weights.
+    """
+    automatic: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, RoundedWeight):
+            raise ValueError(f"expected a model after training, got {name}; convert it")
+        if isinstance(module, Int8Linear) and module.always is None:
+            automatic.append(name)
     tensors: dict[str, Tensor] = {}
     names: dict[object, str] = {}
     aliases: dict[str, str] = {}
     shapes: dict[str, list[int]] = {}
+    formats: dict[str, list[int]] = {}
     storages: set[int] = set()
     for name, tensor in state_tensors(model).items():
-        if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
-            continue
-        key = memory_of(tensor)
-        if key in names:
-            aliases[name] = names[key]
-            continue
-        names[key] = name
-        shapes[name] = list(tensor.shape)
-        tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
+        if name.endswith("_extra_state") and tensor.dtype == torch.int64:
+            formats[name] = tensor.tolist()
+        elif tensor.numel():
+            first = names.setdefault(memory_of(tensor), name)
+            if first != name:
+                aliases[name] = first
+                continue
+            shapes[name] = list(tensor.shape)
+            tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
     metadata = {
         "format": _FORMAT,
-        "layers": json.dumps(_describe(model)),
+        "automatic": json.dumps(automatic),
         "same": json.dumps(aliases),
         "shapes": json.dumps(shapes),
+        "formats": json.dumps(formats),
         "sha256": _CHECKSUM[1].decode(),
     }
     with atomic_file(path) as part:
@@ -111,127 +126,86 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"expected a file of format {_FORMAT}, got {metadata.get('format')}; save it again"
             )
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    model = dense_copy(model)
     shapes = json.loads(metadata["shapes"])
+    aliases = json.loads(metadata["same"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
-    state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}
-    restored: dict[str, nn.Module] = {}
-    layers = json.loads(metadata["layers"])
-    _untie(model, layers, json.loads(metadata["same"]))
-    for name, how in layers.items():
-        try:
-            layer = model.get_submodule(name)
-        except AttributeError as error:
-            raise ValueError(
-                f"the file has a layer {name!r} that the model lacks; load into the model it was "
-                "made from"
-            ) from error
-        device = next((t.device for t in layer.state_dict().values()), None)
-        layer = _as_stored(model, name, layer, how, state, restored).to(device)
-        parent, _, child = name.rpartition(".")
-        if name:
-            setattr(model.get_submodule(parent), child, layer)
-        else:  # the model itself is the layer
-            model = layer
+    state |= {name: state[first] for name, first in aliases.items()}
+    formats = json.loads(metadata["formats"])
+    state |= {name: torch.tensor(value, dtype=torch.int64) for name, value in formats.items()}
+    model = dense_copy(model)
+    _tie_as_stored(model, state, aliases)
+    automatic = json.loads(metadata["automatic"])
+    replacements: dict[nn.Module, nn.Module] = {}
+    by_codes: dict[str, nn.Module] = {}
+    for name, layer in list(model.named_modules()):
+        codes = _codes_of(name, state)
+        if codes is None or compressed_weight(layer) is not None:
+            continue
+        if codes.endswith(_COMPRESSED):
+            install_weight(model, layer, _compressed(codes, layer, state))
+            continue
+        first = aliases.get(codes, codes)
+        if first not in by_codes:
+            by_codes[first] = _fastest_linear(codes, layer, state, name in automatic)
+        replacements[layer] = by_codes[first]
+    model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # Placeholders without elements are in the model but not in the file.
-    empty = {
-        name: t
-        for name, t in model.state_dict().items()
-        if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
-    }
+    empty = {name: tensor for name, tensor in model.state_dict().items() if not tensor.numel()}
     model.load_state_dict(state | empty)
-    return check_before_loading(model)
+    return model
 
 
-def _untie(model: nn.Module, layers: dict[str, dict[str, Any]], same: dict[str, str]) -> None:
-    """Give each weight of the file its own parameter, in place, if the model ties several."""
-    tied: dict[nn.Parameter, dict[str, nn.Parameter]] = {}
+def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:
+    """Return the name of a layer's codes, or None if its weight is stored in dense form."""
+    for suffix in (_COMPRESSED, _INT4, _INT8):
+        if (name := f"{layer}.{suffix}".lstrip(".")) in state:
+            return name
+    return None
+
+
+def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Make parameters of `model` shared if and only if they are shared in the file, in place."""
+    by_origin: dict[str, nn.Parameter] = {}
+    used: set[nn.Parameter] = set()
     for owner, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = f"{owner}.{key}".lstrip(".")
-            how = layers.get(owner, {}) if key == "weight" else {}
-            origin = how.get("same") or same.get(name, name)
-            by_origin = tied.setdefault(parameter, {origin: parameter})
+            stored = (_codes_of(owner, state) if key == "weight" else None) or name
+            origin = aliases.get(stored, stored)
             if origin not in by_origin:
-                value = parameter.detach().clone()
-                by_origin[origin] = nn.Parameter(value, parameter.requires_grad)
+                by_origin[origin] = copy.deepcopy(parameter) if parameter in used else parameter
+                used.add(parameter)
             setattr(module, key, by_origin[origin])
 
 
-def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    layers: dict[str, dict[str, Any]] = {}
-    first: dict[int, str] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, FastestLinear):
-            layers[name] = {"same": first.setdefault(id(layer), name)} | _of_linear(layer)
-    for name, layer in model.named_modules():
-        if (stored := compressed_weight(layer)) is not None:
-            if not isinstance(stored, Palette | GridWeight):
-                raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
-            how = {"same": first.setdefault(id(stored), name), "shape": list(stored.shape)}
-            if isinstance(stored, Palette):
-                layers[name] = how | {"kind": "palette", "bits": stored.bits}
-            else:
-                layers[name] = how | {"kind": "grid"} | _of_grid(stored)
-    return layers
-
-
-def _of_linear(layer: FastestLinear) -> dict[str, Any]:
-    if isinstance(layer, Int4Linear):
-        return {"kind": "int4"} | _of_grid(layer.grid)
-    return {"kind": "int8"} | ({} if layer.always else {"auto": True})
-
-
-def _of_grid(grid: GridWeight) -> dict[str, Any]:
-    rows = {"bits": grid.bits, "rows": list(grid.rows), "low": grid.low}
-    return rows | ({"transposed": True} if grid.transposed else {})
-
-
-def _as_stored(
-    model: nn.Module,
-    name: str,
-    layer: Any,
-    how: dict[str, Any],
-    state: dict[str, Tensor],
-    restored: dict[str, nn.Module],
-) -> nn.Module:
-    """Return a layer in the form that `how` describes; shared weights are stored once."""
-    kind, first = how["kind"], how.get("same", name)
-    start = f"{name}." if name else ""
-    prefix = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
-    names = ("codes", "scale", "zero")
-    parts = {part: state[prefix + part] for part in names if prefix + part in state}
-    settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
-    if kind not in ("int8", "int4", "palette", "grid"):
+def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedWeight:
+    """Return the stored palette or grid of a layer."""
+    prefix = codes.removesuffix("codes")
+    form = state[f"{prefix}_extra_state"].tolist()
+    weight = layer.weight.detach()
+    if (palette := state.get(f"{prefix.removesuffix('0.')}original")) is not None:
+        compressed: CompressedWeight = Palette.restore(form, state[codes], palette)
+    else:
+        scale, zero = state[f"{prefix}scale"].to(weight), state.get(f"{prefix}zero")
+        compressed = GridWeight.restore(form, state[codes], scale, zero, is_conv1d(layer))
+    if compressed.shape != weight.shape:
         raise ValueError(
-            f"expected a known kind of layer, got {kind!r} for {name}; load the file with the "
-            "version that wrote it"
+            f"expected a weight of shape {tuple(compressed.shape)} for {codes}, got "
+            f"{tuple(weight.shape)}; load into the model that the file was made from"
         )
-    if kind == "int8":
-        if first not in restored:
-            restored[first] = Int8Linear(layer, may_stay_float=how.get("auto", False))
-        return restored[first]
-    if first not in restored:
-        weight = layer.get_parameter("weight").detach()
-        if how.get("shape", list(weight.shape)) != list(weight.shape):
-            raise ValueError(
-                f"expected a weight of shape {how['shape']} in {name or 'the model'}, which the "
-                f"file has, got {tuple(weight.shape)}; load into the model that it was made from"
-            )
-        if kind == "palette":
-            parts["palette"] = state[f"{start}parametrizations.weight.original"]
-        restore: Any = Palette.restore if kind == "palette" else GridWeight.restore
-        restored[first] = restore(weight, **parts, **settings)
-        if kind == "int4":
-            restored[first] = Int4Linear(cast(GridWeight, restored[first]), layer.bias)
-    if kind == "int4":
-        return restored[first]
-    compress_layer(layer, cast(CompressedWeight, restored[first]))
-    if first != name:
-        other: Any = model.get_submodule(first)
-        layer.parametrizations.weight.original = other.parametrizations.weight.original
-    return cast(nn.Module, layer)
+    return compressed.to(weight.device)
+
+
+def _fastest_linear(
+    codes: str, layer: Any, state: dict[str, Tensor], may_stay_float: bool
+) -> nn.Module:
+    """Return the stored layer of 8 or 4 bits that replaces a linear layer."""
+    if codes.endswith(_INT8):
+        return Int8Linear(layer, may_stay_float=may_stay_float)
+    grid = _compressed(codes, layer, state)
+    assert isinstance(grid, GridWeight)
+    return Int4Linear(grid, layer.bias)
 
 
 def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Folding of normalizations and clamping activations into the steps before them.
 
 A batch normalization after a product becomes a part of its weight and bias. Activations that only
-clamp, such as ReLU and ReLU6, become cuts of the previous step, because integers are clamped there
+clamp, such as ReLU and ReLU6, clamp the previous step instead, because integers are clamped there
 anyway.
 """
 
@@ -9,59 +9,62 @@ from __future__ import annotations
 
 import torch
 
-from tinyml.integer.steps import Step
+from tinyml.integer.steps import Affine, Concatenation, Gate, Product, Step, Sum, Table
 
-_CUT_HERE = {"product", "sum", "cat", "gate"}
-_CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+_CLAMPS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 
 
 def folded(steps: list[Step]) -> list[Step]:
     """Fold normalizations and clamping activations into the previous step if it has one reader.
 
-    The last step is the output, because `torch.export` removes steps that do not lead to it.
+    Other normalizations become products. The last step is the output, because `torch.export`
+    removes steps that do not lead to it.
     """
-    readers = {step: [s for s in steps if step in s.sources] for step in steps}
+    readers = {step: [other for other in steps if step in other.sources] for step in steps}
     replaced: dict[Step, Step] = {}
-    remaining = []
+    remaining: list[Step] = []
     for step in steps:
         step.sources = [replaced.get(source, source) for source in step.sources]
         before = step.sources[0] if step.sources else None
-        alone = before is not None and len(readers.get(before, [])) <= 1
-        if step.kind == "product" and step.signs and before is not None:
-            is_plain_product = before.kind == "product" and not before.cuts and not before.signs
-            # A linear layer's channels are its last dimension; those of an image are dimension 1.
-            same_channels = (before.geometry is None) == (step.geometry is None)
-            if alone and is_plain_product and same_channels:
-                _normalize(before, step)
-                replaced[step], readers[before] = before, readers[step]
-                continue
-        elif before is not None and alone and before.kind in _CUT_HERE and _cuts(step):
-            assert step.function is not None
-            before.cuts.append(step.function)
-            replaced[step], readers[before] = before, readers[step]
+        if before is not None and len(readers[before]) == 1 and _fold(before, step):
+            replaced[step] = before
+            readers[before] = readers[step]
             continue
-        remaining.append(step)
-    for step in remaining:
-        if step.kind == "product":
-            step.signs = ()
+        if isinstance(step, Affine):
+            replaced[step] = step.as_product()
+            readers[replaced[step]] = readers[step]
+        remaining.append(replaced.get(step, step))
     return remaining
 
 
-def _cuts(step: Step) -> bool:
+def _fold(before: Step, step: Step) -> bool:
+    """Make `before` compute the value of `step` as well, in place, if it can; return True if so."""
+    if isinstance(step, Affine):
+        if not isinstance(before, Product) or before.clamps:
+            return False
+        # A linear layer's channels are its last dimension; those of an image are dimension 1.
+        if (before.geometry is None) != (len(step.shape) == 2):
+            return False
+        _normalize(before, step)
+        return True
+    if isinstance(before, Product | Sum | Concatenation | Gate) and _only_clamps(step):
+        before.clamps.append(step.run)
+        return True
+    return False
+
+
+def _only_clamps(step: Step) -> bool:
     """Return True if a step only clamps, to a range that contains zero."""
-    if step.operator not in _CUTS or step.function is None:
+    if not isinstance(step, Table) or step.operator not in _CLAMPS:
         return False
-    ends = step.function(torch.tensor([-1e30, 1e30]))
-    return float(ends[0]) <= 0 <= float(ends[1])
+    low, high = step.function(torch.tensor([-1e30, 1e30])).tolist()
+    return bool(low <= 0 <= high)
 
 
-def _normalize(product: Step, norm: Step) -> None:
+def _normalize(product: Product, norm: Affine) -> None:
     """Fold a normalization into a product: w' = w f, b' = b f + shift."""
-    assert product.weight is not None
-    assert norm.function is not None
-    assert norm.bias is not None
-    weight = norm.function(product.weight)
-    factor = norm.function(torch.ones(len(weight), 1, dtype=torch.float64)).view(-1)
-    bias = 0 if product.bias is None else product.bias.double() * factor
-    product.bias = (bias + norm.bias.double()).to(product.weight.dtype)
-    product.weight = weight.to(product.weight.dtype)
+    weight = product.weight
+    factor = norm.factor.view(-1, *(1,) * (weight.dim() - 1))
+    bias = 0 if product.bias is None else product.bias.double() * norm.factor
+    product.weight = (weight.double() * factor).to(weight.dtype)
+    product.bias = (bias + norm.shift).to(weight.dtype)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +16,19 @@ from torch import Tensor, fx, nn
 from tinyml.conversion import evaluation_mode
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.integer.folding import folded
-from tinyml.integer.steps import Geometry, Step
+from tinyml.integer.steps import (
+    Affine,
+    Concatenation,
+    Gate,
+    Geometry,
+    Input,
+    Pool,
+    Product,
+    Reshape,
+    Step,
+    Sum,
+    Table,
+)
 
 #: Numbers of samples with which a model is traced, and checked.
 _TRACED_SAMPLES, _CHECKED_SAMPLES = 7, 5
@@ -52,16 +63,14 @@ def _require_any_batch(model: nn.Module, example: Tensor) -> None:
         )
 
 
-def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
-    return weight.double() * factor.view(-1, *(1,) * (weight.dim() - 1))
-
-
 class _Walk:
     """A walk through an exported graph that turns every node into a step or a constant."""
 
     def __init__(self, graph: Exported, batch: int) -> None:
-        self._constants, self._batch = graph.constants, batch
-        self._at: dict[fx.Node, Any] = {}
+        self._constants = graph.constants
+        self._batch = batch
+        #: The step of each node that depends on the input, and the value of each other node.
+        self._values: dict[fx.Node, Any] = {}
         self.steps: list[Step] = []
         for node in graph.nodes:
             self._visit(node)
@@ -69,32 +78,32 @@ class _Walk:
     def _visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             if node.name in self._constants:
-                self._at[node] = self._constants[node.name].detach()
+                self._values[node] = self._constants[node.name].detach()
             elif not self.steps:
-                self._at[node] = self._step("input", node, [])
+                self._values[node] = self._add_step(Input, node, [])
             else:
                 raise ValueError(f"the model takes a second input, {node.name}; one is supported")
         elif node.op == "output":
             outputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
             if len(outputs) != 1:
                 raise ValueError(f"the model returns {len(outputs)} values; one is supported")
-            if not isinstance(self._at[outputs[0]], Step):
+            if not isinstance(self._values[outputs[0]], Step):
                 raise ValueError("the output of the model does not depend on its input")
         elif node.target is operator.getitem:
             # A step is the first result of its operator. The others, such as the indices of a
             # maximum, have no integer form.
-            value = self._at[node.args[0]]  # type: ignore[index]
+            value = self._values[node.args[0]]  # type: ignore[index]
             if isinstance(value, Step) and node.args[1] and node.users:
                 raise self._unknown(node, "only the first result of its operator is supported")
-            self._at[node] = value if isinstance(value, Step) else value[node.args[1]]
+            self._values[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
-            self._at[node] = self._call(node)
+            self._values[node] = self._call(node)
 
     def _call(self, node: fx.Node) -> Any:
-        values = [n for n in node.all_input_nodes if isinstance(self._at[n], Step)]
-        arguments = fx.node.map_arg(node.args, lambda n: self._at[n])
-        options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
-        if not values:
+        inputs = [n for n in node.all_input_nodes if isinstance(self._values[n], Step)]
+        arguments = fx.node.map_arg(node.args, lambda n: self._values[n])
+        options = fx.node.map_arg(node.kwargs, lambda n: self._values[n])
+        if not inputs:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise self._unknown(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
@@ -104,12 +113,12 @@ class _Walk:
             raise self._unknown(node, f"its result is {result_like.dtype}, not a float type")
         rule = _RULES.get(name)
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
-        if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
+        if name in _ELEMENTWISE and alone and len(inputs) == 1 and isinstance(arguments[0], Step):
 
             def function(x: Tensor) -> Any:
                 return node.target(x, *arguments[1:], **options)
 
-            return self._step("table", node, [arguments[0]], function=function, operator=name)
+            return self._add_step(Table, node, [arguments[0]], function, name)
         if rule is None:
             raise self._unknown(node)
         try:
@@ -123,12 +132,18 @@ class _Walk:
             f"{described(node)} has no integer form{why and ': ' + why}; see IntegerModel"
         )
 
-    def _step(self, kind: str, node: fx.Node, sources: Sequence[Step], **fields: Any) -> Step:
-        value = node.meta["val"]
-        shape = tuple((value[0] if isinstance(value, tuple | list) else value).shape)
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
+        shape = tuple(_value_like(node).shape)
         if not shape or shape[0] != self._batch:
             raise self._unknown(node, f"its shape {shape} does not keep the batch first")
-        step = Step(kind, node.name, list(sources), shape, **fields)
+        return shape
+
+    def _add_step(
+        self, kind: Callable[..., Step], node: fx.Node, sources: Sequence[Step], *fields: Any
+    ) -> Step:
+        """Add a step that computes the value of `node`; `fields` are those of its kind."""
+        step = kind(node.name, list(sources), self._shape(node), *fields)
         self.steps.append(step)
         return step
 
@@ -152,46 +167,34 @@ class _Walk:
                 raise self._unknown(node, "padding='same' of an even kernel is not symmetric")
             padding = [t // 2 for t in total]
         geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
-        return self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
+        return self._add_step(Product, node, [x], weight, bias, geometry)
 
     def _linear(self, node: fx.Node, x: Step, weight: Any, bias: Any = None) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step):
             raise self._unknown(node, "the weight depends on the input")
-        return self._step("product", node, [x], weight=weight, bias=bias)
+        return self._add_step(Product, node, [x], weight, bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
         if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
             raise self._unknown(node, "only x w with a constant matrix w is supported")
-        return self._step("product", node, [x], weight=weight.t())
+        return self._add_step(Product, node, [x], weight.t())
 
     def _batch_norm(
         self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
     ) -> Step:
         if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or rest[0] is True:
             raise self._unknown(node, "it has no running statistics")
-        eps = rest[2] if isinstance(rest[0], bool) else rest[1]
+        _, eps, *_ = [option for option in rest if not isinstance(option, bool)]  # momentum, eps
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
 
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """Build the step factor * x + shift per channel.
-
-        It is a depthwise 1x1 convolution for 4 dimensions and a diagonal product for 2.
-        """
-        if len(x.shape) == 4:
-            weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
-        elif len(x.shape) == 2:
-            weight, geometry = factor.diag(), None
-        else:
+        """Add the step factor * x + shift per channel."""
+        if len(x.shape) not in (2, 4):
             raise self._unknown(node, "2 or 4 dimensions are supported")
-        like = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
-        weight, bias = weight.to(like.dtype), shift.to(like.dtype)
-        step = self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
-        # `signs` marks the step until `folded` has merged it into a preceding product.
-        step.signs = (1.0,)
-        step.function = partial(_rows_times, factor)
-        return step
+        dtype = _value_like(node).dtype
+        return self._add_step(Affine, node, [x], factor, shift, dtype)
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
         """Return a constant as one number per channel."""
@@ -212,25 +215,25 @@ class _Walk:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
-            return self._step("sum", node, [a, b], signs=(1.0, sign))
+            return self._add_step(Sum, node, [a, b], (1.0, sign))
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
         value_sign, constant_sign = (1.0, sign) if value is a else (sign, 1.0)
         if _several(constant):
             shift = constant_sign * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
         shift = constant_sign * constant
-        return self._step("table", node, [value], function=lambda x: value_sign * x + shift)
+        return self._add_step(Table, node, [value], lambda x: value_sign * x + shift)
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if len(a.shape) != len(b.shape):
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ in their number")
-            return self._step("gate", node, [a, b])
+            return self._add_step(Gate, node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
         if _several(constant):
             factor = self._constant(node, value, constant)
             return self._by_channel(node, value, factor, torch.zeros_like(factor))
-        return self._step("table", node, [value], function=lambda x: constant * x)
+        return self._add_step(Table, node, [value], lambda x: constant * x)
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
@@ -242,7 +245,7 @@ class _Walk:
             raise self._unknown(node, "a tensor that is not computed from the input")
         if dim not in (1, 1 - len(parts[0].shape)):
             raise self._unknown(node, f"it concatenates along dimension {dim}; only 1 is supported")
-        return self._step("cat", node, parts)
+        return self._add_step(Concatenation, node, parts)
 
     def _max_pool2d(
         self,
@@ -257,7 +260,7 @@ class _Walk:
         if ceil_mode or pair(dilation) != (1, 1) or len(x.shape) != 4:
             raise self._unknown(node, "ceil_mode and dilation are not supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
-        return self._step("largest", node, [x], geometry=geometry)
+        return self._add_step(Pool, node, [x], geometry, True)
 
     def _avg_pool2d(
         self,
@@ -275,25 +278,25 @@ class _Walk:
         if not count_include_pad and pair(padding) != (0, 0):
             raise self._unknown(node, "only count_include_pad=True is supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
-        return self._step("mean", node, [x], geometry=geometry)
+        return self._add_step(Pool, node, [x], geometry, False)
 
     def _adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
         height, width = pair(size)
         if len(x.shape) != 4 or x.shape[2] % height or x.shape[3] % width:
             raise self._unknown(node, f"{x.shape[2:]} does not divide into {height, width}")
         kernel = x.shape[2] // height, x.shape[3] // width
-        return self._step("mean", node, [x], geometry=Geometry(kernel, kernel))
+        return self._add_step(Pool, node, [x], Geometry(kernel, kernel), False)
 
     def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: bool = False) -> Step:
         if len(x.shape) != 4 or sorted(d % 4 for d in dims) != [2, 3]:
             raise self._unknown(node, "the mean over rows and columns is supported")
-        step = Step("mean", node.name, [x], (*x.shape[:2], 1, 1))
-        step.geometry = Geometry((x.shape[2], x.shape[3]))
-        self.steps.append(step)
-        return step if keepdim else self._step("reshape", node, [step])
+        geometry = Geometry((x.shape[2], x.shape[3]))
+        mean = Pool(node.name, [x], (*x.shape[:2], 1, 1), geometry, False)
+        self.steps.append(mean)
+        return mean if keepdim else self._reshape(node, mean)
 
     def _reshape(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
-        return self._step("reshape", node, [x])
+        return self._add_step(Reshape, node, [x])
 
     def _identity(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
         return x
@@ -329,6 +332,12 @@ _RULES: dict[str, Callable[..., Step]] = {
     for operator in operators.split()
 }
 _ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
+
+
+def _value_like(node: fx.Node) -> Tensor:
+    """Return the first result of a node as a tensor without data."""
+    value: Any = node.meta["val"]
+    return cast(Tensor, value[0] if isinstance(value, tuple | list) else value)
 
 
 def _several(constant: Any) -> bool:

@@ -25,7 +25,7 @@ from tinyml.integer.fixed_point import (
     scales_for_bias,
     shifted,
 )
-from tinyml.integer.steps import Geometry, Step
+from tinyml.integer.steps import Geometry, Product
 from tinyml.quantization.grid import Grid, grid_of
 
 _CACHED_VALUES = 2**16
@@ -39,14 +39,12 @@ class IntegerProduct(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: Step, before: Scale, after: Scale) -> None:
+    def __init__(self, step: Product, before: Scale, after: Scale) -> None:
         super().__init__()
         self.geometry = step.geometry
         self.before = before
         self.after = after
-        weight = step.weight
-        bias = step.bias
-        assert weight is not None
+        weight, bias = step.weight, step.bias
         rows = weight.detach().double().reshape(len(weight), -1)
         if rows.shape[1] * 128 * 128 >= 2**31:
             raise ValueError(

@@ -9,19 +9,34 @@ machine without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer import layers as integer_layers
 from tinyml.integer.fixed_point import Scale
 from tinyml.integer.graph import trace
-from tinyml.integer.layers import IntegerProduct
-from tinyml.integer.steps import Step
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+)
+from tinyml.integer.steps import (
+    Concatenation,
+    Gate,
+    Pool,
+    Product,
+    Reshape,
+    Step,
+    Sum,
+    Table,
+)
 from tinyml.quantization.grid import grid_of
-from tinyml.state_dict_check import check_before_loading
 from tinyml.validation import require_batches
 
 
@@ -48,12 +63,11 @@ class IntegerModel(nn.Module):
         for step in steps[1:]:
             before = [scales[number[source]] for source in step.sources]
             try:
-                self.layers.append(_layer(step, before, scales[number[step]]))
+                self.layers.append(_LAYERS[type(step)](step, before, scales[number[step]]))
             except ValueError as error:
                 raise ValueError(f"{step.name}: {error}") from error
             self.sources.append([number[source] for source in step.sources])
         self._last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
-        check_before_loading(self)
 
     @property
     def input(self) -> Scale:
@@ -112,7 +126,7 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
         try:
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))
-            if step.kind in ("largest", "mean", "reshape"):  # the scale does not change
+            if isinstance(step, Pool | Reshape):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
                 scales[step] = _scale_of(values_of[step])
@@ -130,22 +144,33 @@ def _scale_of(values: Tensor) -> Scale:
     return Scale(float(grid.scale), int(grid.zero))
 
 
-def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
-    if step.kind == "product":
-        return IntegerProduct(step, before[0], after)
-    if step.kind == "sum":
-        factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
-        return integer_layers.IntegerSum(before, factors, after)
-    if step.kind == "cat":
-        return integer_layers.IntegerCat(before, [b.scale / after.scale for b in before], after)
-    if step.kind == "gate":
-        factor = before[0].scale * before[1].scale / after.scale
-        return integer_layers.IntegerGate(before, [factor], after)
-    if step.kind == "reshape":
-        return integer_layers.IntegerReshape(step.shape[1:])
-    if step.kind == "table":
-        codes = torch.arange(-128, 128)
-        values = step.run((codes - before[0].zero) * before[0].scale)
-        return integer_layers.IntegerTable(after.codes(values.reshape(-1)))
-    assert step.geometry is not None
-    return integer_layers.IntegerPool(step.geometry, step.kind == "largest", before[0])
+def _table(step: Table, before: list[Scale], after: Scale) -> nn.Module:
+    codes = torch.arange(-128, 128)
+    values = step.run((codes - before[0].zero) * before[0].scale)
+    return IntegerTable(after.codes(values.reshape(-1)))
+
+
+def _sum(step: Sum, before: list[Scale], after: Scale) -> nn.Module:
+    factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
+    return IntegerSum(before, factors, after)
+
+
+def _concatenation(_: Concatenation, before: list[Scale], after: Scale) -> nn.Module:
+    return IntegerCat(before, [b.scale / after.scale for b in before], after)
+
+
+def _gate(_: Gate, before: list[Scale], after: Scale) -> nn.Module:
+    factor = before[0].scale * before[1].scale / after.scale
+    return IntegerGate(before, [factor], after)
+
+
+#: For each kind of step, its integer layer, from the scales of its sources and its own scale.
+_LAYERS: dict[type[Step], Callable[[Any, list[Scale], Scale], nn.Module]] = {
+    Product: lambda step, before, after: IntegerProduct(step, before[0], after),
+    Sum: _sum,
+    Gate: _gate,
+    Concatenation: _concatenation,
+    Table: _table,
+    Pool: lambda step, before, _: IntegerPool(step.geometry, step.is_maximum, before[0]),
+    Reshape: lambda step, *_: IntegerReshape(step.shape[1:]),
+}

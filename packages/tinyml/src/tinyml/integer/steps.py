@@ -23,53 +23,124 @@ class Geometry:
 
 @dataclass(eq=False)
 class Step:
-    """A value computed from earlier values; `kind` determines which fields are relevant."""
+    """A value of a network, computed from the values of earlier steps."""
 
-    #: One of input, product, sum, gate, cat, table, largest, mean and reshape.
-    kind: str
     name: str
     sources: list[Step]
+    #: The shape of the value; its first dimension is the batch.
     shape: tuple[int, ...]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    geometry: Geometry | None = None
-    signs: tuple[float, ...] = ()
-    function: Callable[[Tensor], Tensor] | None = None
-    #: The folded activations that clamp the range, in order.
-    cuts: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
-    operator: str = ""
+    #: Folded activations that clamp the value, in order.
+    clamps: list[Callable[[Tensor], Tensor]] = field(default_factory=list, kw_only=True)
 
     def run(self, *values: Tensor) -> Tensor:
-        """Return the float value of the step."""
-        result = self._uncut(*values)
-        for cut in self.cuts:
-            result = cut(result)
+        """Return the float value of the step from the values of its sources."""
+        result = self._unclamped(*values)
+        for clamp in self.clamps:
+            result = clamp(result)
         return result
 
-    def _uncut(self, *values: Tensor) -> Tensor:
-        """Return the float value of the step before its range is clamped."""
-        first, g = values[0], self.geometry
-        if self.kind == "product":
-            assert self.weight is not None
-            if g is None:
-                return F.linear(first, self.weight, self.bias)
-            options = g.stride, g.padding, g.dilation, g.groups
-            return F.conv2d(first, self.weight, self.bias, *options)
-        if self.kind == "sum":
-            return sum(
-                (value * sign for value, sign in zip(values, self.signs, strict=True)),
-                torch.zeros(()),
-            )
-        if self.kind == "gate":
-            return first * values[1]
-        if self.kind == "cat":
-            return torch.cat(values, 1)
-        if self.kind == "table":
-            assert self.function is not None
-            return self.function(first)
-        if self.kind == "reshape":
-            return first.reshape(len(first), *self.shape[1:])
-        assert g is not None
-        if self.kind == "largest":
-            return F.max_pool2d(first, g.kernel, g.stride, g.padding)
-        return F.avg_pool2d(first, g.kernel, g.stride, g.padding)
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        """Return the float value before the folded activations."""
+        raise NotImplementedError
+
+
+class Input(Step):
+    """The input of the network."""
+
+
+@dataclass(eq=False)
+class Product(Step):
+    """A convolution, or a linear layer if there is no geometry."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    geometry: Geometry | None = None
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        (value,) = values
+        if (g := self.geometry) is None:
+            return F.linear(value, self.weight, self.bias)
+        options = g.stride, g.padding, g.dilation, g.groups
+        return F.conv2d(value, self.weight, self.bias, *options)
+
+
+@dataclass(eq=False)
+class Affine(Step):
+    """A value multiplied by `factor` and increased by `shift`, one float64 number per channel.
+
+    `folding` merges the step into the product before it, or converts it to a product.
+    """
+
+    factor: Tensor
+    shift: Tensor
+    dtype: torch.dtype
+
+    def as_product(self) -> Product:
+        """Return the same step as a depthwise 1x1 convolution, or as a diagonal matrix."""
+        if len(self.shape) == 4:
+            weight = self.factor.view(-1, 1, 1, 1)
+            geometry = Geometry((1, 1), groups=len(self.factor))
+        else:
+            weight, geometry = self.factor.diag(), None
+        weight, bias = weight.to(self.dtype), self.shift.to(self.dtype)
+        return Product(self.name, self.sources, self.shape, weight, bias, geometry)
+
+
+@dataclass(eq=False)
+class Sum(Step):
+    """The sum of two values, or their difference: each value is multiplied by its sign."""
+
+    signs: tuple[float, float]
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        (first, second), (first_sign, second_sign) = values, self.signs
+        return first * first_sign + second * second_sign
+
+
+class Gate(Step):
+    """The product of two values, with broadcasting."""
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        first, second = values
+        return first * second
+
+
+class Concatenation(Step):
+    """The channels of several values, one after another."""
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        return torch.cat(values, 1)
+
+
+@dataclass(eq=False)
+class Table(Step):
+    """A function of each number, such as an activation; `operator` is its name in the graph."""
+
+    function: Callable[[Tensor], Tensor]
+    operator: str = ""
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        return self.function(*values)
+
+
+@dataclass(eq=False)
+class Pool(Step):
+    """The maximum or the mean of windows; the mean includes the zeros of the padding."""
+
+    geometry: Geometry
+    is_maximum: bool
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        (value,) = values
+        g = self.geometry
+        if self.is_maximum:
+            return F.max_pool2d(value, g.kernel, g.stride, g.padding)
+        return F.avg_pool2d(value, g.kernel, g.stride, g.padding)
+
+
+class Reshape(Step):
+    """The same numbers in another shape."""
+
+    def _unclamped(self, *values: Tensor) -> Tensor:
+        (value,) = values
+        return value.reshape(len(value), *self.shape[1:])

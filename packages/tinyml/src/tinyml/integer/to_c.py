@@ -8,27 +8,30 @@ so the reported RAM is what the program uses.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from tinyml.export.atomic_file import atomic_file
-from tinyml.integer import layers as integer_layers
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+    Mixed,
+)
 from tinyml.integer.model import IntegerModel
 
 _ALIGN = 16
-# Reserved names in addition to those in kernels.c.
-_TAKEN = (
-    "main arena input output memcpy memmove fread fwrite stdin stdout auto break case char "
-    "continue default do double else enum extern float goto inline long register restrict short "
-    "signed sizeof struct switch typedef union unsigned volatile while"
-)
 
 
 @dataclass(frozen=True)
@@ -52,30 +55,27 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
 
     `main` reads inputs of `NAME_INPUT` int8 values (channels, rows, columns) from standard input
     and writes `NAME_OUTPUT` values for each. Compile with -DNAME_NO_MAIN to leave `main` out.
+    `name` must not be one of C or of `kernels.c`, such as "main" or "pool".
     """
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        raise ValueError(f"expected the name of a C function, got {name!r}")
     kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
-    taken = {*_TAKEN.split(), *re.findall(r"\w+", kernels)}
-    array = r"(weight|bias|multiplier|shift|table)_\d+"
-    if (
-        not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII)
-        or name in taken
-        or re.fullmatch(array, name)
-    ):
-        raise ValueError(
-            f"expected the name of a C function that the program does not use, got {name!r}"
-        )
     sizes = [math.prod(shape) for shape in model.shapes]
     offsets, arena = _offsets(model, sizes)
     arrays = _Arrays()
     body: list[str] = []
     for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
-        out = f"arena + {offsets[number + 1]}"
-        inputs = [f"arena + {offsets[source]}" for source in sources]
-        shapes = [model.shapes[source] for source in sources]
+        call = _Call(
+            number,
+            inputs=[f"arena + {offsets[source]}" for source in sources],
+            output=f"arena + {offsets[number + 1]}",
+            input_shapes=[model.shapes[source] for source in sources],
+            output_shape=model.shapes[number + 1],
+        )
         body += [f"/* {number}: {type(layer).__name__} */"]
-        body += _layer(layer, number, inputs, out, shapes, model.shapes[number + 1], arrays)
+        body += _STATEMENTS[type(layer)](layer, call, arrays)
     upper = name.upper()
     lines = [
         f"/* {len(model.layers)} layers, {arrays.bytes} bytes of constants, {arena} of values. */",
@@ -141,69 +141,105 @@ def _literal(value: int) -> str:
     return "INT32_MIN" if value == -(2**31) else str(value)
 
 
-def _layer(
-    layer: nn.Module,
-    number: int,
-    inputs: list[str],
-    out: str,
-    before: list[tuple[int, ...]],
-    after: tuple[int, ...],
-    arrays: _Arrays,
-) -> list[str]:
-    if isinstance(layer, integer_layers.IntegerProduct):
-        named = {
-            "weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"
-        }  # fmt: skip
-        parts = [
-            arrays.add(f"{key}_{number}", kind, getattr(layer, key)) for key, kind in named.items()
-        ]
-        pointers = ", ".join([inputs[0], out, *parts])
-        if layer.geometry is None:
-            rows, width = math.prod(before[0][:-1]), before[0][-1]
-            numbers = [layer.after.zero, rows, width, after[-1]]
-            return [f"multiply({pointers}, {_comma(numbers)});"]
-        g = layer.geometry
-        numbers = [
-            layer.before.zero, layer.after.zero, *before[0], after[0],
-            *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
-        ]  # fmt: skip
-        return [f"convolve({pointers}, {_comma(numbers)});"]
-    if isinstance(layer, integer_layers.IntegerPool):
-        g = layer.geometry
-        numbers = [*before[0], *g.kernel, *g.stride, *g.padding, *after[1:], int(layer.largest)]
-        return [f"pool({inputs[0]}, {out}, {_comma([*numbers, layer.scale.zero])});"]
-    if isinstance(layer, integer_layers.IntegerTable):
-        table = arrays.add(f"table_{number}", "int8_t", layer.table)
-        loop = f"for (int i = 0; i < {math.prod(after)}; i++)"
-        return [f"{loop} ({out})[i] = {table}[({inputs[0]})[i] + 128];"]
-    if isinstance(layer, integer_layers.IntegerReshape):
-        return [f"memmove({out}, {inputs[0]}, {math.prod(after)});"]
-    assert isinstance(layer, integer_layers.Mixed)
-    index = ["i"] * len(inputs)
-    if isinstance(layer, integer_layers.IntegerGate):
-        index = [_broadcast(after, shape) for shape in before]
-    centered = [
-        f"(({name})[{i}] - ({zero}))"
-        for name, i, zero in zip(inputs, index, layer.zeros, strict=True)
+@dataclass(frozen=True)
+class _Call:
+    """The values that a layer reads and writes: pointers into the arena, and shapes."""
+
+    number: int
+    inputs: list[str]
+    output: str
+    input_shapes: list[tuple[int, ...]]
+    output_shape: tuple[int, ...]
+
+
+def _product(layer: IntegerProduct, call: _Call, arrays: _Arrays) -> list[str]:
+    named = {"weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"}
+    parts = [
+        arrays.add(f"{key}_{call.number}", kind, getattr(layer, key)) for key, kind in named.items()
     ]
-    factors = layer.multiplier.tolist()
-    if isinstance(layer, integer_layers.IntegerGate):
-        term = f"(int64_t){' * '.join(centered)} * {factors[0]}"
-        return [_loop(math.prod(after), out, term, layer)]
-    pairs = zip(centered, factors, strict=True)
-    terms = [f"(int64_t){value} * ({factor})" for value, factor in pairs]
-    if isinstance(layer, integer_layers.IntegerSum):
-        return [_loop(math.prod(after), out, " + ".join(terms), layer)]
-    counts = [math.prod(shape) for shape in before]
-    starts = itertools.accumulate(counts, initial=0)
-    offsets = [f"{out} + {start}" for start in starts]
-    return [_loop(*part, layer) for part in zip(counts, offsets, terms, strict=False)]
+    pointers = ", ".join([call.inputs[0], call.output, *parts])
+    before, after = call.input_shapes[0], call.output_shape
+    if layer.geometry is None:
+        rows, width = math.prod(before[:-1]), before[-1]
+        return [f"multiply({pointers}, {_comma([layer.after.zero, rows, width, after[-1]])});"]
+    g = layer.geometry
+    numbers = [
+        layer.before.zero, layer.after.zero, *before, after[0],
+        *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
+    ]  # fmt: skip
+    return [f"convolve({pointers}, {_comma(numbers)});"]
 
 
-def _loop(count: int, out: str, term: str, layer: integer_layers.Mixed) -> str:
-    loop = f"for (int i = 0; i < {count}; i++)"
-    numbers = _comma([int(layer.shift), layer.after.zero])
-    return f"{loop} ({out})[i] = requantized({term}, {numbers});"
+def _pool(layer: IntegerPool, call: _Call, _: _Arrays) -> list[str]:
+    g = layer.geometry
+    shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
+    numbers = [*shapes, int(layer.largest), layer.scale.zero]
+    return [f"pool({call.inputs[0]}, {call.output}, {_comma(numbers)});"]
+
+
+def _table(layer: IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
+    table = arrays.add(f"table_{call.number}", "int8_t", layer.table)
+    value = f"{table}[({call.inputs[0]})[i] + 128]"
+    return [_loop(math.prod(call.output_shape), call.output, value)]
+
+
+def _reshape(_: IntegerReshape, call: _Call, __: _Arrays) -> list[str]:
+    return [f"memmove({call.output}, {call.inputs[0]}, {math.prod(call.output_shape)});"]
+
+
+def _sum(layer: IntegerSum, call: _Call, _: _Arrays) -> list[str]:
+    total = " + ".join(_scaled_terms(layer, call))
+    return [_loop(math.prod(call.output_shape), call.output, _requantized(total, layer))]
+
+
+def _cat(layer: IntegerCat, call: _Call, _: _Arrays) -> list[str]:
+    lines = []
+    start = 0
+    for term, shape in zip(_scaled_terms(layer, call), call.input_shapes, strict=True):
+        count = math.prod(shape)
+        lines.append(_loop(count, f"{call.output} + {start}", _requantized(term, layer)))
+        start += count
+    return lines
+
+
+def _gate(layer: IntegerGate, call: _Call, _: _Arrays) -> list[str]:
+    indices = [_broadcast(call.output_shape, shape) for shape in call.input_shapes]
+    values = _centered(layer, call, indices)
+    product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
+    return [_loop(math.prod(call.output_shape), call.output, _requantized(product, layer))]
+
+
+#: For each kind of layer, the C statements that compute it.
+_STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] = {
+    IntegerProduct: _product,
+    IntegerPool: _pool,
+    IntegerTable: _table,
+    IntegerReshape: _reshape,
+    IntegerSum: _sum,
+    IntegerCat: _cat,
+    IntegerGate: _gate,
+}
+
+
+def _centered(layer: Mixed, call: _Call, indices: Sequence[str]) -> list[str]:
+    """Return q_i - Z_i for the element of each input at its index."""
+    parts = zip(call.inputs, indices, layer.zeros, strict=True)
+    return [f"(({name})[{index}] - ({zero}))" for name, index, zero in parts]
+
+
+def _scaled_terms(layer: Mixed, call: _Call) -> list[str]:
+    """Return m_i (q_i - Z_i) for element i of each input."""
+    values = _centered(layer, call, ["i"] * len(call.inputs))
+    pairs = zip(values, layer.multiplier.tolist(), strict=True)
+    return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
+
+
+def _requantized(value: str, layer: Mixed) -> str:
+    return f"requantized({value}, {_comma([int(layer.shift), layer.after.zero])})"
+
+
+def _loop(count: int, output: str, value: str) -> str:
+    return f"for (int i = 0; i < {count}; i++) ({output})[i] = {value};"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ differ by one where a sum is exactly a half. Use `to_c` for identical bits. This
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ import numpy as np
 import torch
 
 from tinyml.export.atomic_file import atomic_file
-from tinyml.integer import layers as integer_layers
 from tinyml.integer.fixed_point import Scale
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+)
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
@@ -65,45 +74,47 @@ class _Writer:
     ) -> str:
         """Add the nodes of one layer and return the name of its codes."""
         out = "output" if last else f"codes_{number}"
-        if isinstance(layer, integer_layers.IntegerReshape):
+        if isinstance(layer, IntegerReshape):
             # 0 keeps the size of the batch.
             shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
             return self._node("Reshape", [inputs[0][0], shape], out)
-        if isinstance(layer, integer_layers.IntegerTable):
+        if isinstance(layer, IntegerTable):
             table = self._constant(f"table_{number}", layer.table.numpy())
             wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
-            moved = self._constant(f"moved_{number}", np.array(128, np.int64))
-            index = self._node("Add", [wide, moved], f"index_{number}")
+            lowest = self._constant(f"lowest_{number}", np.array(128, np.int64))
+            index = self._node("Add", [wide, lowest], f"index_{number}")
             return self._node("Gather", [table, index], out)
         floats = [
             self._dequantize(name, scale, f"{number}_{i}") for i, (name, scale) in enumerate(inputs)
         ]
-        result = self._float(layer, floats, number)
+        result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
         return self._node("QuantizeLinear", [result, *self._scale(after, number)], out)
 
-    def _float(self, layer: Any, floats: list[str], number: int) -> str:
-        name = f"value_{number}"
-        if isinstance(layer, integer_layers.IntegerProduct):
-            return self._product(layer, floats[0], number)
-        if isinstance(layer, integer_layers.IntegerSum):
-            is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
-            return self._node("Add" if is_sum else "Sub", floats, name)
-        if isinstance(layer, integer_layers.IntegerCat):
-            return self._node("Concat", floats, name, axis=1)
-        if isinstance(layer, integer_layers.IntegerGate):
-            return self._node("Mul", floats, name)
-        assert isinstance(layer, integer_layers.IntegerPool)
+    def _sum(self, layer: IntegerSum, floats: list[str], number: int) -> str:
+        is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
+        return self._node("Add" if is_sum else "Sub", floats, f"value_{number}")
+
+    def _cat(self, _: IntegerCat, floats: list[str], number: int) -> str:
+        return self._node("Concat", floats, f"value_{number}", axis=1)
+
+    def _gate(self, _: IntegerGate, floats: list[str], number: int) -> str:
+        return self._node("Mul", floats, f"value_{number}")
+
+    def _pool(self, layer: IntegerPool, floats: list[str], number: int) -> str:
         g = layer.geometry
-        window = {"kernel_shape": list(g.kernel), "strides": list(g.stride)}
-        window["pads"] = [*g.padding, *g.padding]
+        window = {
+            "kernel_shape": list(g.kernel),
+            "strides": list(g.stride),
+            "pads": [*g.padding, *g.padding],
+        }
         if layer.largest:
-            return self._node("MaxPool", floats, name, **window)
+            return self._node("MaxPool", floats, f"value_{number}", **window)
         mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
         # Means are often halves, which must round up: add a quarter of the smallest step.
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
-        return self._node("Add", [mean, self._constant(f"up_{number}", up)], name)
+        return self._node("Add", [mean, self._constant(f"up_{number}", up)], f"value_{number}")
 
-    def _product(self, layer: integer_layers.IntegerProduct, value: str, number: int) -> str:
+    def _product(self, layer: IntegerProduct, floats: list[str], number: int) -> str:
         before, after = layer.before, layer.after
         # m / 2^s = S_w S_in / S_out. The bias contains -Z sum(w), which this form does not include.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
@@ -126,12 +137,12 @@ class _Writer:
         ]
         added = self._node("DequantizeLinear", parts, f"bias_value_{number}", axis=0)
         if layer.geometry is None:
-            product = self._node("MatMul", [value, dense], f"product_{number}")
+            product = self._node("MatMul", [*floats, dense], f"product_{number}")
             return self._node("Add", [product, added], f"value_{number}")
         g = layer.geometry
         return self._node(
             "Conv",
-            [value, dense, added],
+            [*floats, dense, added],
             f"value_{number}",
             kernel_shape=list(g.kernel),
             strides=list(g.stride),
@@ -159,3 +170,13 @@ class _Writer:
     def _node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
         self.nodes.append(self._helper.make_node(kind, inputs, [output], **attributes))
         return output
+
+
+#: For each kind of layer between `DequantizeLinear` and `QuantizeLinear`, its float nodes.
+_FLOAT_NODES: dict[type, Callable[[_Writer, Any, list[str], int], str]] = {
+    IntegerProduct: _Writer._product,
+    IntegerSum: _Writer._sum,
+    IntegerCat: _Writer._cat,
+    IntegerGate: _Writer._gate,
+    IntegerPool: _Writer._pool,
+}

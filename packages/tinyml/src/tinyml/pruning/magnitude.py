@@ -103,7 +103,7 @@ def prune(
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
-        chosen = named_layers(sparsity, chosen, model)
+        chosen = named_layers(sparsity, chosen)
     for name, layer in chosen.items():
         make_dense(model, layer)
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
@@ -111,7 +111,7 @@ def prune(
     if scope == "global" and not isinstance(sparsity, Mapping):
         keep = _smallest_of_all(scores, sparsity)
     else:
-        fractions = setting_per_layer(sparsity, chosen, model)
+        fractions = setting_per_layer(sparsity, chosen)
         keep = {name: smallest_mask(score, fractions[name]) for name, score in scores.items()}
     masks = Masks({f"{name}.weight".lstrip("."): mask for name, mask in keep.items()})
     masks.apply(model)

@@ -99,12 +99,9 @@ def _sizes(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) ->
     if name == "unflatten" and len(arguments) == 3:
         return dict(enumerate(arguments[2], int(arguments[1]) % arguments[0].dim()))
     if name in ("split", "split_with_sizes"):
-        return _pieces(arguments[1])
+        sizes = arguments[1]
+        return dict(enumerate(sizes)) if isinstance(sizes, tuple | list) else {-1: sizes}
     return {}
-
-
-def _pieces(sizes: Any) -> dict[int, Any]:
-    return dict(enumerate(sizes)) if isinstance(sizes, tuple | list) else {-1: sizes}
 
 
 def _tagged_in(value: Any) -> Iterable[_Tagged]:
@@ -156,6 +153,7 @@ class _Tagged(int):
 
 
 def _derive(name: str) -> Callable[..., Any]:
+    """Return a method whose integer result records the attributes of its operands."""
     operation = getattr(int, name)
 
     def method(self: _Tagged, *others: Any) -> Any:
@@ -172,6 +170,7 @@ def _derive(name: str) -> Callable[..., Any]:
 
 
 def _observe(name: str) -> Callable[..., Any]:
+    """Return a method that records that the attribute is not only used as a size."""
     operation = getattr(int, name)
 
     def method(self: _Tagged, *others: Any) -> Any:
@@ -183,22 +182,10 @@ def _observe(name: str) -> Callable[..., Any]:
     return method
 
 
+_ARITHMETIC = "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pow rpow"
 # `==` is not a use of an attribute, because code compares sizes only to check them.
-for _name in (
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__mod__",
-    "__rmod__",
-    "__neg__",
-    "__pow__",
-    "__rpow__",
-):
-    setattr(_Tagged, _name, _derive(_name))
-for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__truediv__", "__rtruediv__", "__float__"):
-    setattr(_Tagged, _name, _observe(_name))
+_OTHER_USES = "lt le gt ge truediv rtruediv float"
+for _name in _ARITHMETIC.split():
+    setattr(_Tagged, f"__{_name}__", _derive(f"__{_name}__"))
+for _name in _OTHER_USES.split():
+    setattr(_Tagged, f"__{_name}__", _observe(f"__{_name}__"))

@@ -24,7 +24,7 @@ from tinyml.conversion import (
     without_autocast,
 )
 from tinyml.layers import is_conv1d, weight_identity, weight_of, weights_of_modules
-from tinyml.state_dict_check import check_before_loading
+from tinyml.quantization.rounded_weight import same_value
 from tinyml.timing import Timing, measure, store_timing, stored_timing
 from tinyml.validation import Progress, check_weight
 
@@ -71,7 +71,8 @@ class FastestLinear(Replacement):
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
         if input.requires_grad and torch.is_grad_enabled():
-            return cast(Tensor, cast(Any, _StraightThrough).apply(input, self))
+            dense = F.linear(input, self.weight.to(input.dtype))
+            return same_value(self(input.detach()), dense)
         return self.implementations[self.always or self._implementation(input)](self, input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
@@ -156,22 +157,6 @@ class FastestLinear(Replacement):
         return self.__dict__ | {"_prepared": {}, "_stamp": [], "_selected": {}}
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The outputs of a `FastestLinear`, with the gradient of its dense weight."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: FastestLinear) -> Tensor:
-        """Compute the outputs as without gradients."""
-        ctx.layer = layer
-        return cast(Tensor, layer(inputs.detach()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Multiply the gradient of the outputs by the dense weight."""
-        (grad,) = grads
-        return grad @ ctx.layer.weight.to(grad.dtype), None
-
-
 def _agree(call: Callable[[], Tensor], exact: Callable[[], Tensor]) -> bool:
     """Return True if an implementation exists on this build and is correct up to rounding."""
     try:
@@ -221,7 +206,7 @@ def with_fastest_linears(
     # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
     subclasses = {module for module in model.modules() if isinstance(module, nn.Linear)}
     warn_of_dense_weights(model, protected, subclasses - linears.keys())
-    return check_before_loading(model)
+    return model
 
 
 def avoid_fused_operators(model: nn.Module) -> None:

@@ -44,20 +44,14 @@ class GridWeight(CompressedWeight):
 
     @staticmethod
     def restore(
-        weight: Tensor,
-        codes: Tensor,
-        *,
-        bits: int,
-        rows: Sequence[int],
-        low: int,
-        scale: Tensor,
-        zero: Tensor | None = None,
-        transposed: bool = False,
+        form: Sequence[int], codes: Tensor, scale: Tensor, zero: Tensor | None, transposed: bool
     ) -> GridWeight:
-        """Return the saved codes of a weight with this shape."""
+        """Return a saved weight, given its `format()`."""
+        bits, low, *shape = form
+        weight = torch.empty(shape, dtype=scale.dtype, device="meta")
+        no_codes = torch.full((len(scale), weight.numel() // len(scale)), low)
         grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
-        codes_like = torch.full((*rows,), low)
-        restored = GridWeight(codes_like, grid, weight, bits, transposed=transposed)
+        restored = GridWeight(no_codes, grid, weight, bits, transposed=transposed)
         restored.codes = codes
         return restored
 

@@ -11,7 +11,6 @@ Compression", Han et al., 2016, section 3.3).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,7 +38,7 @@ def kmeans_quantize(
     pruned weights are clustered like other values and move with their centroid.
     """
     model = plain_copy(model)
-    widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
+    widths = setting_per_layer(bits, layers_of(model, layers, protect))
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         return Palette(weight_of(layer), widths[name]) if name in widths else None
@@ -60,11 +59,11 @@ class Palette(CompressedWeight):
         self.register_buffer("codes", pack(codes, bits))
 
     @staticmethod
-    def restore(weight: Tensor, codes: Tensor, *, bits: int, palette: Tensor) -> Palette:
-        """Return the saved palette of a weight with this shape."""
-        restored = Palette(weight.new_zeros(1), 1)
-        restored.bits = bits
-        restored.shape = weight.shape
+    def restore(form: Sequence[int], codes: Tensor, palette: Tensor) -> Palette:
+        """Return a saved palette, given its `format()`."""
+        restored = Palette(torch.zeros(1), 1)
+        restored.bits, *shape = form
+        restored.shape = torch.Size(shape)
         restored._palette = palette
         restored.codes = codes
         return restored
@@ -135,13 +134,9 @@ def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tenso
 
 def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
     if not 1 <= k <= _MOST_CLUSTERS:
-        raise ValueError(f"{k} clusters; give 1 to {_MOST_CLUSTERS:,}")
-    if values.is_complex():
-        raise ValueError(f"expected real values, got {values.dtype}")
+        raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
     if not values.numel() or not torch.isfinite(values).all():
-        raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
-    if not math.isfinite(float(values.double().abs().max()) * values.numel()):
-        raise ValueError("expected values whose sum fits in float64, got larger ones; scale them")
+        raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
     if init is not None and (init.numel() != k or not torch.isfinite(init).all()):
         raise ValueError(f"expected {k} finite initial centroids, got {init.tolist()}")
 

@@ -86,7 +86,7 @@ def quantize(
             return table if not auto or table.gains() else None
 
         return with_fastest_linears(model, products, protected, progress)
-    widths = setting_per_layer(bits, layers_of(model, layers, protect), model)
+    widths = setting_per_layer(bits, layers_of(model, layers, protect))
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         return _on_grid(layer, widths[name], group_size, symmetric) if name in widths else None

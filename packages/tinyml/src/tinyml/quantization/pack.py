@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes for `count` codes of `bits` bits."""
-    return sum(-(-count * width // 8) for width in _planes(bits))
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes from 0 to 2^bits - 1 of any shape into a flat uint8 tensor of `packed_bytes`."""
+    """Pack codes from 0 to 2^bits - 1 of any shape into a flat uint8 tensor."""
     flat = codes.reshape(-1).to(torch.uint8)
     if flat.numel() and int(codes.max()) >= 2**bits:
         raise ValueError(f"code {int(codes.max())} does not fit in {bits} bits")
