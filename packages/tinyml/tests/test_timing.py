@@ -16,11 +16,11 @@ def clock(monkeypatch):
     """Replace the clock: return a function that sets the time of each call."""
 
     def install(took):
-        def milliseconds(call, before=None):
-            where = "in" if before in (None, call) else "out"
-            return took(call.__name__, where)
-
-        monkeypatch.setattr(timing, "milliseconds", milliseconds)
+        monkeypatch.setattr(timing, "milliseconds", lambda call: took(call.__name__, "in"))
+        monkeypatch.setattr(timing, "_milliseconds_in_cache", timing.milliseconds)
+        monkeypatch.setattr(
+            timing, "_milliseconds_after", lambda _, call: took(call.__name__, "out")
+        )
         return measure({"plain": plain, "other": other}, "plain")
 
     return install

@@ -55,7 +55,9 @@ def test_four_bits_are_the_dense_product_but_for_the_rounding_of_bfloat16(
 
 
 def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
-    monkeypatch.setattr(fastest_linear.FastestLinear, "gains", lambda layer: True)
+    monkeypatch.setattr(
+        fastest_linear.FastestLinear, "has_faster_implementation", lambda layer: True
+    )
     model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32))
     assert type(quantize(model, 4, activations="auto")[1]) is nn.Linear
     with pytest.raises(ValueError, match="groups of 32 do not divide rows of 24"):

@@ -19,13 +19,14 @@ from tinyml.compressed_weight import (
 )
 from tinyml.layers import (
     QUANTIZABLE,
+    check_weights,
     is_instance_of,
     layers_of,
     protected_modules,
     weight_identity,
     weight_of,
 )
-from tinyml.validation import check_weight, first_names
+from tinyml.validation import first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -43,8 +44,7 @@ def compress_weights(
     leaves the model unchanged.
     """
     chosen = layers_of(model, kinds, protect)
-    for name, layer in chosen.items():
-        check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
+    check_weights(chosen)
     stored = {name: compress(name, layer) for name, layer in chosen.items()}
     for name, compressed in stored.items():
         if compressed is not None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
-from tinyml.validation import suggestion
+from tinyml.validation import check_finite, suggestion
 
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -29,6 +29,18 @@ def is_instance_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
 def weight_of(layer: nn.Module) -> Tensor:
     """Return the dense weight of a layer, decompressed if necessary."""
     return cast(Tensor, layer.weight).detach()
+
+
+def check_weights(layers: Mapping[str, nn.Module]) -> None:
+    """Raise `ValueError` unless each weight has elements, all of them finite."""
+    for layer_name, layer in layers.items():
+        name, weight = f"{layer_name}.weight".lstrip("."), weight_of(layer)
+        if not weight.numel():
+            raise ValueError(
+                f"expected weights with elements, got {name} of shape {tuple(weight.shape)}; "
+                "protect its layer"
+            )
+        check_finite(name, weight)
 
 
 def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ _LEAST_ROUNDS = 5
 _SECONDS = 0.25  # after this time, no further rounds are started
 _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
-_SHORT = 5e-4  # seconds
+_LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
 _WARM_UP = 4  # calls until the cache contains this implementation's weights
 _TOO_SLOW = 3.0  # the ratio to the fastest above which an implementation is dropped
 
@@ -67,37 +67,39 @@ def measure(
     cache.
     """
     # The first call prepares the weights of an implementation.
-    once = {
+    first = {
         name: min(milliseconds(call) for _ in range(2)) for name, call in implementations.items()
     }
-    too_slow = _TOO_SLOW * min(once.values())
+    fastest = min(first.values())
     candidates = {
-        n: call for n, call in implementations.items() if once[n] <= too_slow or n == reference
+        name: call
+        for name, call in implementations.items()
+        if first[name] <= _TOO_SLOW * fastest or name == reference
     }
-    long = min(once.values()) > _LONG_MS
-    has_cold_rounds = reference is not None and not long
+    is_long = fastest > _LONG_MS
+    has_cold_rounds = reference is not None and not is_long
     fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
     warm: dict[str, list[float]] = {name: [] for name in candidates}
     cold: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()
-    for number in range(ROUNDS // 2 if long else ROUNDS):
+    for number in range(ROUNDS // 2 if is_long else ROUNDS):
         if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
         for name, call in candidates.items():
-            warm[name].append(milliseconds(call, None if long else call))
+            warm[name].append(milliseconds(call) if is_long else _milliseconds_in_cache(call))
             if has_cold_rounds:
-                cold[name].append(milliseconds(call, fill_the_cache))
-    median = once | {name: statistics.median(ms) for name, ms in warm.items()}
-    cold_median = {name: statistics.median(ms) for name, ms in cold.items() if ms}
-    winners = list(candidates)
+                cold[name].append(_milliseconds_after(fill_the_cache, call))
+    median = first | {name: statistics.median(times) for name, times in warm.items()}
+    cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
+    eligible = list(candidates)
     if reference is not None:
-        winners = [
+        eligible = [
             name
             for name in candidates
             if name != reference
             and all(_wins(times[name], times[reference]) for times in (warm, cold))
         ] or [reference]
-    best = min(winners, key=lambda name: median[name] + cold_median.get(name, 0.0))
+    best = min(eligible, key=lambda name: median[name] + cold_median.get(name, 0.0))
     return Timing(best, median, cold_median)
 
 
@@ -110,27 +112,37 @@ def _wins(ours: Sequence[float], others: Sequence[float]) -> bool:
     return sum(won) >= MOST * len(won)
 
 
-def milliseconds(call: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-    """Return the time of one call after `before`; short calls are repeated and averaged.
+def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
+    """Return the mean time of calls, which are repeated until `least_seconds` have passed.
 
     A single thread is timed by processor time, which excludes other programs.
     """
     on_gpu = torch.cuda.is_initialized()
-    alone = torch.get_num_threads() == 1 and not on_gpu
-    clock = time.thread_time if alone else time.perf_counter
-    for _ in range(_WARM_UP if before is call else before is not None):
-        before()  # type: ignore[misc]
+    is_single = torch.get_num_threads() == 1 and not on_gpu
+    clock = time.thread_time if is_single else time.perf_counter
     if on_gpu:
         torch.cuda.synchronize()
     start = clock()
     count = 0
     seconds = 0.0
-    while not count or (before is call and seconds < _SHORT):
+    while not count or seconds < least_seconds:
         call()
         if on_gpu:
             torch.cuda.synchronize()
-        count, seconds = count + 1, clock() - start
+        count += 1
+        seconds = clock() - start
     return seconds * 1e3 / count
+
+
+def _milliseconds_in_cache(call: Callable[[], object]) -> float:
+    for _ in range(_WARM_UP):
+        call()
+    return milliseconds(call, _LEAST_SECONDS)
+
+
+def _milliseconds_after(preparation: Callable[[], object], call: Callable[[], object]) -> float:
+    preparation()
+    return milliseconds(call)
 
 
 def stored_timing(key: str) -> Timing | None:

@@ -38,16 +38,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
-def check_weight(name: str, weight: Tensor) -> None:
-    """Raise `ValueError` unless a weight to quantize has elements, all of them finite."""
-    if not weight.numel():
-        raise ValueError(
-            f"expected weights with elements, got {name} of shape {tuple(weight.shape)}; protect "
-            "its layer"
-        )
-    check_finite(name, weight)
-
-
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 

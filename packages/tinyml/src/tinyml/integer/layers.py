@@ -92,7 +92,7 @@ class IntegerProduct(nn.Module):
         return scaled.clamp_(-128, 127).to(torch.int8)
 
 
-class Mixed(nn.Module):
+class RescaledValues(nn.Module):
     """Values of different scales, each multiplied by an integer: m_i (q_i - Z_i).
 
     `factors` are the weights of the values in the result, S_i / S_out, with a sign in a sum.
@@ -113,39 +113,39 @@ class Mixed(nn.Module):
         """Return the code of 0.0 of each value."""
         return [scale.zero for scale in cast(Iterable[Scale], self.before)]
 
-    def moved(self, codes: Sequence[Tensor]) -> list[Tensor]:
+    def scaled(self, codes: Sequence[Tensor]) -> list[Tensor]:
         """Return m_i (q_i - Z_i) as int64."""
         parts = zip(codes, self.zeros, self.multiplier.long(), strict=True)
         return [(value.long() - zero) * m for value, zero, m in parts]
 
-    def back(self, total: Tensor) -> Tensor:
+    def requantized(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + (total + 2^(s-1)) >> s."""
         return shifted(total, self.shift.long(), self.after)
 
 
-class IntegerSum(Mixed):
+class IntegerSum(RescaledValues):
     """A sum of values of different scales: Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Add int8 values of equal shape."""
-        return self.back(functools.reduce(torch.add, self.moved(codes)))
+        return self.requantized(functools.reduce(torch.add, self.scaled(codes)))
 
 
-class IntegerCat(Mixed):
+class IntegerCat(RescaledValues):
     """A concatenation of channels whose values are converted to one scale."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Concatenate int8 values along their channels."""
-        return torch.cat([self.back(value) for value in self.moved(codes)], 1)
+        return torch.cat([self.requantized(value) for value in self.scaled(codes)], 1)
 
 
-class IntegerGate(Mixed):
+class IntegerGate(RescaledValues):
     """A product with broadcasting: Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""
         first, second = self.zeros
-        return self.back((a.long() - first) * (b.long() - second) * self.multiplier.long())
+        return self.requantized((a.long() - first) * (b.long() - second) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):

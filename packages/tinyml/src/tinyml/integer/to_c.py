@@ -27,7 +27,7 @@ from tinyml.integer.layers import (
     IntegerReshape,
     IntegerSum,
     IntegerTable,
-    Mixed,
+    RescaledValues,
 )
 from tinyml.integer.model import IntegerModel
 
@@ -221,20 +221,20 @@ _STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] =
 }
 
 
-def _centered(layer: Mixed, call: _Call, indices: Sequence[str]) -> list[str]:
+def _centered(layer: RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
     """Return q_i - Z_i for the element of each input at its index."""
     parts = zip(call.inputs, indices, layer.zeros, strict=True)
     return [f"(({name})[{index}] - ({zero}))" for name, index, zero in parts]
 
 
-def _scaled_terms(layer: Mixed, call: _Call) -> list[str]:
+def _scaled_terms(layer: RescaledValues, call: _Call) -> list[str]:
     """Return m_i (q_i - Z_i) for element i of each input."""
     values = _centered(layer, call, ["i"] * len(call.inputs))
     pairs = zip(values, layer.multiplier.tolist(), strict=True)
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
 
 
-def _requantized(value: str, layer: Mixed) -> str:
+def _requantized(value: str, layer: RescaledValues) -> str:
     return f"requantized({value}, {_comma([int(layer.shift), layer.after.zero])})"
 
 

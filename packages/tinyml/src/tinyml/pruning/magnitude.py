@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from tinyml.conversion import make_dense, plain_copy, warn_of_dense_weights
 from tinyml.layers import (
     PRUNABLE,
+    check_weights,
     layers_of,
     named_layers,
     protected_modules,
     setting_per_layer,
     weight_of,
 )
-from tinyml.validation import check_finite, first_names
+from tinyml.validation import first_names
 
 
 class Masks(dict[str, Tensor]):
@@ -104,9 +105,9 @@ def prune(
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
         chosen = named_layers(sparsity, chosen)
-    for name, layer in chosen.items():
+    check_weights(chosen)
+    for layer in chosen.values():
         make_dense(model, layer)
-        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     scores = {name: weight_of(layer).abs() for name, layer in chosen.items()}
     if scope == "global" and not isinstance(sparsity, Mapping):
         keep = _smallest_of_all(scores, sparsity)

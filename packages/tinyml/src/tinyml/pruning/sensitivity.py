@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import dense_copy
-from tinyml.layers import PRUNABLE, layers_of, outputs_first, weight_of
+from tinyml.layers import PRUNABLE, check_weights, layers_of, outputs_first
 from tinyml.pruning.magnitude import smallest_mask
-from tinyml.validation import check_finite
 
 Batch = tuple[Any, Any]
 Metric = Callable[[Any, Any], Any]
@@ -54,8 +53,7 @@ def sensitivity(
         raise ValueError("expected at least one (inputs, targets) batch, got none")
     model = dense_copy(model).eval()
     chosen = layers_of(model, layers, protect)
-    for name, layer in chosen.items():
-        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+    check_weights(chosen)
     samples = sum(len(targets) for _, targets in batches)
 
     def mean_metric() -> float:

@@ -23,10 +23,10 @@ from tinyml.conversion import (
     warn_of_dense_weights,
     without_autocast,
 )
-from tinyml.layers import is_conv1d, weight_identity, weight_of, weights_of_modules
+from tinyml.layers import check_weights, is_conv1d, weight_identity, weights_of_modules
 from tinyml.quantization.rounded_weight import same_value
 from tinyml.timing import Timing, measure, store_timing, stored_timing
-from tinyml.validation import Progress, check_weight
+from tinyml.validation import Progress
 
 #: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
 SHOWN_TOKENS = (1, 32, 512)
@@ -110,7 +110,7 @@ class FastestLinear(Replacement):
             _timings[key] = stored
         return _timings[key]
 
-    def gains(self) -> bool:
+    def has_faster_implementation(self) -> bool:
         """Return True if any implementation is faster than float for one of `SHOWN_TOKENS`."""
         single = self.timing(self.example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
@@ -188,8 +188,7 @@ def with_fastest_linears(
     }
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
-    for linear, name in linears.items():
-        check_weight(f"{name}.weight".lstrip("."), weight_of(linear))
+    check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):

@@ -28,6 +28,7 @@ from tinyml.conversion import (
     warn_of_dense_weights,
 )
 from tinyml.layers import (
+    check_weights,
     is_conv1d,
     is_instance_of,
     layers_of,
@@ -38,7 +39,7 @@ from tinyml.layers import (
 from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_bits, check_weight, require_batches
+from tinyml.validation import Progress, check_bits, require_batches
 
 
 @torch.no_grad()
@@ -60,14 +61,26 @@ def gptq(
     calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
     [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
     count. A weight that several layers share is rounded for the inputs of the first one. A layer
-    that never runs is rounded to the nearest code. With `activation_order`, inputs with large
-    values are rounded first. `progress(name, done, total)` is called after each layer.
+    that never runs is rounded to the nearest code.
+
+    There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
+    is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
+    diagonal. With `activation_order`, inputs with large values are rounded first.
+    `progress(name, done, total)` is called after each layer.
     """
+    check_bits(bits, "a grid has")
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"expected a finite damping of at least 0, got {damping}")
+    aliases = _weight_aliases(model)
+    model = plain_copy(model, dict(aliases))
+    layers = layers_of(model, (nn.Linear,), protect)
+    check_weights(layers)
+    rounded: set[str] = set()
 
     def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:
         return grid_of(rows, bits, symmetric=symmetric).stored_as(dtype)
 
-    def visit(name: str, hessian: Tensor | None) -> None:
+    def round_layer(name: str, hessian: Tensor | None) -> None:
         layer = layers[name]
         weight = weight_of(layer)
         rows = as_rows(outputs_first(layer, weight).float(), group_size)
@@ -84,25 +97,16 @@ def gptq(
                 refit=None if group_size is None else lambda r: grid_for(r.float(), weight.dtype),
             )
         codes = codes.view(rows.shape)
-        rounded = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
-        install_weight(model, layer, rounded)  # later layers are calibrated on its rounded outputs
-        done.add(name)
+        stored = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        install_weight(model, layer, stored)  # later layers are calibrated on its rounded outputs
+        rounded.add(name)
 
-    check_bits(bits, "a grid has")
-    if not 0 <= damping < math.inf:
-        raise ValueError(f"expected a finite damping of at least 0, got {damping}")
-    aliases = _weight_aliases(model)
-    model = plain_copy(model, dict(aliases))
-    layers = layers_of(model, (nn.Linear,), protect)
-    for name, layer in layers.items():
-        check_weight(f"{name}.weight".lstrip("."), weight_of(layer))
-    done: set[str] = set()
     with evaluation_mode(model):
-        visit_layers(model, require_batches(batches), layers, visit, progress)
-    for name in layers.keys() - done:
-        visit(name, None)
+        visit_layers(model, require_batches(batches), layers, round_layer, progress)
+    for name in [name for name in layers if name not in rounded]:
+        round_layer(name, None)
         if progress is not None:
-            progress(name, len(done), len(layers))
+            progress(name, len(rounded), len(layers))
     for alias in set(aliases.values()).intersection(model.parameters()):
         alias.data = alias.data.clone()  # a protected weight
     warn_of_dense_weights(model, protected_modules(model, protect))

@@ -70,7 +70,7 @@ def quantize(
                 return None  # the kernel does not support such a layer
             grid = _on_grid(layer, 4, groups_of, symmetric)
             table = Int4Linear(grid, cast(Tensor | None, layer.bias))
-            return table if table.gains() else None
+            return table if table.has_faster_implementation() else None
 
         return with_fastest_linears(model, packed, protected, progress)
     if activations != "float":
@@ -83,7 +83,7 @@ def quantize(
 
         def products(layer: nn.Module) -> Int8Linear | None:
             table = Int8Linear(layer, may_stay_float=auto)
-            return table if not auto or table.gains() else None
+            return table if not auto or table.has_faster_implementation() else None
 
         return with_fastest_linears(model, products, protected, progress)
     widths = setting_per_layer(bits, layers_of(model, layers, protect))
