@@ -278,6 +278,11 @@ def test_every_graph_equals_itself_with_readers_at_zero(name):
     assert size_of(smaller).bytes < size_of(small).bytes
 
 
+def scaled_by_mean(model, x):
+    x = model.a(x)
+    return model.b(x * x.mean())  # over all dimensions
+
+
 @pytest.mark.parametrize(
     ("model", "node"),
     [
@@ -296,6 +301,7 @@ def test_every_graph_equals_itself_with_readers_at_zero(name):
             "a: .*(lstm|rnn)",
         ),
         (nn.Sequential(conv(3, 8, 3), nn.Softmax(1), conv(8, 2, 3)), "softmax"),
+        (By(scaled_by_mean, a=conv(3, 8, 3), b=conv(8, 2, 3)), "mean"),
         (nn.Sequential(conv(3, 3, 3)), "0: the model returns them"),
     ],
 )

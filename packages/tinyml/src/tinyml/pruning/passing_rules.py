@@ -101,12 +101,16 @@ def _inner(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> A
     return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.stop(node)
 
 
-def _pad(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+def _pad(
+    walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any
+) -> Any:
     along = walk.values[x]
     return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
 
 
-def _other_dim(walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
+def _other_dim(
+    walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any
+) -> Any:
     """Pass units on if the operator changes another dimension."""
     along = walk.values[x]
     return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
@@ -118,14 +122,15 @@ def _layer_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int
 
 
 def _mean(
-    walk: UnitGroups, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False, **_: Any
+    walk: UnitGroups, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
 ) -> Any:
+    """Pass units on unless they are reduced; without `dims`, all dimensions are."""
     along, rank = walk.values[x], len(shape_of(x))
-    gone = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
-    if along.dim in gone:
+    reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    if along.dim in reduced:
         return walk.stop(node)
-    before = 0 if keepdim else sum(d < along.dim for d in gone)
-    return Along(along.dim - before, along.parts)
+    removed_before = 0 if keepdim else len([dim for dim in reduced if dim < along.dim])
+    return Along(along.dim - removed_before, along.parts)
 
 
 def _permute(walk: UnitGroups, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:

@@ -71,7 +71,8 @@ class FastestLinear(Replacement):
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
         if input.requires_grad and torch.is_grad_enabled():
-            dense = F.linear(input, self.weight.to(input.dtype))
+            with without_autocast(input.device):  # the gradient keeps the precision of the input
+                dense = F.linear(input, self.weight.to(input.dtype))
             return same_value(self(input.detach()), dense)
         return self.implementations[self.always or self._implementation(input)](self, input)
 
