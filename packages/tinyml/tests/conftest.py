@@ -82,4 +82,4 @@ def short_measurements(request, monkeypatch):
         monkeypatch.setattr(timing, "ROUNDS", 4)
         monkeypatch.setattr(timing, "_LEAST_ROUNDS", 1)
         monkeypatch.setattr(timing, "_SECONDS", 0.02)
-        monkeypatch.setattr(timing, "_SHORT", 0.0)
+        monkeypatch.setattr(timing, "_LEAST_SECONDS", 0.0)
