@@ -28,8 +28,9 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Operators that are defined by other operators, and that are read as they are. Decomposition takes
-#: most of the export time, so it is skipped if a graph contains no other operators of this sort.
+#: Operators that torch defines by other operators, and for which the rules of this package exist.
+#: Decomposition takes most of the export time, so it is skipped if a graph contains no other
+#: composite operator.
 COMPOSITE = {
     "adaptive_avg_pool2d", "batch_norm", "conv2d", "conv_transpose2d", "dropout", "flatten",
     "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "prelu", "reshape", "rms_norm",

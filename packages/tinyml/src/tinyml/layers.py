@@ -53,7 +53,7 @@ def layers_of(
 ) -> dict[str, nn.Module]:
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
-    Compressed weights count like dense ones. A weight is left out if any layer that uses it is
+    Layers with compressed weights are included. A weight is left out if any layer that uses it is
     named by `protect` (see `protected_modules`).
     """
     layers: dict[str, nn.Module] = {}

@@ -56,24 +56,28 @@ def _prelu(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
 def _broadcast(
     walk: UnitGroups, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
 ) -> Any:
-    moved, constant = [], []
+    """Merge the units of values that are broadcast to `shape` and combined element by element.
+
+    A value without units must be a parameter with an element per unit, or not vary along the units.
+    """
+    with_units, without_units = [], []
     for source in sources:
-        along, shift = walk.values[source], len(shape) - len(shape_of(source))
+        along, new_dims = walk.values[source], len(shape) - len(shape_of(source))
         if along is not None:
-            moved.append(Along(along.dim + shift, along.parts))
+            with_units.append(Along(along.dim + new_dims, along.parts))
         else:
-            constant.append((source, shift))
-    dim = moved[0].dim
-    if any(along.dim != dim for along in moved):
+            without_units.append((source, new_dims))
+    dim = with_units[0].dim
+    if any(along.dim != dim for along in with_units):
         return walk.stop(node)
-    for source, shift in constant:
-        if dim < shift or shape_of(source)[dim - shift] == 1:
+    for source, new_dims in without_units:
+        if dim < new_dims or shape_of(source)[dim - new_dims] == 1:
             continue
         name = walk.name_of(source)
-        if name is None or shape_of(source)[dim - shift] != shape[dim]:
+        if name is None or shape_of(source)[dim - new_dims] != shape[dim]:
             return walk.stop(node)
-        walk.add_slices(moved[0], [(name, dim - shift)], "passer")
-    return walk.merge(node, moved)
+        walk.add_slices(with_units[0], [(name, dim - new_dims)], "passer")
+    return walk.merge(node, with_units)
 
 
 def _attention(
@@ -86,11 +90,12 @@ def _attention(
     *_: Any,
     **__: Any,
 ) -> Any:
+    """Merge the heads of queries, keys and values (..., heads, tokens, width)."""
     alongs = [walk.values[item] for item in (q, k, v)]
     dims = {along.dim if along is not None else -1 for along in alongs}
-    shared = len(shape_of(q)) - 3  # (..., heads, tokens, width)
-    masked = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
-    if dims != {shared} or masked or any(len(along.parts) != 1 for along in alongs):
+    heads = len(shape_of(q)) - 3
+    has_mask_per_head = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
+    if dims != {heads} or has_mask_per_head or any(len(along.parts) != 1 for along in alongs):
         return walk.stop(node)
     return walk.merge(node, alongs, grouped=True)
 
@@ -150,6 +155,7 @@ def _expand(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> 
 
 
 def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+    """Join units that are concatenated, or merge units if another dimension is concatenated."""
     parts = [part for part in parts if math.prod(shape_of(part))]
     dim = dim % len(shape_of(node))
     alongs = [walk.values[part] for part in parts]
@@ -168,6 +174,7 @@ def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0
 
 
 def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    """Divide the units of a fused matrix, such as queries, keys and values, into a group each."""
     along = walk.values[x]
     if dim % len(shape_of(x)) != along.dim:
         return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
@@ -175,10 +182,9 @@ def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0
     (group, extent), *more = along.parts
     group = walk.find(group)
     widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
-    plain = not more and group.size == extent and not group.blocked_by
-    if not plain or sum(widths) != total or group.layers("reader") or not _is_alone(x):
+    is_single = not more and group.size == extent and not group.blocked_by
+    if not is_single or sum(widths) != total or group.layers("reader") or not _is_alone(x):
         return walk.stop(node)
-    # A fused matrix, such as queries, keys and values, is split into separate groups.
     pieces, start = [], 0
     for size in widths:
         slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]

@@ -13,16 +13,16 @@ from tinyml.pruning.unit_groups import UnitGroups
 
 
 def _linear(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
-    return _product(walk, node, x, weight, bias, (1, 0), shape_of(x), -1)
+    return _product(walk, node, x, weight, bias, (1, 0), -1)
 
 
 def _addmm(walk: UnitGroups, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
-    return _product(walk, node, x, weight, bias, (0, 1), shape_of(x), -1)
+    return _product(walk, node, x, weight, bias, (0, 1), -1)
 
 
 def _matmul(walk: UnitGroups, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
     if walk.name_of(b) is not None and len(shape_of(b)) == 2:
-        return _product(walk, node, a, b, None, (0, 1), shape_of(a), -1)
+        return _product(walk, node, a, b, None, (0, 1), -1)
     first, second = walk.values[a], walk.values[b]
     if first is None or second is None or first.dim != second.dim:
         return walk.stop(node)
@@ -44,13 +44,12 @@ def _conv(
 ) -> Any:
     if len(shape_of(x)) != len(shape_of(weight)):  # one image without a batch
         return walk.stop(node)
+    # In a transposed convolution, `dilation` receives the output padding and `rest` the groups.
     transposed = "transpose" in operator_name(node)
-    groups = rest[0] if rest and not transposed else 1
-    if transposed:  # (x, weight, bias, stride, padding, output_padding, groups, dilation)
-        groups = rest[0] if rest else 1
+    groups = rest[0] if rest else 1
     if groups == 1:
         axes = (0, 1) if transposed else (1, 0)
-        return _product(walk, node, x, weight, bias, axes, shape_of(x), 1)
+        return _product(walk, node, x, weight, bias, axes, 1)
     along = walk.values[x]
     names = [walk.name_of(item) for item in (weight, bias) if item is not None]
     if along is None or along.dim != 1 or None in names:
@@ -75,10 +74,13 @@ def _product(
     weight: fx.Node,
     bias: fx.Node | None,
     axes: tuple[int, int],
-    shape: tuple[int, ...],
     dim: int,
 ) -> Any:
-    dim = dim % len(shape)
+    """Read the units of `x` along `dim`, and create a group for the outputs.
+
+    `axes` are the axes of the weight that contain its inputs and its outputs.
+    """
+    dim = dim % len(shape_of(x))
     along = walk.values[x]
     name = walk.name_of(weight)
     added = None if bias is None else walk.name_of(bias)

@@ -65,7 +65,10 @@ class UnitGroups:
         role: Literal["passer", "reader"],
         times: int = 1,
     ) -> None:
-        """Add the elements of each tensor that pass on or read these units to their groups."""
+        """Add slices of the tensors, given as (name, axis), to the groups of `along`.
+
+        A tensor has `times` elements per element of the value along the axis.
+        """
         start = 0
         for group, extent in along.parts:
             group = self.find(group)
@@ -75,7 +78,10 @@ class UnitGroups:
             start += extent * times
 
     def coarsened(self, along: Along, count: int) -> Group | None:
-        """Merge units so that `count` equal parts of the elements are whole units, if possible."""
+        """Merge neighboring units so that each of `count` equal parts contains whole units.
+
+        Return the group, or None if the value has several groups or only one part.
+        """
         if len(along.parts) != 1 or count == 1:
             return None
         group = self.find(along.parts[0][0])
@@ -83,13 +89,17 @@ class UnitGroups:
         return group
 
     def merge(self, node: fx.Node, alongs: Sequence[Along], grouped: bool = False) -> Any:
-        """Merge the groups of several values that must have the same units, part by part."""
+        """Merge the groups of several values that must have the same units, part by part.
+
+        Values with other numbers of elements are blocked at `node`. With grouped=True they are
+        merged as well, because several query heads share a key-value head.
+        """
         first = alongs[0]
         for other in alongs[1:]:
-            alike = len(first.parts) == len(other.parts) and all(
+            has_same_parts = len(first.parts) == len(other.parts) and all(
                 a == b or grouped for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
             )
-            if not alike:
+            if not has_same_parts:
                 return self.stop(node)
             for (target, _), (merged, _) in zip(first.parts, other.parts, strict=True):
                 self._merge_groups(self.find(target), self.find(merged))

@@ -95,17 +95,17 @@ class _Replay:
         self._blocks = _blocks_with(model, layers)
         #: The outputs of finished blocks by batch and block.
         self._records: dict[tuple[int, str], Any] = {}
-        #: Stand-ins for records that were freed: the same outputs, without their values.
+        #: Placeholders for records that were freed: tensors of the same shapes without values.
         self._placeholders: dict[tuple[int, str], Any] = {}
         self._keeps_all = False
-        #: The last recorded block of each list by batch and list.
+        #: The name of the last recorded block, by batch and by the name of its list.
         self._last: dict[tuple[int, str], str] = {}
         # The state of the current run.
         self._number = 0
         self._called: set[str] = set()
-        self._inputs: Tensor | None = None  # as the first layer received them
+        self._inputs: Tensor | None = None  # as the first unfinished layer received them
         self._copy = torch.empty(0)
-        self._stamp: object = None
+        self._stamp: object = None  # identifies the inputs: their memory, version, shape and stride
         self._reached: list[str] = []
 
     def next_stage(self) -> _Stage | None:
