@@ -194,7 +194,7 @@ def _finish() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks and print the rows as JSON, or write them to a file."""
+    """Run the benchmarks and print the rows; also write them to a file if requested."""
     parser = argparse.ArgumentParser(prog="python -m tinyml.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
@@ -209,11 +209,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],
             os.environ | _AVX2,  # both libraries read it when they are loaded
         )
-    rows = json.dumps(bench(device=arguments.device, quick=arguments.quick), indent=1)
+    rows = bench(device=arguments.device, quick=arguments.quick)
+    for row in rows:
+        print(json.dumps(row))
     if arguments.json:
-        arguments.json.write_text(rows + "\n")
-    else:
-        print(rows)
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
