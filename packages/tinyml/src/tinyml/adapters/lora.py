@@ -60,6 +60,8 @@ class LoRA(Replacement):
             raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
+        if weight.device.type != "meta":
+            check_finite("the base weight", weight)
         self.rank = rank
         self.scaling = float(rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)

@@ -39,6 +39,8 @@ class ParameterLoRA(nn.Module):
             raise ValueError(f"expected 1 <= rank <= {min(inputs, outputs)}, got {rank}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
+        if weight.device.type != "meta":
+            check_finite("the adapted parameter", weight)
         self.rank, self.inputs_first = rank, inputs_first
         self.scaling = float(rank if alpha is None else alpha) / rank
         experts = weight.shape[0] if weight.dim() == 3 else 1
