@@ -36,8 +36,10 @@ from tinyml.size import as_integers, has_value
 _FORMAT = "tinyml-3"
 _CHECKSUM = b'"sha256":"', b"0" * 64
 _SPARSE = "!mask", "!values"
-#: The names of the codes in a layer: of a palette or grid, an `Int4Linear` and an `Int8Linear`.
-_COMPRESSED, _INT4, _INT8 = "parametrizations.weight.0.codes", "grid.codes", "weight_codes"
+#: The names of the codes of a palette or grid, an `Int4Linear` and an `Int8Linear`.
+_COMPRESSED = "parametrizations.weight.0.codes"
+_INT4 = "grid.codes"
+_INT8 = "weight_codes"
 
 
 def save(model: nn.Module, path: str | Path) -> None:
