@@ -30,9 +30,14 @@ def trained():
     train, held_out = data.split([len(data) * 9 // 10, len(data) - len(data) * 9 // 10])
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(120):
@@ -88,7 +93,7 @@ def rounded_by_gptqmodel(model, batches, bits, activation_order):
     return model
 
 
-@pytest.mark.filterwarnings("ignore")  # GPTQModel warns of options of its own dependencies
+@pytest.mark.filterwarnings("ignore")  # GPTQModel and its dependencies warn of options
 @pytest.mark.parametrize("activation_order", [False, True])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_the_perplexity_is_that_of_gptqmodel(trained, bits, activation_order):
