@@ -150,8 +150,8 @@ def test_a_state_dict_of_another_format_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0}, "groups of 0 do not divide"),
-        ({"group_size": 3}, "groups of 3 do not divide"),
+        ({"group_size": 0}, "expected a group_size that divides .*, got 0"),
+        ({"group_size": 3}, "expected a group_size that divides .*, got 3"),
     ],
 )
 def test_invalid_group_sizes_are_refused(options, message):

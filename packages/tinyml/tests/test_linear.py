@@ -203,8 +203,8 @@ def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
     ("arguments", "message"),
     [
         ({"bits": 9}, "9 bits"),
-        ({"group_size": 5}, "groups of 5 do not divide rows of 16"),
-        ({"bits": 4, "activations": "dynamic"}, "takes bits=8"),
+        ({"group_size": 5}, "divides the 16 inputs of an output, got 5"),
+        ({"bits": 4, "activations": "dynamic"}, "expected bits=8"),
         ({"activations": "static"}, "'float', 'dynamic' or 'auto'"),
         ({"activations": "auto", "layers": [nn.Conv2d]}, "nn.Linear in layers"),
         ({"bits": torch.tensor(4)}, r"got tensor\(4\) bits"),

@@ -142,9 +142,9 @@ def test_adapters_of_another_model_change_nothing(tmp_path):
         assert all(parameter.requires_grad for parameter in wrong.parameters())
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="expected the factors A and B"):
         load_lora(Model(), tmp_path)
-    with pytest.raises(ValueError, match="adapters already"):
+    with pytest.raises(ValueError, match="expected a model without adapters"):
         load_lora(adapted(), tmp_path)
 
 
@@ -184,7 +184,9 @@ def test_weights_of_the_base_in_a_file_have_to_be_the_models(tmp_path):
     assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), saved(TOKENS))
     save_file(tensors | {key: weight + 1}, path)
     model = Model()
-    with pytest.raises(ValueError, match=r"'base_model.model.embed.base_layer.weight'.*not the"):
+    with pytest.raises(
+        ValueError, match=r"'base_model.model.embed.base_layer.weight'.*another value"
+    ):
         load_lora(model, tmp_path)
     assert all(parameter.requires_grad for parameter in model.parameters())
 

@@ -70,7 +70,7 @@ def test_masks_hold_through_fine_tuning():
         ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
         ({"sparsity": {"9": 0.5}}, r"expected names of .*, got '9'"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
-        ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),
+        ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for scope='global'"),
     ],
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):

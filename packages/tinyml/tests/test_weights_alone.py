@@ -60,7 +60,7 @@ def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
     )
     model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32))
     assert type(quantize(model, 4, activations="auto")[1]) is nn.Linear
-    with pytest.raises(ValueError, match="groups of 32 do not divide rows of 24"):
+    with pytest.raises(ValueError, match="divides the 24 inputs of an output, got 32"):
         quantize(model, 4, activations="auto", group_size=32)
     packed, dense = (quantize(model, 4, group_size=8, activations=a) for a in ("auto", "float"))
     assert all(layer.explain([1])[0].startswith("1 tokens: computed in float") for layer in packed)

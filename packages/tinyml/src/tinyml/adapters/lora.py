@@ -40,9 +40,9 @@ class LoRA(Replacement):
     ) -> None:
         super().__init__()
         if not is_instance_of(base, (nn.Linear, nn.Embedding)):
-            raise TypeError(f"LoRA adapts nn.Linear and nn.Embedding, not {type(base).__name__}")
+            raise TypeError(f"expected nn.Linear or nn.Embedding, got {type(base).__name__}")
         if getattr(base, "max_norm", None) is not None:
-            raise TypeError("an embedding with max_norm rewrites its weight, which is frozen here")
+            raise TypeError("expected max_norm=None, got an embedding that rewrites its weight")
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape

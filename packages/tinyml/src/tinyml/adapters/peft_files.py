@@ -93,7 +93,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} holds a {config.get('peft_type')} adapter; LORA is supported")
+        raise ValueError(f"expected peft_type 'LORA' in {folder}, got {config.get('peft_type')!r}")
     for key, plain in _REFUSED.items():
         if (config.get(key) or plain) != plain:
             raise ValueError(
@@ -109,11 +109,13 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     pairs = _factors(folder, modules)
     adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
     if adapted := sorted([*adapted, *parameter_adapters(model)]):
-        raise ValueError(f"the model has adapters already, at {first_names(adapted)}")
+        raise ValueError(f"expected a model without adapters, got some at {first_names(adapted)}")
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
-        raise ValueError(f"the adapters are of another model: it has no {first_names(unknown)}")
+        raise ValueError(
+            f"expected adapters of this model, got names of another model: {first_names(unknown)}"
+        )
     single = {}
     for path, name in paths.items():
         module, _, key = name.rpartition(".")
@@ -160,15 +162,15 @@ def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str,
                 parameter.detach().cpu(), tensor.to(parameter.dtype)
             ):
                 raise ValueError(
-                    f"{folder} holds {key!r}, a weight of the base that is not the model's; load "
-                    "that weight into the model first"
+                    f"expected the model's weight as {key!r} in {folder}, got another value; load "
+                    "it into the model first"
                 )
             continue
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
         )
         if match is None:
-            raise ValueError(f"{folder} holds {key!r}, which is not a factor of a LoRA update")
+            raise ValueError(f"expected factors of LoRA updates in {folder}, got {key!r}")
         check_finite(key, tensor)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     return pairs
@@ -186,7 +188,7 @@ def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
 @torch.no_grad()
 def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tensor]) -> None:
     if pair.keys() != {"A", "B"}:
-        raise ValueError(f"{name} has factor {sorted(pair)} alone; A and B belong together")
+        raise ValueError(f"expected the factors A and B of {name}, got {sorted(pair)}")
     for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
         if parameter.shape != factor.shape:
             raise ValueError(

@@ -173,7 +173,9 @@ class _Probe(fx.Interpreter):
         self._record(name, value.detach().movedim(product.dim, 0).flatten(1).cpu().double())
         if self.noise is None:
             return super().run_node(n)
-        self.env[product.source] = self._noise_like(value, product.dim, self._size_of(name, value))
+        self.env[product.source] = self._noise_like(
+            value, product.dim, self._noise_scale(name, value)
+        )
         result = super().run_node(n)
         self.env[product.source] = value
         return result
@@ -185,8 +187,8 @@ class _Probe(fx.Interpreter):
         largest = values.abs().amax(1)
         self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
 
-    def _size_of(self, name: str, value: Tensor) -> float:
-        """Return the size of the noise: 1 or a larger example's, limited so that squares fit."""
+    def _noise_scale(self, name: str, value: Tensor) -> float:
+        """Return the scale of the noise: 1 or a larger example's, limited so that squares fit."""
         most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
         return max(1.0, min(most, float(self.squares[name].mean().sqrt())))
 

@@ -52,8 +52,8 @@ class Masks(dict[str, Tensor]):
         for name, (parameter, mask) in zip(self, pairs, strict=True):
             if parameter.shape != mask.shape:
                 raise ValueError(
-                    f"the mask of {name} is {tuple(mask.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}; these are masks of another model"
+                    f"expected a mask of shape {tuple(parameter.shape)} for {name}, got "
+                    f"{tuple(mask.shape)}; these are masks of another model"
                 )
         return pairs
 
@@ -100,7 +100,7 @@ def prune(
     if scope not in ("layer", "global"):
         raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
     if scope == "global" and isinstance(sparsity, Mapping):
-        raise ValueError("scope='global' takes one sparsity for all layers, not one for each")
+        raise ValueError("expected one sparsity for scope='global', got one per layer")
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):

@@ -82,5 +82,7 @@ def as_rows(weight: Tensor, group_size: int | None = None) -> Tensor:
         return weight.reshape(weight.shape[0], -1)
     width = weight[0].numel()
     if group_size < 1 or width % group_size:
-        raise ValueError(f"groups of {group_size} do not divide rows of {width} inputs")
+        raise ValueError(
+            f"expected a group_size that divides the {width} inputs of an output, got {group_size}"
+        )
     return weight.reshape(-1, group_size)

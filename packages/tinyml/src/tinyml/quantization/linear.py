@@ -76,8 +76,8 @@ def quantize(
     if activations != "float":
         if bits != 8 or group_size is not None or not symmetric:
             raise ValueError(
-                f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
-                f"got bits={bits}, group_size={group_size}, symmetric={symmetric}"
+                f"expected bits=8 with one symmetric scale per channel for {activations=}, got "
+                f"{bits=}, {group_size=}, {symmetric=}"
             )
         auto = activations == "auto"
 
