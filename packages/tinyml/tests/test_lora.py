@@ -136,7 +136,7 @@ def test_bad_requests_say_what_to_ask_for():
         add_lora(add_lora(mlp(), 2), 2)
     with pytest.raises(ValueError, match=r"add_lora\(model\)"):
         merge(mlp())
-    with pytest.raises(TypeError, match="not Conv2d"):
+    with pytest.raises(TypeError, match="got Conv2d"):
         LoRA(nn.Conv2d(1, 1, 1))
 
 
