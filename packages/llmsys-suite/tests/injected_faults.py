@@ -687,8 +687,6 @@ FAULTS: list[Fault] = [
         around(samples, "loss_curves", lambda original, recorded: original([s for s in recorded if s["rank"] == 0]))),
     Fault("train", "utilization's numerator is doubled", lambda run:
         after(train, "utilization", lambda value, *_: 2 * value)),
-    Fault("train", "the time of an epoch leaves out every other step", lambda run:
-        rows(train, lambda row: {"epoch_s": row["epoch_s"] / 2})),
     Fault("train", "torch DDP is slowed", lambda run:
         instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     # Bytes.

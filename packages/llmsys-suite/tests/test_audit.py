@@ -25,7 +25,6 @@ from llmsys_suite.measure.samples import (
     PEER,
     SINGLE,
     loss_curves,
-    step_seconds,
     summarize,
     utilization,
 )
@@ -119,7 +118,6 @@ def honest():
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
-        row["epoch_s"] = 70 * row["step_ms"] / 1e3
     evidence = {
         "probe": {
             "exact_loss": 5.5,
@@ -129,7 +127,7 @@ def honest():
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
         },
-        "text": {"row_digests": BATCHES, "epoch_steps": 70, "windows": []},
+        "row_digests": BATCHES,
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
         "peers": {PEER: {"audit": 1.02, "ddp flat": 0.98}},
         "saved_bytes": 300,
@@ -324,39 +322,6 @@ def test_rows_that_are_not_the_samplers_fail():
         steps(samples, "ddp flat", rank=1)[2]["row_digests"][0] = "000000000000"
 
     assert tampered(change) == ["ranks' rows are the global batch"]
-
-
-def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
-    config = replace(CONFIG, epochs=1)
-    windows = [digest for batch in reversed(BATCHES) for digest in batch]
-
-    def of_an_epoch(change=lambda samples: None):
-        plan, train, samples, evidence = honest()
-        evidence["text"]["windows"] = windows
-        change(samples)
-        for row in train.rows:
-            every = step_seconds(samples, warmup=True)[row["variant"]]
-            row["epoch_s"] = sum(every.values())
-        checks = training_checks.checks(config, plan, train, samples, evidence)
-        return [check for check in checks if not check.passed]
-
-    def twice(samples):
-        rows = steps(samples, "ddp flat", rank=1)[2]["row_digests"]
-        rows[0] = rows[1]
-
-    assert of_an_epoch() == []
-    names = [check.name for check in of_an_epoch(twice)]
-    assert names == ["ranks' rows are the global batch", "each window of the text once per epoch"]
-    assert "ddp flat epoch 0: 1 of 32 unread" in str(of_an_epoch(twice)[1])
-
-
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
-    plan, train, samples, evidence = honest()
-    train.rows[2]["epoch_s"] *= 1.1
-    config = replace(CONFIG, epochs=epochs)
-    checks = training_checks.checks(config, plan, train, samples, evidence)
-    assert "reported time of an epoch" in [check.name for check in checks if not check.passed]
 
 
 def test_a_missing_rank_fails():

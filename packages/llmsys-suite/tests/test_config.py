@@ -46,7 +46,6 @@ def test_missing_options_follow_from_the_machine():
         ({"backend": "mpi"}, "backend 'mpi' is unknown"),
         ({"world": 0}, "--world 0"),
         ({"steps": 0}, "--steps 0"),
-        ({"epochs": 0}, "--epochs 0"),
         ({"warmup": -1}, "--warmup -1"),
         ({"seed": 10**13}, "--seed 10000000000000 is above"),
     ],
@@ -96,7 +95,6 @@ def test_a_missing_gpu_is_refused():
         (["train"], {"clip": 1.0}, "learn"),
         (["attention"], {"steps": 50}, "train"),
         (["attention"], {"warmup": 1}, "train"),
-        (["plan"], {"epochs": 2}, "train"),
     ],
 )
 def test_an_option_whose_stage_is_left_out_is_refused(stages, options, stage):

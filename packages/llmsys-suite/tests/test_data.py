@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.config import UsageError
 from llmsys_suite.environment import (
     control_group_room,
     forget_peak_memory,
@@ -14,9 +14,6 @@ from llmsys_suite.environment import (
 from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import (
-    Text,
-    epoch_steps,
-    in_epochs,
     load_corpus,
     read_text,
     require_text,
@@ -45,41 +42,6 @@ def test_the_ranks_rows_together_are_the_single_process_batch(world):
         for r in range(world)
     ]
     assert torch.equal(torch.cat(shares), whole)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_epoch_reads_each_window_of_the_text_once_and_the_next_in_another_order(tmp_path, world):
-    text = bytes(range(256)) * 17  # no two of its windows of 21 are alike below 256 of them
-    (tmp_path / "text").write_bytes(text)
-    corpus, options = load_corpus(tmp_path / "text"), {"rows": 6, "context": 21, "seed": 3}
-    train = bytes(corpus.train.tolist())
-    steps = epoch_steps(len(train), 6, 21)
-    assert steps == (len(train) - 1) // (6 * 21)
-    epochs = []
-    for epoch in range(2):
-        shares = [
-            corpus.batch(**options, step=epoch * steps + i, rank=r, world=world, epochs=True)
-            for i in range(steps)
-            for r in range(world)
-        ]
-        rows = [bytes(row) for tokens, _ in shares for row in tokens.tolist()]
-        ends = [row[-1] for _, targets in shares for row in targets.tolist()]
-        starts = [i * 21 for i in range(6 * steps)]
-        assert sorted(rows) == sorted(train[s : s + 21] for s in starts)
-        assert sorted(ends) == sorted(train[s + 21] for s in starts)
-        epochs.append(rows)
-    assert epochs[0] != epochs[1] != sorted(epochs[1])
-
-
-def test_an_epoch_takes_the_place_of_steps(tmp_path):
-    text = Text(b"x" * (10 * 8 * 128 + 1), b"y", "text")
-    config = in_epochs(RunConfig(epochs=3, warmup=5), text)
-    assert config.steps + config.warmup == 3 * 10
-    assert in_epochs(RunConfig(), text) == RunConfig()
-    with pytest.raises(UsageError, match="--epochs 1 are 0 steps of 8 x 128 bytes"):
-        in_epochs(RunConfig(epochs=1), Text(b"x" * 1024, b"y", "text"))
-    with pytest.raises(UsageError, match="--steps 3 and --epochs 1 contradict"):
-        resolve([], preset="cpu", steps=3, epochs=1)
 
 
 def test_rows_that_do_not_split_evenly_are_refused():

@@ -98,7 +98,6 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
         ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
         ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),
         ({"vocabulary": 100}, "--vocabulary 100 is below 256"),
-        ({"epochs": 1}, "--epochs 1 counts bytes"),
         (
             {"stages": ("plan", "scale", "report")},
             "the stages scale read bytes.*name the others: llmsys run plan report",

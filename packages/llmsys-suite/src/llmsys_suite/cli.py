@@ -59,7 +59,6 @@ def run(
     dtype: Annotated[str | None, _field("dtype")] = None,
     steps: Annotated[int | None, _field("steps")] = None,
     warmup: Annotated[int | None, _field("warmup")] = None,
-    epochs: Annotated[int | None, _field("epochs")] = None,
     learn: Annotated[int | None, _field("learn")] = None,
     tensor: Annotated[int | None, _field("tensor")] = None,
     pipeline: Annotated[int | None, _field("pipeline")] = None,

@@ -81,7 +81,6 @@ LEAST = {
     "world": 1,
     "steps": 1,
     "warmup": 0,
-    "epochs": 0,
     "learn": 1,
     "tensor": 1,
     "pipeline": 1,
@@ -141,8 +140,6 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
-    #: 0 draws random windows for `steps` steps.
-    epochs: int = 0
     learn: int | None = None
     tensor: int = 1
     pipeline: int = 1

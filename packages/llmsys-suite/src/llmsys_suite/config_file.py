@@ -22,7 +22,6 @@ MEANING = {
     "context": "Tokens per sequence.",
     "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",
     "warmup": "Steps before the measured ones.",
-    "epochs": "Epochs over the whole text, instead of steps.",
     "learn": "Steps of the stage learn; by default 400, or those of the checkpoint.",
     "tensor": "Ranks that split each block in the stage learn.",
     "pipeline": "Ranks that have consecutive blocks in the stage learn.",
@@ -41,7 +40,6 @@ MEANING = {
 }
 #: Examples of the fields that have no value by default.
 EXAMPLES = {
-    "epochs": 1,
     "learn": 400,
     "log": "tensorboard",
     "clip": 1.0,
@@ -58,7 +56,7 @@ def to_toml(config: RunConfig) -> str:
     for name, meaning in MEANING.items():
         value = getattr(config, name)
         lines.append(f"# {meaning}")
-        if value is None or (name == "epochs" and not value):
+        if value is None:
             lines.append(f"# {name} = {json.dumps(EXAMPLES[name])}")
         else:
             plain = str(value) if isinstance(value, Path) else value

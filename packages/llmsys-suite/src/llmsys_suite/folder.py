@@ -22,7 +22,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Increased whenever the content of the files changes.
-FORMAT = 8
+FORMAT = 9
 MANIFEST = "manifest.json"
 #: Files that every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
@@ -177,7 +177,7 @@ class RunFolder:
         lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         rows: list[Sample] = []
         try:
-            # Parse all lines at once, so that samples share their keys: epochs have many lines.
+            # Parse all lines at once, so that samples share their keys: long runs have many lines.
             rows = json.loads(f"[{','.join(lines)}]")
         except json.JSONDecodeError:
             for line in lines:

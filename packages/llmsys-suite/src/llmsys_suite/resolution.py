@@ -33,7 +33,7 @@ from llmsys_suite.config import (
 
 #: Options that only one stage reads.
 OPTIONS_OF_STAGE = {
-    "train": ("steps", "warmup", "epochs"),
+    "train": ("steps", "warmup"),
     "learn": (
         "learn",
         "tensor",
@@ -69,11 +69,6 @@ def resolve(
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
     options = {name: value for name, value in options.items() if value is not None}
-    if options.get("epochs") == 0:
-        raise UsageError("--epochs 0 is below 1, the least that makes sense")
-    if options.keys() >= {"steps", "epochs"}:
-        both = f"--steps {options['steps']} and --epochs {options['epochs']}"
-        raise UsageError(f"{both} contradict each other; give one")
     world = _num_ranks(world, default=gpus if preset == "gpu" else 2)
     if backend == "auto":
         backend = "nccl" if preset == "gpu" else "gloo"
@@ -186,8 +181,6 @@ def _check_tokens(config: RunConfig) -> None:
             f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
             f"vocabulary, such as {TRAINED_VOCABULARY}"
         )
-    if config.epochs:
-        raise UsageError(f"--epochs {config.epochs} counts bytes; use --steps with a tokenizer")
     if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:
         others = [stage for stage in config.stages if stage not in BYTE_STAGES]
         raise UsageError(

@@ -9,7 +9,7 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.resolution import check
-from llmsys_suite.text.data import in_epochs, read_text, require_text
+from llmsys_suite.text.data import read_text, require_text
 from llmsys_suite.text.tokens import require_tokenizer
 
 
@@ -33,9 +33,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
         UsageError: the run is not possible; nothing was written.
     """
     check(config)
-    text = read_text(config.data)
-    require_text(text, context=config.context)
-    config = in_epochs(config, text)
+    require_text(read_text(config.data), context=config.context)
     if config.device == "cuda" and "RANK" in os.environ:
         from llmsys_suite.ranks.worker import select_device
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmsys_suite.audit import peers
 from llmsys_suite.audit.flops import count_flops
 from llmsys_suite.audit.probe import probe, replay
-from llmsys_suite.audit.text import batch_evidence, read_parts, split_evidence
+from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
 from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -72,7 +72,7 @@ def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[
 def _counts(run: Run) -> dict[str, Any]:
     """Return the reference's counts, the digests of its batches and the scales of its weights."""
     return {
-        "text": batch_evidence(run.config, read_parts(run.config)[0]),
+        "row_digests": row_evidence(run.config, read_parts(run.config)[0]),
         "initial_scales": initial_scales(run),
         "model_counts": count_model(run),
         "saved_bytes": count_saved_bytes(run),

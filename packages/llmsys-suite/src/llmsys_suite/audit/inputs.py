@@ -18,8 +18,7 @@ def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
     """Return the rows that all variants read in a step, from the independent sampler."""
-    draw = reference.epoch_batch if config.epochs else reference.batch
-    return draw(text, config.rows, config.context, config.seed, step)
+    return reference.batch(text, config.rows, config.context, config.seed, step)
 
 
 def in_float64(model: Decoder) -> dict[str, Tensor]:

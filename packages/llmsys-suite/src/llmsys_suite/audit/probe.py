@@ -39,7 +39,7 @@ def probe(run: Run) -> dict[str, Any]:
     )
     exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     variants = {}
-    for name in variants_here(run.device, run.config.epochs):
+    for name in variants_here(run.device):
         mine = _probe_one(run, name, start, exact)
         shares = run.gather(mine)
         taken = [evidence for evidence in shares if evidence is not None]

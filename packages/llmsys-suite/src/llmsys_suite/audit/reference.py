@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from unittest import mock
 
 import numpy as np
@@ -91,26 +90,6 @@ def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
-
-
-def epoch_batch(
-    text: bytes, rows: int, context: int, seed: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Return a batch of adjacent windows, each of which occurs once per epoch."""
-    steps = (len(text) - 1) // context // rows
-    epoch, at = divmod(step, steps)
-    order = _shuffled(steps * rows, (seed * 1_000_003 + epoch) % 2**32)
-    some = [context * window for window in order[at * rows : (at + 1) * rows]]
-    windows = torch.tensor([list(text[start : start + context + 1]) for start in some])
-    return windows[:, :-1], windows[:, 1:]
-
-
-@lru_cache(maxsize=2)
-def _shuffled(windows: int, seed: int) -> list[int]:
-    twister = np.random.MT19937()
-    twister._legacy_seeding(seed)
-    keys = (twister.random_raw(windows) % 2**24).tolist()
-    return sorted(range(windows), key=keys.__getitem__)
 
 
 def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:

@@ -95,22 +95,9 @@ def held_out_windows(heldout: bytes) -> Iterator[bytes]:
         yield heldout[start : start + length]
 
 
-def batch_evidence(config: RunConfig, train: Tokens) -> dict[str, Any]:
-    """Return what the independent sampler expects.
-
-    The entries are the row digests of each global batch, the number of steps per epoch, and the
-    digests of an epoch's windows.
-    """
-    batches = [
+def row_evidence(config: RunConfig, train: Tokens) -> list[list[str]]:
+    """Return the digests of the rows of each global batch, from the independent sampler."""
+    return [
         reference.row_digests(global_batch(train, config, step))
         for step in range(config.warmup + config.steps)
     ]
-    # Windows in the order of the text; an incomplete last step is left out.
-    steps = (len(train) - 1) // (config.rows * config.context)
-    ends = range(config.context, 1 + config.context * config.rows * steps, config.context)
-    windows = (train[end - config.context : end + 1] for end in ends if config.epochs)
-    return {
-        "row_digests": batches,
-        "epoch_steps": steps,
-        "windows": [reference.digest(window[:-1], window[1:]) for window in windows],
-    }

@@ -75,11 +75,11 @@ def received_bytes(samples: list[Sample], variant: str) -> float | None:
     return max((statistics.mean(counts) for counts in by_rank.values()), default=None)
 
 
-def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:
-    """Return the seconds of the slowest rank by variant and step, optionally with warm-up."""
+def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
+    """Return the seconds of the slowest rank by variant and step, without warm-up steps."""
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for s in samples:
-        if s["phase"] == WHOLE_STEP and warmup >= s["warmup"]:
+        if s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps = slowest[s["variant"]]
             steps[s["step"]] = max(steps.get(s["step"], 0.0), s["seconds"])
     return dict(slowest)

@@ -81,7 +81,7 @@ class Run:
             torch.set_float32_matmul_precision(precision)
 
     def batch(
-        self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False
+        self, step: int, *, rows: int | None = None, shared: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a step: all rows, or with `shared` those of this rank."""
         rank, world = (self.rank, self.world) if shared else (0, 1)
@@ -92,7 +92,6 @@ class Run:
             step=step,
             rank=rank,
             world=world,
-            epochs=epochs,
         )
         return pair[0].to(self.device), pair[1].to(self.device)
 

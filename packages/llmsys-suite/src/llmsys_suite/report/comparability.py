@@ -27,7 +27,7 @@ MUST_AGREE = {
 }
 SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
-    "config.json": ("seed", "steps", "epochs", "warmup", "learning_rate", "stages"),
+    "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),
 }
 
 

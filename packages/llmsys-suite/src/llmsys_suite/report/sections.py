@@ -78,14 +78,11 @@ def _attention(attention: of.Attention, *_: Any) -> Section:
 
 def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
-    how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
-    epochs = pick(train.rows, {"variant": "variant", "epoch_s": how, "final_loss": "loss"})
-    folded = [("time of an epoch", epochs)]
+    folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
     if received:
         columns = {"variant": "variant", "wire_bytes": "bytes"}
         folded.append(("bytes that a rank's sockets receive per step", pick(received, columns)))
-    folded += [("tensors that a rank stores after the training, MiB", _stored(train))]
     return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
 
 

@@ -47,10 +47,8 @@ def run(run: Run) -> Scale | None:
 
 def planned_runs(config: RunConfig) -> list[PlannedRun]:
     """Return all runs of the stage."""
-    # With epochs the number of steps depends on the text.
-    steps = RunConfig.steps if config.epochs else config.steps
     return [
-        (steps * budget * APART**i, width, config.seed + i)
+        (config.steps * budget * APART**i, width, config.seed + i)
         for i in range(SEEDS)
         for budget, widths in GRID
         for width in widths

@@ -19,13 +19,12 @@ from llmsys_suite.measure.samples import (
     SINGLE,
     loss_curves,
     ranks_of,
-    step_seconds,
     summarize,
     utilization,
 )
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Plan, Train
-from llmsys_suite.text.data import epoch_steps, row_digests
+from llmsys_suite.text.data import row_digests
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.final_weights import final_weights
 from llmsys_suite.variants.initial_weights import initial_weights
@@ -35,7 +34,7 @@ from llmsys_suite.variants.single import Variant
 def run(run: Run) -> Train | None:
     """Train every variant; return medians and ratios of step times, losses and bytes sent."""
     plan: Plan = run.results["plan"]
-    names = variants_here(run.device, run.config.epochs)
+    names = variants_here(run.device)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
     sending: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
@@ -57,7 +56,6 @@ def run(run: Run) -> Train | None:
         ranks = ranks_of(row["variant"], run.world)
         row["mfu"] = utilization(plan.step_flops_causal, plan.peak, row["step_ms"], ranks)
         row |= sending[row["variant"]]
-        row["epoch_s"] = _epoch_seconds(run, samples, row)
     return Train(rows, loss_curves(samples), finals)
 
 
@@ -70,7 +68,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
             # its server after the step, belong to this step as well.
             received = counter(run)
             run.barrier()
-            batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
+            batch = run.batch(step, shared=not variant.alone)
             sample = timed_step(run, name, variant, step, batch) if takes_part else {}
             run.barrier()
             if received:
@@ -104,12 +102,3 @@ def counter(run: Run) -> network.Received | None:
     """Return a counter of the bytes that reach this rank over TCP, if the kernel counts them."""
     sockets = network.available() and run.config.backend == "gloo"
     return network.Received() if sockets else None
-
-
-def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> float:
-    """Return the time of an epoch: measured, or extrapolated from the median step."""
-    if run.config.epochs:
-        every = step_seconds(samples, warmup=True)[row["variant"]]
-        return sum(every.values()) / run.config.epochs
-    steps = epoch_steps(len(run.corpus.train), run.config.rows, run.config.context)
-    return float(row["step_ms"]) / 1e3 * steps

@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sysconfig
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.config import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,18 +79,15 @@ class Corpus:
         step: int,
         rank: int = 0,
         world: int = 1,
-        epochs: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 
-        Rows start anywhere; with `epochs` each window of the text occurs once per `epoch_steps`.
         Raises ValueError if ranks would get different numbers of rows, because then the mean of
         their means is not the mean of the rows.
         """
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
-        draw = _starts_in_epochs if epochs else _starts
-        starts = draw(len(self.train), rows, context, seed, step)
+        starts = _starts(len(self.train), rows, context, seed, step)
         mine = starts[rank * rows // world : (rank + 1) * rows // world]
         return self._windows(self.train, mine, context)
 
@@ -169,24 +165,6 @@ def require_text(text: Text, *, context: int) -> None:
         )
 
 
-def epoch_steps(length: int, rows: int, context: int) -> int:
-    """Return the number of steps of an epoch; an incomplete last step is left out."""
-    return (length - 1) // context // rows
-
-
-def in_epochs(config: RunConfig, text: Text) -> RunConfig:
-    """Return the config with the steps of its epochs; raise UsageError if no step remains."""
-    if not config.epochs:
-        return config
-    steps = config.epochs * epoch_steps(len(text.train), config.rows, config.context)
-    if steps <= config.warmup:
-        raise UsageError(
-            f"--epochs {config.epochs} are {steps} steps of {config.rows} x {config.context} bytes,"
-            f" and --warmup {config.warmup} takes them all; give more text with --data"
-        )
-    return replace(config, steps=steps - config.warmup)
-
-
 def load_corpus(path: Path | None = None) -> Corpus:
     """Return the text of `path`, or the standard library's, as tokens; see `read_text`."""
     import torch
@@ -230,20 +208,3 @@ def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[
         return starts
     pairs = torch.randint(2**24, (rows, 2), generator=generator).tolist()
     return [(2**24 * high + low) % windows for high, low in pairs]
-
-
-def _starts_in_epochs(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
-    steps = epoch_steps(length, rows, context)
-    epoch, at = divmod(step, steps)
-    order = _order(steps * rows, seed * 1_000_003 + epoch)
-    starts: list[int] = (context * order[at * rows : (at + 1) * rows]).tolist()
-    return starts
-
-
-@lru_cache(maxsize=2)
-def _order(windows: int, seed: int) -> Tensor:
-    """Return the order of the windows in an epoch, sorted by a random number per window."""
-    import torch
-
-    drawn = torch.randint(2**24, (windows,), generator=torch.Generator().manual_seed(seed))
-    return drawn.argsort(stable=True)

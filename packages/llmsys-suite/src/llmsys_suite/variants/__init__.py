@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmsys_suite.measure.samples import PEER, SINGLE, VARIANT_NAMES
+from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.variants.replicated import (
     Bucketed,
     Flat,
@@ -20,14 +20,8 @@ from llmsys_suite.variants.single import Variant
 _IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
             ShardedGradients, FullySharded, TorchFSDP, ParameterServer)  # fmt: skip
 VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
-#: Variants that read whole epochs: ours and torch's, replicated and sharded, and one process.
-IN_EPOCHS = (SINGLE, PEER, "ddp bucketed", "fsdp", "torch FSDP2")
 
 
-def variants_here(device: torch.device, epochs: int = 0) -> list[str]:
+def variants_here(device: torch.device) -> list[str]:
     """Return the variants that this kind of device can run, in their order."""
-    return [
-        name
-        for name in (IN_EPOCHS if epochs else VARIANTS)
-        if device.type == "cpu" or VARIANTS[name] is not SharedMemory
-    ]
+    return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources, same_rows
@@ -34,33 +34,24 @@ def text(record: Record) -> Iterator[Check]:
 def rows(record: Record) -> Iterator[Check]:
     """Compare the rows of every step and rank with those of the independent sampler."""
     yield same_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
-    config, expected = record.config, record.evidence["text"]
+    expected = record.evidence["row_digests"]
     missing: list[str] = []
     foreign: list[str] = []
-    unread: list[str] = []
     for row in record.train.rows:
         name = row["variant"]
-        rows_by_step = []
         for step, by_rank in enumerate(_samples_by_step(record, name)):
             missing += [
                 f"{name} step {step} rank {rank}"
                 for rank, recorded in enumerate(by_rank)
-                if len(recorded) != 1 or recorded[0]["warmup"] != (step < config.warmup)
+                if len(recorded) != 1 or recorded[0]["warmup"] != (step < record.config.warmup)
             ]
             first = [recorded[0] for recorded in by_rank if recorded]
-            rows_by_step.append([digest for s in first for digest in s["row_digests"]])
-            if rows_by_step[-1] != expected["row_digests"][step]:
+            if [digest for s in first for digest in s["row_digests"]] != expected[step]:
                 foreign.append(f"{name} step {step}")
-        unread += [
-            f"{name} {epoch}" for epoch in _unread(config.epochs, rows_by_step, expected["windows"])
-        ]
     samples = Sources("samples", "the configuration's ranks and steps")
     yield samples.none("every step of every rank", missing)
     sampler = Sources("digests of each rank's batches", "the audit's independent sampler")
     yield sampler.none("ranks' rows are the global batch", foreign)
-    if config.epochs:
-        windows = Sources("digests of the ranks' rows", "the text, cut in order")
-        yield windows.none("each window of the text once per epoch", unread)
 
 
 def _samples_by_step(record: Record, name: str) -> list[list[list[Sample]]]:
@@ -72,12 +63,3 @@ def _samples_by_step(record: Record, name: str) -> list[list[list[Sample]]]:
             by_rank_and_step[rank, s["step"]].append(s)
     steps = range(record.num_steps)
     return [[by_rank_and_step[rank, step] for rank in ranks] for step in steps]
-
-
-def _unread(epochs: int, rows_by_step: list[list[str]], windows: list[str]) -> Iterator[str]:
-    """Yield the epochs that did not read every window of the text exactly once."""
-    read = [digest for rows in rows_by_step for digest in rows]
-    for epoch in range(epochs):
-        rows = read[epoch * len(windows) : (epoch + 1) * len(windows)]
-        if unread := (Counter(windows) - Counter(rows)).total():
-            yield f"epoch {epoch}: {unread} of {len(windows)} unread"

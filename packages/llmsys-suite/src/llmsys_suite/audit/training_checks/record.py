@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from llmsys_suite.config import RunConfig
@@ -49,26 +51,28 @@ class Record:
         """The losses over the global batch by variant."""
         return loss_curves(self.samples)
 
-    def slowest_seconds(self, *, warmup: bool = False) -> dict[str, dict[int, float]]:
+    def slowest_seconds(self) -> dict[str, dict[int, float]]:
         """Return {variant: {step: seconds of the slowest rank}}, measured by the outer clock.
 
         Time that the rank waited for a core, as counted by the kernel, is subtracted, up to the
         difference between the two clocks.
         """
-        slowest: dict[str, dict[int, float]] = defaultdict(dict)
-        for (name, _), rank_samples in self.steps.items():
-            for s in rank_samples:
-                if warmup >= s["warmup"]:
-                    seconds = s["ended"] - s["began"]
-                    seconds -= min(max(0.0, seconds - s["seconds"]), s[CORE_WAIT])
-                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
-        return slowest
+
+        def seconds(s: Sample) -> float:
+            passed: float = s["ended"] - s["began"]
+            return passed - min(max(0.0, passed - s["seconds"]), s[CORE_WAIT])
+
+        return self._slowest(seconds)
 
     def recorded_seconds(self) -> dict[str, dict[int, float]]:
-        """Return {variant: {step: seconds of the slowest rank}} by the recorder, after warm-up."""
+        """Return {variant: {step: seconds of the slowest rank}}, measured by the recorder."""
+        return self._slowest(itemgetter("seconds"))
+
+    def _slowest(self, seconds: Callable[[Sample], float]) -> dict[str, dict[int, float]]:
+        """Return the largest of the ranks' seconds by variant and step, without warm-up steps."""
         slowest: dict[str, dict[int, float]] = defaultdict(dict)
         for (name, _), rank_samples in self.steps.items():
             for s in rank_samples:
                 if not s["warmup"]:
-                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), s["seconds"])
+                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds(s))
         return slowest

@@ -36,14 +36,11 @@ def steps(record: Record) -> Iterator[Check]:
 
 
 def reported_times(record: Record) -> Iterator[Check]:
-    """Recompute step times, epochs, ratios and utilization from the other clock."""
+    """Recompute step times, ratios and utilization from the other clock."""
     slowest = record.slowest_seconds()
     recorded = record.recorded_seconds()
-    every = record.slowest_seconds(warmup=True)
-    epochs = record.config.epochs
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
-    epoch_s = []
     ratios = []
     spread = []
     utilization = []
@@ -51,10 +48,6 @@ def reported_times(record: Record) -> Iterator[Check]:
         name = row["variant"]
         seconds = statistics.median(slowest[name].values())
         step_ms.append((1e3 * seconds, row["step_ms"], name))
-        epoch = seconds * record.evidence["text"]["epoch_steps"]
-        if epochs:
-            epoch = sum(every[name].values()) / epochs
-        epoch_s.append((epoch, row["epoch_s"], name))
         peak = ranks_of(name, record.config.world) * record.plan.peak
         utilization.append((flops / (peak * seconds), row["mfu"], name))
         if "ratio_p50" in row:
@@ -69,7 +62,6 @@ def reported_times(record: Record) -> Iterator[Check]:
             spread.append((by_round[-1 - tenth], row["ratio_p90"], f"{name}, p90"))
     for name, against, pairs, tolerance in (
         ("step time", "the slowest rank by the other clock", step_ms, CLOCK),
-        ("time of an epoch", "the other clock, over its steps", epoch_s, CLOCK),
         ("ratio to the peer", "the other clock, round by round", ratios, 2 * CLOCK),
         ("spread of ratios", "the samples, round by round", spread, 1e-9),
         ("utilization", "counted FLOPs, the other clock, the rate", utilization, CLOCK),
