@@ -96,7 +96,7 @@ def test_reading_a_large_file_takes_no_memory_of_its_size(tmp_path):
     forget_peak_memory()
     before = peak_memory_bytes()
     text = read_text(tmp_path / "text")
-    text.digest(text.train, text.heldout)
+    text.digest()
     corpus = load_corpus(tmp_path / "text")
     assert bytes(corpus.train[1000:1009].tolist()) == b"some text"
     for step in range(20):
@@ -127,8 +127,8 @@ def test_the_digest_of_a_mapped_file_is_that_of_its_bytes(tmp_path):
     content = bytes(range(256)) * 100
     (tmp_path / "text").write_bytes(content)
     text = read_text(tmp_path / "text")
-    expected = hashlib.sha256(content[:23040] + b"|" + content[23040:]).hexdigest()
-    assert text.digest(text.train, text.heldout, separator=b"|") == expected
+    expected = hashlib.sha256(content[:23040] + b"\0" + content[23040:] + b"\0").hexdigest()
+    assert text.digest() == expected
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
 
 
 def test_finished_stages_stay(folder):
-    interleaved = Interleaved({"a": [0.5]}, {"a": [0.4]}, 0.6)
+    interleaved = Interleaved({"a": [0.5]}, 0.6)
     results = {
         "parallel": Skipped("one rank"),
         "compress": Compress([{"method": "a", "size_bytes": 3}], interleaved),

@@ -1,14 +1,18 @@
 """Code that only a GPU reaches, run on fake CUDA modules: order of calls, clocks and counts."""
 
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
 from llmsys_suite.resolution import resolve
-from llmsys_suite.step import kernels
+from llmsys_suite.step import kernels, sweep
+from llmsys_suite.step.case import Case
 from torch.autograd import DeviceType
 
 
@@ -106,6 +110,25 @@ def test_torchrun_ranks_select_their_gpu_before_memory_is_queried(monkeypatch, t
     monkeypatch.setattr(worker, "work", lambda config: (0, tmp_path))
     start.execute(resolve(["plan"], preset="gpu", size="mini"))
     assert calls == ["cuda:1", "memory"]
+
+
+def test_parents_of_gpu_processes_query_memory_in_a_child_and_ranks_query_their_own(monkeypatch):
+    asked = []
+
+    def run(command, **options):
+        asked.append(command[0])
+        return types.SimpleNamespace(stdout=f"{2**30}\n".encode())
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("a context in the parent"))
+    with pytest.raises(sweep.TooLarge, match=r"needs .* GiB, 1\.0 GiB are free"):
+        sweep.require_fit(Case(size="medium", device="cuda"), 60.0)
+    assert asked == [sys.executable]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**31, 2**36))
+    assert available_memory_bytes("cuda") == 2**31
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])

@@ -82,7 +82,7 @@ def a_run(path, **config):
            "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
     contenders = ("float32", "SDPA", "plain")
     rounds = {k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}
-    interleaved = Interleaved(rounds, rounds, 9.0)
+    interleaved = Interleaved(rounds, 9.0)
     sample = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
     peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,
              "checkpointed_peak_mib": 2.0, "residual_stream_mib": 0.5}  # fmt: skip
@@ -144,9 +144,8 @@ def a_run(path, **config):
     check = {"name": "n", "source": "s", "actual": 1, "against": "a", "expected": 1, "low": 0,
              "high": 2, "where": "", "passed": True}  # fmt: skip
     folder.write_json("checks.json", [check])
-    probe = {"torch DDP": {"received": [2**21]}}
     counted = {"parameters": 918656, "flops_full": 10**9}
-    folder.write_json("evidence.json", {"model_counts": counted, "probe": {"variants": probe}})
+    folder.write_json("evidence.json", {"model_counts": counted})
     folder.finish()
     return folder
 

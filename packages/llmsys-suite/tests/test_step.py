@@ -190,7 +190,7 @@ def test_kinds_of_operators_are_distinguished():
              event("Optimizer.step", 99)]  # fmt: skip
     row = kernels.summarize(there, "cpu")
     assert row["total_ms"] == pytest.approx(0.1)
-    assert (row["top_operator"], row["top_calls"], row["top_share"]) == ("aten::mm", 3, 0.6)
+    assert row["top"][0] == {"operator": "mm", "calls": 3, "ms": 0.06, "share": 0.6}
     assert row["product_share"] == pytest.approx(0.9)
     assert row["attention_product_share"] == pytest.approx(0.3)
     assert row["softmax_share"] == pytest.approx(0.1)
@@ -203,7 +203,6 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
     ]
     rows[1]["first_step_ms"] = 3_600.0
     assert sweep.pays_after(rows) == pytest.approx({"compile_s": 3, "speedup": 2, "steps": 10})
-    assert "pays after 10 steps" in next(report.sentences(rows))
     rows[1]["step_p50_ms"] = 700.0
     assert sweep.pays_after(rows)["steps"] == float("inf")
 
@@ -257,9 +256,9 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     assert text.count("| mini, 1 x 16, bf16, checkpoint |") == 4
     assert "e+0" not in text
     assert " 0% |" not in text
-    assert "running blocks again takes" in text
-    assert text.count("In the forward pass softmax takes") == 4
-    assert len(json.loads((out / "rows.json").read_text())["rows"]) == 16
+    rows = json.loads((out / "rows.json").read_text())["rows"]
+    assert len(rows) == 16
+    assert all(phase["top"] for row in rows for phase in row["operators"])
 
 
 def test_an_unknown_device_is_refused():

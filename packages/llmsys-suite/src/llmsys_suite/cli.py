@@ -118,7 +118,7 @@ def step(
     rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Print the operators of a step.")
+        bool, typer.Option("--profile", help="With --out: the operators of a step, and a trace.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON, traces.")] = None,

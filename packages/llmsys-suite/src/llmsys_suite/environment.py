@@ -6,6 +6,8 @@ import contextlib
 import os
 import platform
 import resource
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,11 @@ def usable_cores() -> int:
 def available_memory_bytes(device: str) -> int:
     """Return the bytes that a new process can allocate on one GPU or in host memory."""
     if device == "cuda":
+        if "RANK" not in os.environ:
+            # A query creates a CUDA context, which this process would keep while its child
+            # processes need the memory.
+            command = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
+            return int(subprocess.run(command, capture_output=True, check=True).stdout)
         import torch
 
         return int(torch.cuda.mem_get_info()[0])

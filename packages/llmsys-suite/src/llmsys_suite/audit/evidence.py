@@ -9,6 +9,7 @@ import math
 import time
 from typing import Any
 
+import collectives
 import torch
 from torch import Tensor
 
@@ -21,8 +22,8 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
-#: Number of steps that the audit repeats in float64, and in float32.
-REPLAYED, REPLAYED_IN_FLOAT32 = 3, 64
+#: Maximum number of steps that the audit repeats.
+REPLAYED = 64
 #: Seconds of matrix products, long enough that other programs slow some of them only.
 PRODUCT_SECONDS = 1.0
 #: Side of the matrices. On a CPU a product is short enough to end before another program takes the
@@ -37,27 +38,30 @@ def measure(run: Run) -> dict[str, Any]:
     return {
         "probe": probed,
         "split": split_evidence(run),
-        "peers": peers.time_peers(run, [*probed["variants"]]),
+        "peers": peers.time_peers(run, [*probed]),
         "product_flops_per_second": product_rate(run),
+        "shares_memory": run.device.type == "cpu" and collectives.describe().shared_memory,
         "sockets_count": network.available() and run.config.backend == "gloo",
     }
 
 
 def recompute(run: Run) -> dict[str, Any]:
-    """Return the evidence that this rank computes alone; the first and the last rank divide it.
+    """Return the evidence that this rank computes alone.
 
-    The last rank repeats many steps in float32. Rank 0 repeats a few steps in float64 and counts
-    parameters, FLOPs and saved bytes.
+    The last rank repeats many steps; rank 0 draws batches, and counts parameters, FLOPs and bytes.
     """
-    evidence: dict[str, Any] = {"probe": {}}
+    evidence: dict[str, Any] = {}
     with run.in_float32():
         if run.rank == 0:
-            start = {name: w.double() for name, w in initial_weights(run).items()}
-            evidence["probe"]["replayed_losses"] = replay(run, start, REPLAYED)
-            evidence |= _counts(run)
+            train, _ = read_parts(run.config)
+            evidence |= {
+                "row_digests": row_evidence(run.config, train),
+                "initial_scales": initial_scales(run),
+                "model_counts": count_model(run),
+                "saved_bytes": count_saved_bytes(run),
+            }
         if run.rank == run.world - 1:
-            trajectory = replay(run, initial_weights(run), REPLAYED_IN_FLOAT32)
-            evidence["probe"]["trajectory"] = trajectory
+            evidence["trajectory"] = replay(run, initial_weights(run), REPLAYED)
     return evidence
 
 
@@ -65,29 +69,21 @@ def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[
     """Merge the measurements with the evidence that each rank has computed alone."""
     evidence = dict(measured)
     for part in recomputed:
-        evidence |= part | {"probe": evidence["probe"] | part["probe"]}
+        evidence |= part
     return evidence
-
-
-def _counts(run: Run) -> dict[str, Any]:
-    """Return the reference's counts, the digests of its batches and the scales of its weights."""
-    return {
-        "row_digests": row_evidence(run.config, read_parts(run.config)[0]),
-        "initial_scales": initial_scales(run),
-        "model_counts": count_model(run),
-        "saved_bytes": count_saved_bytes(run),
-    }
 
 
 def count_model(run: Run) -> dict[str, int]:
     """Count parameters and the FLOPs of a training step of the reference on the meta device."""
     weights = initial_weights(run)
-    flops = count_flops(weights, run.config.rows, run.config.context, run.model.num_heads)
+    config = run.config
+    full, causal = count_flops(weights, config.rows, config.context, run.model.num_heads)
     return {
         "parameters": sum(w.numel() for w in weights.values()),
+        "block_parameters": sum(w.numel() for n, w in weights.items() if n.startswith("blocks.")),
         "tensors": len(weights),
-        "flops_full": flops.executed,
-        "flops_causal": flops.useful,
+        "flops_full": full,
+        "flops_causal": causal,
     }
 
 

@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +26,8 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
 
+#: Seconds by call and round.
+Rounds = dict[str, list[float]]
 #: The peer's time in the stage `train` is compared with the first trained variant of these.
 OTHERS = ("ddp bucketed", "ddp flat")
 #: Maximum number of rounds, and number of rounds between two decisions to stop.
@@ -89,11 +90,11 @@ def _median_ratios(
     for call in calls.values():
         call()
     ratios = {"audit": math.inf}
-    seconds: dict[str, list[float]] = {timed: [] for timed in calls}
+    seconds: Rounds = {timed: [] for timed in calls}
     while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
         more = timed_in_turns(run, calls, ROUNDS_PER_DECISION)
         for timed in calls:
-            seconds[timed] += more.seconds[timed]
+            seconds[timed] += more[timed]
         for other in calls:
             if other != name:
                 ratio = median_ratio(seconds[name], seconds[other])
@@ -115,33 +116,17 @@ def _sharded(decoder: Decoder) -> nn.Module:
     return decoder
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Seconds by call and round, by the wall clock and by the thread's."""
-
-    seconds: dict[str, list[float]]
-    core_seconds: dict[str, list[float]]
-
-    def extend(self, more: Rounds) -> None:
-        """Append the rounds of `more`, of the same calls."""
-        for name in self.seconds:
-            self.seconds[name] += more.seconds[name]
-            self.core_seconds[name] += more.core_seconds[name]
-
-
 def timed_in_turns(
     run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> Rounds:
-    """Time each call in each round."""
-    timed = Rounds({name: [] for name in calls}, {name: [] for name in calls})
+    """Return the seconds of each call in each round."""
+    seconds: Rounds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start_time, core_start_time = monotonic(run), thread_seconds(run)
+            start_time = monotonic(run)
             call()
-            core_seconds = thread_seconds(run) - core_start_time
-            timed.seconds[name].append(monotonic(run) - start_time)
-            timed.core_seconds[name].append(core_seconds)
-    return timed
+            seconds[name].append(monotonic(run) - start_time)
+    return seconds
 
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
@@ -154,10 +139,3 @@ def monotonic(run: Run) -> float:
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.monotonic()
-
-
-def thread_seconds(run: Run) -> float:
-    """Return the CPU time of this thread in seconds; on a GPU, the time of `monotonic`."""
-    if run.device.type == "cuda":
-        return monotonic(run)
-    return time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)

@@ -2,8 +2,7 @@
 
 A probe takes one plain SGD step. Adam would hide a wrong scale, because it divides a gradient by
 its own magnitude. The change of the weights is the gradient that the optimizer received, however it
-was communicated. A second step counts the bytes received by sockets and the bytes announced in
-shared memory.
+was communicated. A second step counts the bytes that are announced in shared memory.
 """
 
 from __future__ import annotations
@@ -31,23 +30,20 @@ Weights = dict[str, Tensor]
 
 
 def probe(run: Run) -> dict[str, Any]:
-    """Probe every variant on all ranks and return the evidence."""
+    """Probe every variant on all ranks; return the evidence of each rank, by variant and kind."""
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # One row per rank is enough, because a wrong sum is wrong for any number of rows.
     batch = reference.batch(
         read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
-    exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
+    _, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     variants = {}
     for name in variants_here(run.device):
         mine = _probe_one(run, name, start, exact)
         shares = run.gather(mine)
         taken = [evidence for evidence in shares if evidence is not None]
         variants[name] = {key: [evidence[key] for evidence in taken] for key in taken[0]}
-    return {
-        "exact_loss": exact_loss,
-        "variants": variants,
-    }
+    return variants
 
 
 def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
@@ -57,7 +53,7 @@ def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str,
     evidence = None
     if not (variant.alone and run.rank):
         batch = run.batch(0, rows=run.world, shared=not variant.alone)
-        evidence = _observe(run, variant, start, exact, *batch)
+        evidence = _observe(variant, start, exact, *batch)
     variant.close()
     # Discard the phases that the recorder timed outside of any step.
     run.recorder.take()
@@ -66,32 +62,20 @@ def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str,
 
 
 def _observe(
-    run: Run, variant: Variant, start: Weights, exact: Weights, tokens: Tensor, targets: Tensor
+    variant: Variant, start: Weights, exact: Weights, tokens: Tensor, targets: Tensor
 ) -> dict[str, Any]:
     variant.prepare()
-    loss = variant.forward_backward(tokens, targets)
+    variant.forward_backward(tokens, targets)
     variant.communicate()
     variant.update()
     after = variant.weights()
     moved = {name: (start[name] - after[name].double()) / RATE for name in after}
-    weights = reference.furthest(moved, exact)
-    size = sum(4 * w.numel() for w in start.values())
-    counter = network.Received()
-    if not variant.alone:
-        run.barrier()  # a rank that is late to its counter would miss what others have sent it
     with network.announced() as shared:
         variant.step(tokens, targets)
-    if not variant.alone:
-        run.barrier()  # others' gradients may reach a server after its own rank's step
-    received = counter.bytes()
     return {
-        "loss": loss,
-        "weights": weights,
-        "received": received,
+        "weights": reference.furthest(moved, exact),
         "digest": digest(variant.weights()),
-        "planned_wire": variant.planned_wire_bytes(size),
         "shared": sum(shared),
-        "planned_shared": variant.planned_shared_bytes(size),
     }
 
 

@@ -25,8 +25,7 @@ CLOCK = 0.02
 #: Allowed factor between times of the same work at different moments or depths. It detects a factor
 #: of two, regardless of the load that other programs put on the caches.
 BAND = 1.6
-#: Allowed factor between the shortest times of the same work at different moments, of which other
-#: programs may disturb one.
+#: Factor by which the shortest time of a stage may be shorter than the audit's.
 SHORTEST_BAND = 3.0
 #: Seconds for which the audit repeats its own timing while it disagrees with the stage's.
 PATIENCE_S = 5.0

@@ -1,8 +1,7 @@
 """Interleaved timing of several contenders.
 
 Every contender runs in every round, so that a slow second slows all of them alike. Ratios are taken
-within a round. A second clock times all rounds together; the audit compares it with the sum, and
-the shortest times by the thread's clock, which other programs do not change, with its own.
+within a round. A second clock times all rounds together; the audit compares it with their sum.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Seconds by contender and round, the same by the thread's clock, and the total of another one.
-
-    On a GPU both clocks of a round are wall clocks.
-    """
+    """Seconds by contender and round, and the seconds of all rounds together by another clock."""
 
     seconds: dict[str, list[float]]
-    core_seconds: dict[str, list[float]]
     clocked_s: float
 
     def median_ms(self, name: str) -> float:
@@ -42,11 +37,7 @@ def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> Interleaved:
     """Time every contender in every round, after one round without timing."""
-    # Reports read `Interleaved` without importing torch.
-    from llmsys_suite.measure import clocks
-
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    core_seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()
     synchronize(device)
@@ -54,11 +45,9 @@ def time_interleaved(
     for _ in range(rounds):
         for name, contender in contenders.items():
             begin = now(device)
-            core_begin = clocks.clock(device)
             contender()
-            core_seconds[name].append(clocks.clock(device) - core_begin)
             seconds[name].append(now(device) - begin)
-    return Interleaved(seconds, core_seconds, (time.time_ns() - begin_ns) / 1e9)
+    return Interleaved(seconds, (time.time_ns() - begin_ns) / 1e9)
 
 
 def now(device: torch.device) -> float:

@@ -156,7 +156,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     config = agree_on_folder(config, rank, store)
     require_shared_folder(config, rank)
     text = read_text(config.data)
-    digest = text.digest(text.train, text.heldout, separator=b"\0")
+    digest = text.digest()
     folder = None
     if rank == 0:
         assert config.out is not None

@@ -45,7 +45,9 @@ def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
     parts = [
         {"part": name, "MiB": nbytes / MIB} for name, nbytes in plan.training_bytes_by_part.items()
     ]
-    folded: list[tuple[str, Sequence[Row] | str]] = [("memory at the peak of a step", parts)]
+    folded: list[tuple[str, Sequence[Row] | str]] = [
+        ("memory at the peak of one process's step, with AdamW's moments", parts)
+    ]
     folded.append(("derivation", plan.derivation))
     return Section("plan", finding, rows, folded=folded)
 
@@ -152,12 +154,9 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
     shown = pick(scale.runs, COLUMNS["scale"])
     folded: list[tuple[str, Any]] = [("every run", shown)]
     folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
-    best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
+    by_budget = groupby(shown, key=lambda run: run["FLOPs"])
+    best = [min(runs, key=lambda run: run["held out"]) for _, runs in by_budget]
     return Section("scale", finding, best, plots.isoflop(scale), folded)
-
-
-def _by_budget(runs: list[Row]) -> list[list[Row]]:
-    return [list(group) for _, group in groupby(runs, key=lambda run: run["FLOPs"])]
 
 
 def _inspect(inspect: of.Inspect, *_: Any) -> Section:

@@ -55,7 +55,9 @@ def evidence_of(folder: RunFolder) -> Row:
 def planned(results: Results, evidence: Row) -> list[Row]:
     """Return the predictions of the plan beside the measured values."""
     plan = results["plan"]
-    probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
+    train = results.get("train")
+    rows = train.rows if isinstance(train, of.Train) else []
+    received = [row["wire_bytes"] for row in rows if row["variant"] == PEER and "wire_bytes" in row]
     counts = evidence.get("model_counts", {})
     pairs = [
         ("parameters", plan.parameters, counts.get("parameters")),
@@ -64,7 +66,7 @@ def planned(results: Results, evidence: Row) -> list[Row]:
         ("peak of a step, MiB", plan.training_peak_bytes / MIB,
          plan.measured_peak_bytes / MIB),
         ("DDP's wire, MiB per rank", plan.ddp_wire_bytes_per_rank / MIB,
-         max(probe["received"]) / MIB if probe.get("received") else None),
+         received[0] / MIB if received else None),
     ]  # fmt: skip
     return [
         {"figure": name, "planned": predicted, "measured": measured, "ratio": measured / predicted}

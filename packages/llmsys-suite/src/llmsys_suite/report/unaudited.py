@@ -12,6 +12,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the memory of all variants together": ("host_peak_bytes", "all_variants_bytes"),
         "the derivation": (),
         "the division of the peak into activations, head and loss": (),
+        "whether the planned and the measured peak are both wrong by less than a half": (),
     },
     "links": {
         "times": ("rows.time_us", "rows.p99_us"),
@@ -28,10 +29,11 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the number of hosts": ("rows.hosts",),
     },
     "attention": {
-        "whether times are too short by less than a factor of three": (),
+        "whether all times are too long, or too short by less than a factor of three": (),
         "the reason for the choice of a kernel": (),
     },
     "train": {
+        "the number and the order of messages": (),
         "hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms"),
         "the boundaries between phases": (),
         "bytes on the wire on a GPU": (),
@@ -71,7 +73,11 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "the page inspect.html": (),
     },
-    "compress": {"whether a method is too slow by less than a factor of 1.6": ()},
+    "compress": {
+        "whether a method is too slow by less than a factor of 1.6": (),
+        "whether the values of codebooks are the best ones": (),
+        "the integer weights of the method that rounds activations": (),
+    },
 }
 #: Figures that are not results of a stage.
 OF_THE_RUN = (

@@ -63,14 +63,9 @@ def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[Plann
         return budget / (26 * width**2 + 261 * width)
 
     longest_first = sorted(planned, key=steps, reverse=True)
-    mine: list[PlannedRun] = []
-    for start in range(0, len(planned), world):
-        group = longest_first[start : start + world]
-        # Every other group is dealt in reverse, so that no rank always gets the longest run.
-        if start // world % 2:
-            group.reverse()
-        mine += group[rank : rank + 1]
-    return mine
+    # In every other group of runs the order of the ranks is reversed, so that no rank always gets
+    # the longest run.
+    return longest_first[rank :: 2 * world] + longest_first[2 * world - 1 - rank :: 2 * world]
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:

@@ -82,16 +82,15 @@ def timed_step(
 ) -> Sample:
     """Take one step on this rank's rows and return its sample.
 
-    Other clocks are read outside of the recorder's, as independent references for the audit.
+    Another clock is read outside of the recorder's, as an independent reference for the audit.
     """
     rows = row_digests(*batch)
     warmup = step < run.config.warmup
-    waited, core_began = clocks.core_wait_seconds(), clocks.clock(run.device)
+    waited = clocks.core_wait_seconds()
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["loss"] = variant.step(*batch)
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-    sample["core_s"] = clocks.clock(run.device) - core_began
     sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()

@@ -9,7 +9,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.measure.interleaved import now
-from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
@@ -36,7 +35,6 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
         with profile(activities=activities, acc_events=True) as whole:
             step.timed()
         whole.export_chrome_trace(str(trace))
-    rows[0] |= attention_flops(step.case)
     return rows
 
 
@@ -61,9 +59,6 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
     products = sum(us for key, us in self_us.items() if key in PRODUCTS or "gemm" in key)
     return {
         "total_ms": total / 1e3,
-        "top_operator": order[0],
-        "top_calls": by_key[order[0]].count,
-        "top_share": self_us[order[0]] / total,
         "product_share": products / total,
         "attention_product_share": attention / total,
         "softmax_share": softmax / total,
@@ -77,15 +72,3 @@ def summarize(events: Any, device_type: str) -> dict[str, Any]:
             for key in order
         ],
     }
-
-
-def attention_flops(case: Case) -> dict[str, Any]:
-    """Return the FLOPs of softmax and of attention's two products in all layers.
-
-    All scores are computed. Softmax takes five operations per score: maximum, difference,
-    exponential, sum, quotient.
-    """
-    config = case.model
-    scores = case.rows * config.num_heads * config.context**2 * config.num_layers
-    head_dim = config.d_model // config.num_heads
-    return {"softmax_flops": 5 * scores, "attention_product_flops": 4 * scores * head_dim}

@@ -1,4 +1,4 @@
-"""`llmsys step`: the requested cases, their rows as tables, and sentences about them."""
+"""`llmsys step`: the requested cases, and their rows as a table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 from llmsys_suite.config import SIZES, UsageError, count_gpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.step import sweep
-from llmsys_suite.step.case import PHASES, WARMUPS, Case
+from llmsys_suite.step.case import PHASES, Case
 
 Row = dict[str, Any]
-LABELS = ("size", "context", "dtype", "compile", "checkpoint", "warmup")
 
 
 def benchmark(
@@ -87,79 +86,8 @@ def _measured_lines(
             table = {"cases": [asdict(case) for case in cases], "rows": measured}
             RunFolder(out).write_json("rows.json", table)
         yield _line(_cells(row))
-    yield from sentences(measured)
-    if profile:
-        yield from _kernels(measured)
     if out is not None:
         yield f"\n{out}: rows.json" + (", traces" if profile else "")
-
-
-def sentences(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the effects of compiling and of checkpointing, if both variants were measured."""
-    last = [r for r in rows if r.get("warmup") == max(WARMUPS) and "first_step_ms" in r]
-    for base in last:
-        for key, sentence in (("compile", _compiled), ("checkpoint", _checkpointed)):
-            same = [r for r in last if r[key] and _without(r, key) == _without(base, key)]
-            if not base[key] and same:
-                yield "\n" + sentence(base, same[0])
-
-
-def _compiled(plain: Row, compiled: Row) -> str:
-    paid = sweep.pays_after([plain, compiled])
-    after = f"pays after {paid['steps']:.0f} steps" if paid["steps"] < math.inf else "never pays"
-    return (
-        f"{_name(plain)}: compiling takes {paid['compile_s']:.1f} s and makes a step "
-        f"{paid['speedup']:.2f} times as fast: it {after}."
-    )
-
-
-def _checkpointed(eager: Row, checkpointed: Row) -> str:
-    return (
-        f"{_name(eager)}: running blocks again takes "
-        f"{checkpointed['step_p50_ms'] / eager['step_p50_ms']:.2f} of the time and "
-        f"{checkpointed['peak_gib'] / eager['peak_gib']:.2f} of the process's peak memory."
-    )
-
-
-def _kernels(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the operators of each case, phase by phase."""
-    for row in rows:
-        if row.get("warmup") != max(WARMUPS) or not row.get("operators"):
-            continue
-        yield f"\n{_name(row)}\n"
-        yield _line(
-            [
-                "phase",
-                "timer, ms",
-                "operators, ms",
-                "products",
-                "attention's",
-                "softmax",
-                "most time in",
-            ]
-        )
-        yield "|---" * 7 + "|"
-        for phase in row["operators"]:
-            top = ", ".join(f"{o['operator']} x {o['calls']}" for o in phase["top"][:3])
-            yield _line(
-                [
-                    phase["phase"],
-                    f"{phase['timer_ms']:.3g}",
-                    f"{phase['total_ms']:.3g}",
-                    f"{phase['product_share']:.1%}",
-                    f"{phase['attention_product_share']:.1%}",
-                    f"{phase['softmax_share']:.1%}",
-                    top,
-                ]
-            )
-        first = row["operators"][0]
-        if first["softmax_share"] and first["attention_product_share"]:  # compiled, they are one
-            yield (
-                f"\nIn the forward pass softmax takes "
-                f"{first['softmax_share'] / first['attention_product_share']:.2f} of the time of "
-                f"attention's products, for "
-                f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."
-            )
 
 
 def _cells(row: Row) -> list[str]:
@@ -183,10 +111,6 @@ def _short(value: float, digits: int) -> str:
 def _name(row: Row) -> str:
     ways = [key for key in ("compile", "checkpoint") if row[key]]
     return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *ways])
-
-
-def _without(row: Row, key: str) -> list[Any]:
-    return [row[label] for label in LABELS if label != key]
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -47,18 +47,17 @@ class Text:
     source: str
     mapped: mmap.mmap | None = None
 
-    def digest(self, *parts: bytes | memoryview, separator: bytes = b"") -> str:
-        """Return the hexadecimal SHA-256 digest of some parts of this text.
+    def digest(self) -> str:
+        """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each.
 
         A mapped file takes as much memory as one chunk.
         """
         digest = hashlib.sha256()
-        for number, part in enumerate(parts):
-            if number:
-                digest.update(separator)
+        for part in (self.train, self.heldout):
             for start in range(0, len(part), CHUNK_BYTES):
                 digest.update(part[start : start + CHUNK_BYTES])
                 _release(self.mapped)
+            digest.update(b"\0")
         return digest.hexdigest()
 
 

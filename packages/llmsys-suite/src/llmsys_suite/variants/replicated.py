@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import collectives
 import ddp
-import torch.distributed as dist
 from torch import nn
 
 from llmsys_suite.variants.single import Variant
-
-
-def received_bytes(gradient_bytes: int) -> float:
-    """Return the bytes that a rank receives in a reduce-scatter or all-gather: (n - 1) / n."""
-    world = dist.get_world_size()
-    return gradient_bytes * (world - 1) / world
 
 
 class Parallel(Variant):
     """Data parallelism: each rank reads its rows and receives one all-reduce of the gradients."""
 
     alone = False
-
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return the bytes of an average by a reduce-scatter and an all-gather."""
-        return 2 * received_bytes(gradient_bytes), 2 * received_bytes(gradient_bytes)
 
 
 class Naive(Parallel):
@@ -80,16 +69,6 @@ class SharedMemory(Bucketed):
             allocate=collectives.shared_empty,
         )
         self.model, self.meter = self.wrapped, self.wrapped.meter
-        #: False if the ranks are on several hosts or cannot share memory; they send messages then.
-        self.shares = collectives.describe().shared_memory
-
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return zero if all ranks share memory, otherwise at most one all-reduce."""
-        return (0.0, 0.0) if self.shares else (0.0, 2.0 * gradient_bytes)
-
-    def planned_shared_bytes(self, gradient_bytes: int) -> float:
-        """Return the bytes of all gradients, or zero without shared memory."""
-        return float(gradient_bytes if self.shares else 0)
 
 
 class TorchDDP(Parallel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import paramserver
-import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite.variants.single import Variant
@@ -40,8 +39,3 @@ class ParameterServer(Variant):
     def close(self) -> None:
         """Leave the job; the server stops when all workers have left."""
         self.joined.__exit__(None, None, None)
-
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return the bytes of the parameters, or on the rank of the server of all gradients."""
-        senders = dist.get_world_size() - 1 if dist.get_rank() == 0 else 1
-        return senders * gradient_bytes, senders * gradient_bytes

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmsys_suite.model import Block, Decoder
-from llmsys_suite.variants.replicated import Parallel, received_bytes
+from llmsys_suite.variants.replicated import Parallel
 
 
 class ShardedState(Parallel):
@@ -56,14 +56,6 @@ class FullySharded(Parallel):
         """Return the full parameters, gathered from all ranks."""
         return self.wrapped.gather_full_params()
 
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return the range of bytes received.
-
-        A rank receives the parameters in forward, those of freed units again in backward, and the
-        reduced gradients.
-        """
-        return 2 * received_bytes(gradient_bytes), 3 * received_bytes(gradient_bytes)
-
 
 class TorchFSDP(Parallel):
     """torch's own fully_shard (FSDP2), the peer of `FullySharded`, with the same units."""
@@ -80,13 +72,3 @@ class TorchFSDP(Parallel):
         """Return the full parameters, gathered from all ranks."""
         whole = super().weights().items()
         return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole}
-
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return the range of bytes received.
-
-        A rank receives all parameters in forward, the blocks' again in backward, and the gradients,
-        which gloo may all-reduce.
-        """
-        blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
-        once, blocks_again = received_bytes(gradient_bytes), received_bytes(blocks)
-        return 2 * once + blocks_again, 3 * once + blocks_again

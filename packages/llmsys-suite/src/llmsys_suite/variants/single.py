@@ -106,14 +106,6 @@ class Variant:
             "exposed_ms": 1e3 * statistics.median(step.exposed_seconds for step in steps),
         }
 
-    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Return the least and most bytes this rank should receive over a network per step."""
-        return 0.0, 0.0
-
-    def planned_shared_bytes(self, gradient_bytes: int) -> float:
-        """Return the bytes that all ranks should sum in shared memory in a step."""
-        return 0.0
-
     def blocks(self) -> list[Block]:
         """Return the blocks that this rank trains."""
         return self.decoder.layers()

@@ -36,4 +36,4 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
 COLLECTIVE = ("links", "parallel")
 #: Stages that the last rank checks while rank 0 checks the others. The last rank also trains again
 #: (`recompute`), so that both ranks take about the same time.
-ON_LAST_RANK = ("learn", "scale")
+ON_LAST_RANK = ("learn",)

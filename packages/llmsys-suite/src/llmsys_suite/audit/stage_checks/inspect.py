@@ -44,9 +44,6 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     without = reference.mean_loss(_cut(weights, ablation, heads), tokens, targets, heads)
     zeroed = Sources("interp", "its values set to zero in float64")
     yield zeroed.equal("loss without a head", without, ablation["loss"], REPLAYED_LOSS)
-    moved = abs(ablation["loss"] / loss - 1)
-    whole = Sources("interp", "the loss with the head")
-    yield whole.between("the ablation moves the loss", loss, moved, 1e-6, math.inf)
 
 
 def _attribution(
@@ -71,8 +68,6 @@ def _attribution(
     ]
     interps = Sources("interp", "differences of streams in float64")
     yield interps.all_near("attributions", off, 10 * SUMS)
-    total = abs(sum(credits.values()) - sum(exact.values())) / spread
-    yield Sources("their sum", "the logit in float64").near("all attributions", total, 10 * SUMS)
 
 
 def _scores(

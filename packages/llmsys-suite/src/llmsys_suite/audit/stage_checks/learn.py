@@ -46,15 +46,19 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
     """Compare the steps, rows, rate and variant with the configuration and the stage `train`."""
     config = run.config
     total = len(result.losses)
-    shape = Sources("reported", "steps x rows x context")
-    yield shape.equal("tokens", total * result.rows * config.context, result.tokens)
+    figures: dict[str, tuple[float, float]] = {
+        "tokens": (total * result.rows * config.context, result.tokens)
+    }
     if config.resume is None and not restarts():
-        wanted = Sources("reported", "the configuration")
-        yield wanted.equal("first step", 0, result.begun_at)
-        yield wanted.equal("rows", config.rows, result.rows)
-        yield wanted.equal("base learning rate", config.learning_rate, result.learning_rate)
-        steps = config.learn or DEFAULT_STEPS
-        yield Sources("losses", "the configuration").equal("steps", steps, total)
+        figures |= {
+            "first step": (0, result.begun_at),
+            "rows": (config.rows, result.rows),
+            "base learning rate": (config.learning_rate, result.learning_rate),
+            "steps": (config.learn or DEFAULT_STEPS, total),
+        }
+    wanted = Sources("reported", "the configuration")
+    for name, (figure, reported) in figures.items():
+        yield wanted.equal(name, figure, reported)
     evaluated = [step for step, _ in result.heldout]
     interval = max(1, total // learn.EVALUATIONS)
     expected = [0, *(step for step in range(1, total) if step % interval == 0), total]

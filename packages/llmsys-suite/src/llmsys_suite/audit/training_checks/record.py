@@ -34,7 +34,7 @@ class Record:
     @property
     def probes(self) -> dict[str, dict[str, Any]]:
         """The evidence of `probe` by variant."""
-        variants: dict[str, dict[str, Any]] = self.evidence["probe"]["variants"]
+        variants: dict[str, dict[str, Any]] = self.evidence["probe"]
         return variants
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Checks of bytes: the plan compared with those in shared memory and on sockets."""
+"""Checks of bytes: those in shared memory and on sockets compared with formulas."""
 
 from __future__ import annotations
 
@@ -6,65 +6,73 @@ from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.measure.samples import SERVER, SINGLE
 
+SHARED_MEMORY = "ddp shared memory"
 #: Upper bound on the header bytes per tensor and sending rank.
 HEAD_BYTES = 1024
 
 
 def shared_memory(record: Record) -> Iterator[Check]:
-    """Compare the bytes that were summed in shared memory with the plan."""
-    announced = Sources("announced in the arena", "plan")
-    for name, probe in record.probes.items():
-        pairs = zip(probe["planned_shared"], probe["shared"], strict=True)
-        for rank, (planned, summed) in enumerate(pairs):
-            if planned:
-                yield announced.between(
-                    f"{name}: bytes summed in shared memory, rank {rank}",
-                    planned,
-                    summed,
-                    planned,
-                    1.001 * planned + HEAD_BYTES,
-                )
+    """Compare the bytes that are summed in shared memory with those of the gradients."""
+    probe = record.probes.get(SHARED_MEMORY)
+    if probe is None or not record.evidence["shares_memory"]:
+        return
+    gradients = 4 * record.evidence["model_counts"]["parameters"]
+    announced = Sources("announced in the arena", "4 bytes per weight")
+    for rank, summed in enumerate(probe["shared"]):
+        yield announced.between(
+            f"{SHARED_MEMORY}: bytes summed in shared memory, rank {rank}",
+            gradients,
+            summed,
+            gradients,
+            1.001 * gradients + HEAD_BYTES,
+        )
 
 
 def sockets(record: Record) -> Iterator[Check]:
-    """Compare the bytes that sockets received in the probed step and in training with the plan."""
+    """Compare the bytes that sockets received per step of training with the variant's formula."""
     if not record.evidence["sockets_count"]:
         return
-    heads = _heads(record)
-    kernel = Sources("the kernel's sockets", "plan")
-    for name, probe in record.probes.items():
-        for rank, received in enumerate(probe["received"]):
-            low, high = probe["planned_wire"][rank]
-            yield kernel.between(
-                f"{name}: bytes received, rank {rank}",
-                low,
-                received,
-                0.99 * low - 64,
-                1.01 * high + heads,
-            )
+    # A ring passes each tensor on once per other rank.
+    tensors = record.evidence["model_counts"]["tensors"]
+    heads = HEAD_BYTES * tensors * max(1, record.config.world - 1)
+    kernel = Sources("the kernel's sockets", "the variant's formula")
     for row in record.train.rows:
-        yield _received_in_training(record, row["variant"], row["wire_bytes"])
+        low, high = _received_bytes(record, row["variant"])
+        if not record.config.warmup:
+            # In its first step zero's FSDP verifies the optimizer, which exchanges more bytes.
+            high += record.plan.gradient_bytes
+        yield kernel.between(
+            f"{row['variant']}: bytes received per step of training",
+            high,
+            row["wire_bytes"],
+            0.99 * low - 64,
+            1.01 * high + heads,
+        )
 
 
-def _received_in_training(record: Record, name: str, received: float) -> Check:
-    config = record.config
-    heads = _heads(record)
-    probe = record.probes[name]
-    low = high = max(probe["received"])
-    if not config.warmup:
-        # In its first step zero's FSDP verifies the optimizer, which exchanges more bytes.
-        high = max(most for _, most in probe["planned_wire"]) + record.plan.gradient_bytes
-    return Sources("the kernel's sockets", "the probe's").between(
-        f"{name}: bytes received per step of training",
-        high,
-        received,
-        0.98 * low - heads,
-        1.02 * high + heads,
-    )
+def _received_bytes(record: Record, variant: str) -> tuple[float, float]:
+    """Return the least and the most bytes per step of the rank that receives the most.
 
-
-def _heads(record: Record) -> int:
-    """Return the most header bytes of a ring, which passes each tensor on once per other rank."""
-    tensors: int = record.evidence["model_counts"]["tensors"]
-    return HEAD_BYTES * tensors * max(1, record.config.world - 1)
+    A reduce-scatter or an all-gather brings (n - 1) / n of its data to each rank, and an all-reduce
+    twice as much.
+    """
+    counts, world = record.evidence["model_counts"], record.config.world
+    whole = 4.0 * counts["parameters"]
+    once = (world - 1) / world * whole
+    blocks = (world - 1) / world * 4 * counts["block_parameters"]
+    if variant == SINGLE:
+        return 0.0, 0.0
+    if variant == SERVER:
+        # The rank of the server receives the gradients of all other ranks.
+        return (world - 1) * whole, (world - 1) * whole
+    if variant == SHARED_MEMORY:
+        return 0.0, 0.0 if record.evidence["shares_memory"] else 2 * whole
+    if variant == "fsdp":
+        # Parameters in forward, those of freed units again in backward, and gradients.
+        return 2 * once, 3 * once
+    if variant == "torch FSDP2":
+        # The blocks' parameters are received again in backward, and gloo may all-reduce gradients.
+        return 2 * once + blocks, 3 * once + blocks
+    return 2 * once, 2 * once
