@@ -217,6 +217,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
+        (["--profile"], "--profile writes operators and traces; name a folder with --out"),
         (["--out", "/proc/none"], "cannot write to /proc/none"),
         (["--out", "."], ". exists and is not empty"),
     ],

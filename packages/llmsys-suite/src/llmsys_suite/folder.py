@@ -141,7 +141,7 @@ class RunFolder:
         """Raise UsageError if the files of a finished run have changed."""
         if not (self.path / MANIFEST).exists():
             if self.complete:
-                raise UsageError(f"{self.path} holds no {MANIFEST}: another version wrote it")
+                raise UsageError(f"{self.path} has no {MANIFEST}: another version wrote it")
             return
         manifest = self.read_json(MANIFEST)
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):

@@ -46,7 +46,7 @@ class ModelConfig:
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it counts something, from one on")
+                raise ValueError(f"expected an integer {name} >= 1, got {value!r}")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model {self.d_model} does not split into {self.num_heads} heads; "
@@ -190,7 +190,7 @@ def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
     """
     if head_dim % 2:
         raise ValueError(
-            f"heads of {head_dim} dims cannot be turned in pairs; choose d_model and num_heads "
+            f"rotary positions need an even head_dim, got {head_dim}; choose d_model and num_heads "
             "so that d_model / num_heads is even"
         )
     return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
@@ -207,8 +207,8 @@ def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair of dims (first half, second half) by the angle of its position."""
     if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
         raise ValueError(
-            f"a table of {tuple(rope.shape[1:])} positions and pairs does not turn "
-            f"{x_BHTK.shape[-2]} positions of {x_BHTK.shape[-1]} dims"
+            f"expected a rotary table of {x_BHTK.shape[-2]} positions and half of "
+            f"{x_BHTK.shape[-1]} dims, got {tuple(rope.shape[1:])}"
         )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope

@@ -102,7 +102,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks by context, timelines, allocations, mixed precision, and the snapshot's file."""
+    """Peaks by context, timelines, allocations, and mixed precision."""
 
     rows: int
     peaks: Rows
@@ -111,7 +111,6 @@ class Memory:
     #: The largest allocations at the peak of training.
     largest: str
     mixed: Rows
-    snapshot: str = ""
 
 
 @dataclass(frozen=True)

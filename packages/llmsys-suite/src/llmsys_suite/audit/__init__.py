@@ -1,1 +1,1 @@
-"""Check a run's numbers against independent sources, and the checks on injected faults."""
+"""Checks of the numbers of a run, each against an independent source."""

@@ -61,7 +61,7 @@ def require_same(
     # Earlier versions did not clip.
     state = {"clip": None} | state
     if lacks := expected.keys() - state.keys():
-        raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
+        raise UsageError(f"{source} is not a checkpoint of the stage learn: it has no {min(lacks)}")
     if expected["text"] not in (None, state["text"]):
         raise UsageError(f"{source} was begun on another text; give that one with --data")
     for name in ("size", "context", "seed", "clip", "learning_rate"):

@@ -1,8 +1,7 @@
 """Live memory of inference and training steps: peaks by context, timelines, largest allocations.
 
 `accounting` counts the blocks on the meta device, so that any model fits on any machine, as in
-`llmsys run memory --size 2.7B`. Mixed precision is counted with fake tensors. On a GPU a snapshot
-for torch's viewer is stored as well.
+`llmsys run memory --size 2.7B`. Mixed precision is counted with fake tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ def run(run: Run) -> Memory | None:
         peaks=[profiles[length]["peaks"] for length in contexts(config)],
         **profiles[config.context]["drawn"],
         mixed=mixed,
-        snapshot=_snapshot(run) if run.device.type == "cuda" else "",
     )
 
 
@@ -108,20 +106,3 @@ def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, 
     intervals = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     highest = (max(interval, key=lambda point: point[1]) for interval in intervals)
     return [(phase, live / MIB) for phase, live in highest]
-
-
-def _snapshot(run: Run) -> str:
-    assert run.folder is not None
-    model = Decoder(run.model).to(run.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens, targets = run.batch(0, rows=ROWS)
-    # Stacks of C++ frames take minutes to write.
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-    try:
-        model.loss(tokens, targets).backward()
-        optimizer.step()
-        path = run.folder.path / "memory_snapshot.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return path.name

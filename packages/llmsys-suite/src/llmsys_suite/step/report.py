@@ -34,6 +34,8 @@ def benchmark(
     """Yield lines of Markdown as they are measured; write tables to `out` if it is given."""
     if not 0 < limit < math.inf:
         raise UsageError(f"--time-limit {limit} is not a number of seconds")
+    if profile and out is None:
+        raise UsageError("--profile writes operators and traces; name a folder with --out")
     if device == "cuda" and not count_gpus():
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
     cases = [

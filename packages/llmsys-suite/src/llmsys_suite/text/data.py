@@ -147,7 +147,7 @@ def _read_file(path: Path) -> Text:
 
 def _split(content: bytes | memoryview, source: str, mapped: mmap.mmap | None = None) -> Text:
     if len(content) < 2:
-        raise UsageError(f"no text in {source}; give a file or a folder that holds some")
+        raise UsageError(f"no text in {source}; pass a file or a folder with text")
     content = memoryview(content)
     cut = len(content) * 9 // 10
     return Text(content[:cut], content[cut:], Path(source).name, mapped)

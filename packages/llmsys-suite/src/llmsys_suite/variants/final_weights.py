@@ -17,9 +17,10 @@ Weights = dict[str, Tensor]
 
 
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Return the parameters that differ between ranks, the distance from one process's, and bytes.
+    """Return a comparison of the trained weights, and the bytes that each rank stores.
 
-    The bytes are those that each rank stores after the training.
+    The weights of all ranks are compared bit by bit, and those of this rank with the weights of one
+    process.
     """
     run.barrier()
     alone = variant.alone
