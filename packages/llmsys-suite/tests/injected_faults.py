@@ -884,6 +884,17 @@ FAULTS: list[Fault] = [
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),
     Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),
+    # Faults that a fourth outsider planted.
+    Fault("attention", "the inputs are zeros", lambda run:
+        after(attention, "inputs", lambda qkv, *_: tuple(torch.zeros_like(t).requires_grad_() for t in qkv))),
+    Fault("train", "FSDP sends 400 kB more per step", lambda run:
+        instead("fsdp", "update", lambda original, v: [original(v), dist.all_reduce(torch.zeros(100_000))]), ("fsdp",)),
+    Fault("train", "one variant starts from other weights", lambda run:
+        then(NAIVE, "build", lambda v: first(v.decoder).data.add_(1e-3)), (NAIVE,)),
+    Fault("learn", "the training text is the held-out text", lambda run:
+        mock.patch.object(run, "corpus", Corpus(run.corpus.heldout, run.corpus.heldout))),
+    Fault("parallel", "the trained loss is that of the first step", lambda run:
+        rows(parallel, lambda row: {"trained_loss": row["loss"]})),
     # The folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),
