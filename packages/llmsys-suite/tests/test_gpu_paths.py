@@ -113,10 +113,10 @@ def test_torchrun_ranks_select_their_gpu_before_memory_is_queried(monkeypatch, t
 
 
 def test_parents_of_gpu_processes_query_memory_in_a_child_and_ranks_query_their_own(monkeypatch):
-    asked = []
+    queries = []
 
     def run(command, **options):
-        asked.append(command[0])
+        queries.append(command[0])
         return types.SimpleNamespace(stdout=f"{2**30}\n".encode())
 
     monkeypatch.delenv("RANK", raising=False)
@@ -124,11 +124,11 @@ def test_parents_of_gpu_processes_query_memory_in_a_child_and_ranks_query_their_
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("a context in the parent"))
     with pytest.raises(sweep.TooLarge, match=r"needs .* GiB, 1\.0 GiB are free"):
         sweep.require_fit(Case(size="medium", device="cuda"), 60.0)
-    assert asked == [sys.executable]
+    assert queries == [sys.executable]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**31, 2**36))
     assert available_memory_bytes("cuda") == 2**31
-    assert len(asked) == 1
+    assert len(queries) == 1
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])

@@ -132,7 +132,7 @@ def _compressed(method: str, weight: Tensor) -> Tensor | None:
 
 
 def _codebook(where: str, weight: Tensor, bits: int) -> list[str]:
-    """Return a complaint unless a weight has the distinct values of a codebook of so many bits."""
+    """Return a complaint unless a weight has the distinct values of a codebook of `bits` bits."""
     values = len(weight.unique())
     return [] if 2 ** (bits - 1) < values <= 2**bits else [f"{where}: {values} values"]
 
