@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from llmsys_suite.audit import probe, reference, tolerances
+from llmsys_suite.audit import inputs, probe, reference, tolerances
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
@@ -15,6 +15,7 @@ from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.initial_weights import seeded
 from worker_pool import run_ranks
 
 STEPS = 5
@@ -41,12 +42,13 @@ def distances(seeds):
             )
             worker.make_group(run)
         run.config = config
-        evidence = probe.probe(run)
-        for probed in evidence["variants"].values():
+        for probed in probe.probe(run).values():
             for distance, _ in probed["weights"]:
                 largest["gradient"] = max(largest["gradient"], distance)
-            loss = sum(probed["loss"]) / len(probed["loss"]) / evidence["exact_loss"]
-            largest["loss"] = max(largest["loss"], abs(loss - 1))
+        model, batch = seeded(run, run.model), run.batch(0)
+        exact = reference.mean_loss(inputs.in_float64(model), *batch, run.model.num_heads)
+        with torch.no_grad():
+            largest["loss"] = max(largest["loss"], abs(float(model.loss(*batch)) / exact - 1))
         largest["moved"] = max(largest["moved"], moved(run))
     return largest
 
