@@ -39,7 +39,7 @@ def sockets(record: Record) -> Iterator[Check]:
     heads = HEAD_BYTES * tensors * max(1, record.config.world - 1)
     kernel = Sources("the kernel's sockets", "the variant's formula")
     for row in record.train.rows:
-        low, high = _received_bytes(record, row["variant"])
+        low, high = _expected_bytes(record, row["variant"])
         if not record.config.warmup:
             # In its first step zero's FSDP verifies the optimizer, which exchanges more bytes.
             high += record.plan.gradient_bytes
@@ -52,7 +52,7 @@ def sockets(record: Record) -> Iterator[Check]:
         )
 
 
-def _received_bytes(record: Record, variant: str) -> tuple[float, float]:
+def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
     """Return the least and the most bytes per step of the rank that receives the most.
 
     A reduce-scatter or an all-gather brings (n - 1) / n of its data to each rank, and an all-reduce
