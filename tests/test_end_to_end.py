@@ -76,7 +76,6 @@ def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
     assert max(peaks_of(out).values()) <= 1536
     folder = RunFolder.open(out)
     ratios = {row["figure"]: row["ratio"] for row in planned(folder.results, evidence_of(folder))}
-    assert ratios.pop("one process's step, ms") == pytest.approx(1, abs=0.25)
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.
     assert ratios.pop("DDP's wire, MiB per rank") == pytest.approx(1, abs=0.01)
@@ -160,7 +159,6 @@ def test_a_tampered_record_is_red_and_fails(finished):
         folder.config, stages["plan"], stages["train"], samples, evidence
     )
     assert [c.name for c in checks if not c.passed] == [
-        "first losses",
         "losses, trained again",
         "all losses",
         "reported losses",

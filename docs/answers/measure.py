@@ -186,14 +186,17 @@ def allocator() -> list[Row]:
 
 def layers() -> list[Row]:
     """Count live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
+    from llmsys_suite.measure.autocast_memory import saved_bytes
+    from llmsys_suite.model import ModelConfig
     from llmsys_suite.stages import memory
 
     rows = []
     for context in (128, 256, 512):
         measured = memory.profile("2.7B", context)
+        config = ModelConfig.named("2.7B", vocabulary=memory.VOCABULARY, context=context)
         row = {"context": context} | measured["peaks"]
-        row["forward_end_mib"] = memory.saved_for_backward("2.7B", context, autocast=False)
-        row["forward_end_autocast_mib"] = memory.saved_for_backward("2.7B", context, autocast=True)
+        for name, autocast in (("forward_end_mib", False), ("forward_end_autocast_mib", True)):
+            row[name] = saved_bytes(config, memory.ROWS, autocast=autocast) / memory.MIB
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(measured["drawn"]["inference_timeline"]),
