@@ -194,17 +194,41 @@ def layers() -> list[Row]:
     for context in (128, 256, 512):
         measured = memory.profile("2.7B", context)
         config = ModelConfig.named("2.7B", vocabulary=memory.VOCABULARY, context=context)
+        step = memory.training(config)
+        # Blocks without a phase existed before the step: weights, moments and the batch.
+        stored = sum(block.nbytes for block in step.at_peak if not block.phase)
         row = {"context": context} | measured["peaks"]
         for name, autocast in (("forward_end_mib", False), ("forward_end_autocast_mib", True)):
-            row[name] = saved_bytes(config, memory.ROWS, autocast=autocast) / memory.MIB
+            saved = saved_bytes(config, memory.ROWS, autocast=autocast)
+            row[name] = (stored + saved) / memory.MIB
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(measured["drawn"]["inference_timeline"]),
                 "training": _thin(measured["drawn"]["training_timeline"]),
             }
-            row["largest"] = measured["drawn"]["largest"][:5]
+            row["largest"] = _largest_groups(step.at_peak)[:5]
         rows.append(row)
     return rows
+
+
+def _largest_groups(blocks: list[Any]) -> list[Row]:
+    """Return the blocks by operator, phase and module, the groups with the most bytes first."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for block in blocks:
+        key = block.operator, block.phase, block.module
+        groups.setdefault(key, []).append(block.nbytes / 2**20)
+    rows = [
+        {
+            "operator": operator,
+            "made_in": phase or "before",
+            "module": module,
+            "blocks": len(sizes),
+            "largest_mib": max(sizes),
+            "total_mib": sum(sizes),
+        }
+        for (operator, phase, module), sizes in groups.items()
+    ]
+    return sorted(rows, key=lambda row: row["total_mib"], reverse=True)
 
 
 def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:
