@@ -579,8 +579,8 @@ def wrap_twice(what):
             "sharded optimizer",
             "parameter weight, of shape .4, 4., belongs to another ShardedOptimizer",
         ),
-        ("fsdp", "the module is FSDP already"),
-        ("fsdp within", "0 is FSDP already"),
+        ("fsdp", "parameter module.0.weight is another FSDP's shard"),
+        ("fsdp within", "parameter 0.module.0.weight is another FSDP's shard"),
         ("fsdp's module", "parameter 0.weight is another FSDP's shard"),
         ("fsdp, sharded optimizer", "parameter 0.weight is a shard of FSDP"),
     ],
@@ -598,7 +598,7 @@ def use_one_after_the_other():
     model(torch.ones(2, 4)).sum().backward()
     del first
     second = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-    return len(second.shards()) > 0 and len(FSDP(model).units) == 1
+    return len(second.flat.shards) > 0 and len(FSDP(model).units) == 1
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():

@@ -223,12 +223,11 @@ def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
         sharded(torch.ones(2, 64)).sum().backward()
     size = 64 * 64 * 4
     # Four-byte flags: four per parameter (is its gradient used, averaged, cleared, is it written
-    # to), one per bucket (reduce it again), two per bit of the checksum of changed options, and in
-    # the first steps one for the existence of state.
+    # to), one per bucket (reduce it again), and two per bit of the checksum of the options.
     assert optimizer.communicator.pop_bytes() == {
         "reduce_scatter": size,
         "all_gather": size,
-        "all_reduce": 4 * (4 + 1 + 2 * CHECKSUM_BITS + 1),
+        "all_reduce": 4 * (4 + 1 + 2 * CHECKSUM_BITS),
     }
     # Gathered for forward and for backward, because the first step does not know the last layer.
     assert sharded.communicator.pop_bytes() == {

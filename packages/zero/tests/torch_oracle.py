@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal import common_utils
 from zero.fsdp.autograd_hooks import _GradientHook
-from zero.fsdp.shard import find_unit
+from zero.fsdp.shard import find_sharded
 
 # The maximum number of ranks of a test, and the timeout of a rank.
 RANKS, SECONDS = 4, 60
@@ -39,8 +39,8 @@ def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
         for prefix in prefixes_to_ignore:
             theirs = theirs.replace(prefix, "")
         assert name == theirs
-        unit, home = find_unit(parameter)
-        assert_close(unit.gather_full_parameters()[home.name], expected.detach())
+        sharded = find_sharded(parameter)
+        assert_close(sharded.unit.gather_full_parameters()[sharded.name], expected.detach())
         assert (expected.grad is None) == (parameter.grad is None), name
         if expected.grad is not None:
             assert_close(parameter.grad.full_tensor(), expected.grad)

@@ -215,61 +215,58 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-class _Counter:
-    """The live bytes, starting with `start`, and their peak within the latest phase."""
+class _OperatorCounter(TorchDispatchMode):
+    """A count of live storages, from their allocation by an operator to their deletion.
+
+    `live` starts with `start`, and `peak` is the maximum within the latest phase.
+    """
 
     def __init__(self, start: int, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = start
         self.peak = start
-        self.model = model
-
-    @contextmanager
-    def phase(self) -> Iterator[None]:
-        raise NotImplementedError
-
-
-class _OperatorCounter(_Counter):
-    """A count of live storages, from their allocation by an operator to their deletion."""
+        self.units = _units(model)
+        self.unsharded = 0
 
     @contextmanager
     def phase(self) -> Iterator[None]:
         self.peak = self.live
-        with _AllocationMode(self):
+        self.unsharded = self._unsharded_bytes()
+        with self:
             yield
 
     def add(self, nbytes: int) -> None:
         """Count an allocation, or a release if `nbytes` is negative."""
         self.live += nbytes
 
-
-class _AllocationMode(TorchDispatchMode):
-    def __init__(self, counter: _OperatorCounter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counter = counter
-        # A unit's storage is resized without an operator.
-        self.units = _units(counter.model)
-        self.unsharded = sum(unit.unsharded_bytes for unit in self.units)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
         # Views and in-place results have the storage of an input.
         for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
-            self.counter.add(storage.nbytes())
-            weakref.finalize(storage, self.counter.add, -storage.nbytes())
-        unsharded = sum(unit.unsharded_bytes for unit in self.units)
-        self.counter.add(unsharded - self.unsharded)
+            self.add(storage.nbytes())
+            weakref.finalize(storage, self.add, -storage.nbytes())
+        # A unit's storage is resized without an operator.
+        unsharded = self._unsharded_bytes()
+        self.add(unsharded - self.unsharded)
         self.unsharded = unsharded
-        self.counter.peak = max(self.counter.peak, self.counter.live)
+        self.peak = max(self.peak, self.live)
         return result
+
+    def _unsharded_bytes(self) -> int:
+        return sum(unit.unsharded_bytes for unit in self.units)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _CudaCounter(_Counter):
-    """A count that the CUDA allocator keeps."""
+class _CudaCounter:
+    """A count that the CUDA allocator keeps, with the attributes of `_OperatorCounter`."""
+
+    def __init__(self, start: int, model: nn.Module) -> None:
+        self.live = start
+        self.peak = start
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -279,3 +276,6 @@ class _CudaCounter(_Counter):
         torch.cuda.synchronize()
         self.peak = self.live + torch.cuda.max_memory_allocated() - before
         self.live += torch.cuda.memory_allocated() - before
+
+
+_Counter = _OperatorCounter | _CudaCounter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.diagnostics import check_alike
-from zero.fsdp.shard import find_unit
+from zero.fsdp.shard import find_sharded
 from zero.process_groups import Communicator, check_separate_elements
 
 
@@ -81,28 +81,19 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def check_module(
-    module: nn.Module, adopted: set[nn.Parameter], sharded_cls: type[nn.Module]
-) -> None:
-    """Raise if a module cannot be sharded."""
-    for name, inner in module.named_modules():
-        if isinstance(inner, sharded_cls):
-            raise ValueError(
-                f"{name or 'the module'} is FSDP already: wrap the whole model once, and select "
-                "the layers that are gathered separately with shard=(...)"
-            )
-        is_embedding = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and inner.max_norm is not None:
-            raise ValueError(
-                f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
-                "whose forward writes to its weight, and stage 3 would lose the written values: "
-                "pass max_norm=None and renormalize the rows after each step"
-            )
+def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
+    """Raise ValueError if a buffer cannot be synchronized, or a parameter is sharded already.
+
+    adopted: the shards of inner modules, which may be sharded.
+    """
     for name, buffer in module.named_buffers():
         check_separate_elements(f"buffer {name}", buffer)
     for name, parameter in module.named_parameters():
-        if find_unit(parameter) is not None and parameter not in adopted:
-            raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")
+        if find_sharded(parameter) is not None and parameter not in adopted:
+            raise ValueError(
+                f"parameter {name} is another FSDP's shard: wrap the whole model once, and select "
+                "the layers that are gathered separately with shard=(...)"
+            )
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Communicator) -> None:

@@ -81,8 +81,7 @@ class Communicator:
     """The collectives of one group, and the payload of each since the last `pop_bytes()`.
 
     `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
-    reduce-scatter, the output of an all-gather, the tensor of any other
-    collective.
+    reduce-scatter, the output of an all-gather, the tensor of any other collective.
     """
 
     def __init__(
@@ -323,12 +322,10 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
 def wire_bytes(payload: dict[str, int], world: int) -> float:
     """Return the bytes that one rank sends, on average, for these payloads.
 
-    A reduce-scatter, an all-gather, a reduce and a broadcast send (n-1)/n of the
-    array, because each element leaves n-1 of n ranks once. An all-reduce sends twice as much.
+    A reduce-scatter, an all-gather, a reduce and a broadcast send (n-1)/n of the array, because
+    each element leaves n-1 of n ranks once. An all-reduce sends twice as much.
     """
-    rounds = {"all_reduce": 2}
-    total = sum(size * rounds.get(name, 1) for name, size in payload.items())
-    return total * (world - 1) / world
+    return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 
 
 def _tag_by_label(call: Collective, label: str) -> Collective:

@@ -110,15 +110,8 @@ def load_checkpoint(
     def check() -> int:
         folder = current(Path(path))
         before = fingerprint(folder)
-        try:
-            checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
-            opened.append(_open(folder, model, optimizer, strict, prefix))
-        except Exception as error:
-            if fingerprint(current(Path(path))) != before:
-                raise RuntimeError(
-                    "another job replaced the checkpoint while it was being checked: load again"
-                ) from error
-            raise
+        checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
+        opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
 
     fingerprints = together(check, group, failure)

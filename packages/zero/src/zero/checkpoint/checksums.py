@@ -58,10 +58,6 @@ def verify(folder: Path, rank: int, world: int) -> None:
         return
     files = _read(folder / NAME)["files"]
     for name in sorted(files)[rank::world]:
-        if not isinstance(files[name], int):
-            raise ValueError(
-                f"{folder} was written by an earlier version of zero: load it with that version"
-            )
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} is missing: use an older checkpoint")
         if checksum(folder / name) != files[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.state_dict import number_parameters, options_of
 from zero.process_groups import check_separate_elements
 
 
@@ -46,10 +47,9 @@ class Loading:
         self.tied = tied_names(model)
         self.parts = self._match_model(model_parts(model)[0])
         self.groups: list[dict[str, Any]] = []
-        #: The slots of each parameter group, and the (key, name in the checkpoint) pairs of the
-        #: state of each parameter.
-        self.slots: list[list[Slot]] = []
-        self.states: list[list[tuple[str, str]]] = []
+        #: Each parameter of the optimizer, in order, with the (key, name in the checkpoint) pairs
+        #: of its state.
+        self.states: list[tuple[Slot, list[tuple[str, str]]]] = []
         if optimizer is not None:
             self._match_optimizer(model, optimizer)
 
@@ -159,36 +159,37 @@ class Loading:
             # Other programs may store the state of a tied tensor under any of its names.
             states.setdefault(self.tied.get(name, name), entries)
         if saved is not None:
-            if not self.contents.is_native:
-                saved = _merge_groups(saved, names_of_groups)
-            numbers = iter(names)
-            saved_names = []
-            for group in saved:
-                members = []
-                for member in group["names"]:
-                    if isinstance(member, str):
-                        members.append(self.tied.get(member, member))
-                    else:
-                        members.append(next(numbers, ""))
-                saved_names.append(members)
-            _check_groups(saved_names, names_of_groups)
-            self.groups = saved
-        self.slots = slots(model, optimizer)
-        self.states = [states.get(slot.name, []) for group in self.slots for slot in group]
+            self.groups = self._match_groups(saved, names_of_groups)
+        for group_slots in slots(model, optimizer):
+            self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if type(inner) in ELEMENTWISE:
             self._check_state_shapes()
 
+    def _match_groups(
+        self, saved: list[dict[str, Any]], names_of_groups: list[list[str]]
+    ) -> list[dict[str, Any]]:
+        """Return the stored groups; raise if they have other parameters than the optimizer's."""
+        if not self.contents.is_native:
+            saved = _merge_groups(saved, names_of_groups)
+        # Parameters that are stored by number are in the optimizer's order.
+        numbered = iter([name for group in names_of_groups for name in group])
+        saved_names = []
+        for group in saved:
+            members = []
+            for member in group["names"]:
+                is_name = isinstance(member, str)
+                members.append(self.tied.get(member, member) if is_name else next(numbered, ""))
+            saved_names.append(members)
+        _check_groups(saved_names, names_of_groups)
+        return saved
+
     def _check_state_shapes(self) -> None:
         """Raise if an element-wise optimizer's state does not have its parameter's shape."""
-        flat_slots = [slot for group in self.slots for slot in group]
-        stored = self.contents.source.tensors
-        for slot, entries in zip(flat_slots, self.states, strict=True):
+        stored: Mapping[str, Any] = self.contents.source.tensors
+        for slot, entries in self.states:
             for key, name in entries:
-                entry: Any = stored.get(name)
-                if entry is None:
-                    continue
-                shape = entry[0]
+                shape = stored[name][0] if name in stored else torch.Size()
                 if shape.numel() != 1 and shape != slot.shape:
                     raise ValueError(
                         f"{name} ({key}) has shape {tuple(shape)} in the checkpoint, and "
@@ -218,9 +219,8 @@ class Loading:
         """Return the optimizer state to read, as (parameter number, key, part or object)."""
         tensors = []
         objects = []
-        flat_slots = [slot for group in self.slots for slot in group]
         stored = self.contents.source.tensors
-        for index, (slot, entries) in enumerate(zip(flat_slots, self.states, strict=True)):
+        for index, (slot, entries) in enumerate(self.states):
             if slot.run is None:
                 continue
             for key, name in entries:
@@ -243,20 +243,16 @@ class Loading:
         for index, key, name in objects:
             state.setdefault(index, {})[key] = loaded[name]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        options = [group["options"] for group in self.groups] or [{}] * len(self.slots)
-        groups = []
-        start = 0
-        for group, saved_options, members in zip(
-            inner.param_groups, options, self.slots, strict=True
-        ):
-            stop = start + len(members)
-            params = list(range(start, stop))
-            groups.append({**options_of(group), **saved_options, "params": params})
-            start = stop
+        options = [group["options"] for group in self.groups] or [{}] * len(inner.param_groups)
+        all_options = [
+            {**options_of(group), **saved_options}
+            for group, saved_options in zip(inner.param_groups, options, strict=True)
+        ]
+        groups = number_parameters(all_options, inner.param_groups)
         # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
         inner.load_state_dict({"state": dict(sorted(state.items())), "param_groups": groups})
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer.expose_inner_state(bool(self.contents.states))
+            optimizer.expose_inner_state()
         for saved_options, group in zip(options, optimizer.param_groups, strict=True):
             group.update(saved_options)
 

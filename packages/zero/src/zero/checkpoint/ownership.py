@@ -149,7 +149,7 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}
         split: dict[nn.Parameter, Slot] = {}
-        for parameter, piece, shard, _ in optimizer.shards():
+        for parameter, piece, shard, _ in optimizer.flat.shards:
             run = Run(piece.start, piece.stop, shard.shape)
             name = _look_up(parameter, names)
             split[shard] = Slot(name, parameter.shape, run, shard, False)

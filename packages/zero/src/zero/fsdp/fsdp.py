@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
-from zero.fsdp.shard import replaced_parameters
+from zero.fsdp.shard import find_sharded, replaced_parameters
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
 from zero.fsdp.wrapping import Materialize, ShardPolicy, make_units, original_name
@@ -80,7 +80,7 @@ class FSDP(UnitSchedule):
     ) -> None:
         super().__init__()
         adopted = {p.shard for fsdp in inner or () for unit in fsdp.units for p in unit.parameters}
-        check_module(module, adopted, FSDP)
+        check_module(module, adopted)
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -146,12 +146,9 @@ class FSDP(UnitSchedule):
             name = original_name(wrapped_name)
             if name in full:
                 continue
-            if parameter in self._unit_of:
-                # This is another name of a tied parameter.
-                full[name] = full[self._unit_of[parameter][1].name]
-            else:
-                # This is one of `ignored_params`.
-                full[name] = parameter.detach().clone()
+            sharded = find_sharded(parameter)
+            # A parameter without a shard is one of `ignored_params`; another name is a tied one.
+            full[name] = full[sharded.name] if sharded else parameter.detach().clone()
         return {name: full[name] for name in self._names}
 
     @contextmanager
@@ -190,8 +187,9 @@ class FSDP(UnitSchedule):
         names = {m: original_name(name) for name, m in self.module.named_modules()}
         inner.remove_hooks()
         for unit in inner.units:
-            unit.add_prefix(f"{names[inner.module]}.")
             unit.communicator = self.communicator
+            for parameter in unit.parameters:
+                parameter.name = f"{names[inner.module]}.{parameter.name}"
         self.units += inner.units
         for module, units in inner._units_of.items():
             self._units_of.setdefault(module, []).extend(units)

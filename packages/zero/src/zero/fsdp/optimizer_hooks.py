@@ -10,6 +10,7 @@ tensors, and this rank's shards.
 from __future__ import annotations
 
 from functools import cache, partial, wraps
+from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,8 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.full_tensors import Entry, FullTensorExchange
-from zero.fsdp.shard import ShardedParameter, ShardingUnit, find_unit, replaced_parameters
+from zero.fsdp.full_tensors import FullTensorExchange
+from zero.fsdp.shard import ShardedParameter, find_sharded
 from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -32,8 +33,8 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
-from zero.optimizer.option_checks import OptionChecks
-from zero.optimizer.parameter_groups import is_same_list
+from zero.optimizer.option_checks import check_options_alike, option_flags
+from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
 from zero.optimizer.state_dict import options_of
 from zero.process_groups import Communicator
 
@@ -60,18 +61,15 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
     shard_optimizer, known = _known.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not is_same_list(parameters, known):
-        if any(parameter in replaced_parameters for parameter in parameters):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has parameters from before they were sharded, which "
-                "no module uses: construct the optimizer after FSDP(module) or fully_shard(module)"
-            )
-        if any(find_unit(parameter) for parameter in parameters):
-            try:
+        try:
+            for index, parameter in enumerate(parameters):
+                check_not_replaced(f"number {index}", parameter)
+            if any(find_sharded(parameter) for parameter in parameters):
                 check_constructed(optimizer)
                 shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
                 shard_optimizer.update(optimizer)
-            except ValueError as error:
-                raise RuntimeError(str(error)) from error
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
         _known[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
@@ -92,8 +90,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         kwargs = {**kwargs, "closure": partial(_return_once, [loss])}
     end_step()
     for exchange in shard_optimizer.exchanges:
-        for _, unit, _ in exchange.entries:
-            unit.check_not_stepping()
+        for parameter in exchange.parameters:
+            parameter.unit.check_not_stepping()
     shard_optimizer.check_gradients_alike(optimizer)
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
@@ -129,10 +127,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for parameter in exchange.scatter_full_tensors():
             # torch's tools require that the state is empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
-    for unit, sharded in shard_optimizer.stepped:
-        unit.mark_changed(sharded)
+    for sharded in shard_optimizer.stepped:
+        sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.option_checks.record(optimizer)
 
 
 class ShardOptimizer:
@@ -143,24 +140,19 @@ class ShardOptimizer:
         #: The rank that steps each parameter. It never changes, because that rank has the state.
         self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
-        self.stepped: list[tuple[ShardingUnit, ShardedParameter]] = []
-        self.option_checks = OptionChecks()
+        self.stepped: list[ShardedParameter] = []
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Determine which parameters must be full in a step, and shard loaded state."""
-        kinds: dict[tuple[Communicator, torch.dtype], list[Entry]] = {}
+        kinds: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
-            entries = []
-            for parameter in group["params"]:
-                location = find_unit(parameter)
-                if location is not None:
-                    entries.append((parameter, *location))
+            entries = [found for p in group["params"] if (found := find_sharded(p))]
             if entries and _needs_full_tensors(optimizer, group, entries):
-                for entry in entries:
-                    kind = entry[1].communicator, entry[0].dtype
-                    kinds.setdefault(kind, []).append(entry)
+                for parameter in entries:
+                    kind = parameter.unit.communicator, parameter.shard.dtype
+                    kinds.setdefault(kind, []).append(parameter)
         self.exchanges = [
             FullTensorExchange(communicator, entries, self._owner)
             for (communicator, _), entries in kinds.items()
@@ -179,38 +171,35 @@ class ShardOptimizer:
 
         Records the shards that have a gradient.
         """
-        self.stepped = []
-        flags_of: dict[Communicator, list[tuple[str, bool]]] = {}
+        sharded_of: dict[Communicator, list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                location = find_unit(parameter)
-                if location is not None:
-                    unit, sharded = location
-                    has_gradient = parameter.grad is not None
-                    flags_of.setdefault(unit.communicator, []).append((sharded.name, has_gradient))
-                    if has_gradient:
-                        self.stepped.append(location)
-        for communicator, flags in flags_of.items():
-            has_gradients = [flag for _, flag in flags]
-            has_none = [not flag for flag in has_gradients]
-            option_flags = self.option_checks.flags(optimizer)
+                sharded = find_sharded(parameter)
+                if sharded is not None:
+                    sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
+        self.stepped = []
+        for communicator, parameters in sharded_of.items():
+            has_gradient = [parameter.shard.grad is not None for parameter in parameters]
+            self.stepped += compress(parameters, has_gradient)
             on_some, on_others, options = communicator.any_across_ranks(
-                has_gradients, has_none, option_flags, counted=False
+                has_gradient,
+                [not flag for flag in has_gradient],
+                option_flags(optimizer),
+                counted=False,
             )()
-            self.option_checks.check(options)
-            for index, (name, _) in enumerate(flags):
+            check_options_alike(options, optimizer, communicator)
+            for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(
-                        f"{name} has a gradient on some ranks only: set .grad to None, or skip "
-                        "the step, on every rank or on none"
+                        f"{parameter.name} has a gradient on some ranks only: set .grad to None, "
+                        "or skip the step, on every rank or on none"
                     )
 
     def run(self, parameter: nn.Parameter) -> Run | None:
         """Return the elements whose state this rank has; None if another rank has the state."""
-        location = find_unit(parameter)
-        if location is None:
+        sharded = find_sharded(parameter)
+        if sharded is None:
             return Run(0, parameter.numel(), parameter.shape)
-        _, sharded = location
         for exchange in self.exchanges:
             owner = exchange.owner.get(parameter)
             if owner == exchange.communicator.rank:
@@ -226,13 +215,12 @@ class ShardOptimizer:
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
-            location = find_unit(parameter)
-            if location is None:
+            sharded = find_sharded(parameter)
+            if sharded is None:
                 continue
-            unit, sharded = location
             run = self.run(parameter)
             local_state = [(run, state.pop(index, {}))] if run else []
-            rows = state_rows(local_state, sharded.full, unit.communicator)
+            rows = state_rows(local_state, sharded.full, sharded.unit.communicator)
             if rows:
                 state[index] = rows
         return {**state_dict, "state": dict(sorted(state.items()))}
@@ -248,8 +236,7 @@ class ShardOptimizer:
         for parameter, key, entry in zip(parameters, keys, entries, strict=False):
             if not entry:
                 continue
-            location = find_unit(parameter)
-            shape = location[1].shape if location else parameter.shape
+            shape = (find_sharded(parameter) or parameter).shape
             run = self.run(parameter)
             state[key] = {k: run.select(shape, k, v) for k, v in entry.items()} if run else {}
         return {**state_dict, "state": state}
@@ -262,19 +249,19 @@ _known = WeakKeyDictionary()
 
 
 def _needs_full_tensors(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], entries: list[Entry]
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[ShardedParameter]
 ) -> bool:
     """Return True if the optimizer is not element-wise; raise if it cannot be sharded."""
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
-    is_declared = any(cls in unit.elementwise_optimizers for _, unit, _ in entries)
+    is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)
     split = how_to_split(
         cls,
         {} if is_known else options_from(optimizer, group),
-        entries[0][0].device,
+        parameters[0].shard.device,
         elementwise=True if is_declared else None,
         group=options_of(group),
-        shapes=[sharded.shape for _, _, sharded in entries],
+        shapes=[parameter.shape for parameter in parameters],
         as_columns=True,
     )
     return split == "parameters"

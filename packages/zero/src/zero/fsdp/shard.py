@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,16 +13,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.gradients.reductions import PartialGradient
 from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
-from zero.process_groups import Communicator
 
 #: A module and the name of one of its parameters.
 Owner = tuple[nn.Module, str]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardedParameter:
     """One parameter of a unit: its elements `start` to `stop` are this rank's shard."""
 
+    #: The `Unit` of the parameter. `unit.py` imports this file, so the class has no name here.
+    unit: Any
+    #: The name in the unwrapped module.
     name: str
     shape: torch.Size
     start: int
@@ -33,6 +35,9 @@ class ShardedParameter:
     full: nn.Parameter
     #: The modules that have the parameter; more than one if it is tied.
     owners: tuple[Owner, ...]
+
+    def __post_init__(self) -> None:
+        _parameter_of_shard[self.shard] = ref(self)
 
     @property
     def elements(self) -> ElementRange:
@@ -57,50 +62,18 @@ class ShardedParameter:
                 )
 
 
-class ShardingUnit(Protocol):
-    """The unit that a shard belongs to."""
-
-    communicator: Communicator
-    #: The shards of all parameters, end to end.
-    shard: Tensor
-    parameters: list[ShardedParameter]
-    #: Classes of optimizers that the caller has declared element-wise.
-    elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...]
-    #: True during a step of an optimizer that needs full tensors in its parameters' `.data`.
-    holds_full_tensors: bool
-
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return the full parameters by name; every rank must call it."""
-
-    def gather_full_gradients(self) -> dict[str, Tensor]:
-        """Return the full averaged gradients by name; every rank must call it."""
-
-    def check_not_stepping(self) -> None:
-        """Raise if an optimizer's step raised while parameters contained full tensors."""
-
-    def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Make autograd refuse a backward through a graph that saved the earlier values."""
-
-
-#: Maps each shard to its unit and its index in the unit, so that code that only has an optimizer's
-#: parameters finds the unit.
-_unit_of_shard = WeakTensorKeyDictionary()
-
+#: Maps each shard to a weak reference to its ShardedParameter, so that code that only has an
+#: optimizer's parameters finds it.
+_parameter_of_shard = WeakTensorKeyDictionary()
 
 #: The parameters that shards have replaced. Only an optimizer or an unsharded module may have them.
 replaced_parameters = WeakTensorKeyDictionary()
 
 
-def register_shard(shard: Tensor, unit: ShardingUnit, index: int) -> None:
-    """Register the unit of a shard, and the shard's index in it, for `find_unit`."""
-    _unit_of_shard[shard] = ref(unit), index
-
-
-def find_unit(parameter: Tensor) -> tuple[ShardingUnit, ShardedParameter] | None:
-    """Return the unit of a shard, or None for any other parameter."""
-    unit_ref, index = _unit_of_shard.get(parameter, (lambda: None, 0))
-    unit = unit_ref()
-    return (unit, unit.parameters[index]) if unit else None
+def find_sharded(tensor: Tensor) -> ShardedParameter | None:
+    """Return the ShardedParameter of a shard, or None for any other tensor."""
+    parameter: ShardedParameter | None = _parameter_of_shard.get(tensor, lambda: None)()
+    return parameter
 
 
 #: The descriptor of torch's own attribute, which `Shard.grad` wraps.
@@ -147,12 +120,11 @@ class Shard(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        location = find_unit(self)
-        if location and not location[0].holds_full_tensors and isinstance(gradient, Tensor):
-            unit, parameter = location
+        parameter = find_sharded(self)
+        if parameter and not parameter.unit.holds_full_tensors and isinstance(gradient, Tensor):
             elements = parameter.elements
             if type(gradient) is Tensor and gradient.shape == self.shape:
-                gradient = shard_gradient(gradient, unit.communicator, elements)
+                gradient = shard_gradient(gradient, parameter.unit.communicator, elements)
             elif isinstance(gradient, ShardGradient) and gradient.elements != elements:
                 raise RuntimeError(
                     f"the gradient assigned to {parameter.name} has other elements than this "
@@ -173,12 +145,11 @@ class Shard(nn.Parameter):
 
 def _as_gradient(value: Any) -> Any:
     """Wrap a shard in a ShardGradient that shares its memory; return any other value unchanged."""
-    location = find_unit(value) if type(value) is Shard else None
-    if location is None or location[0].holds_full_tensors:
+    parameter = find_sharded(value) if type(value) is Shard else None
+    if parameter is None or parameter.unit.holds_full_tensors:
         return value
-    unit, parameter = location
     with torch._C.DisableTorchFunctionSubclass():
-        return shard_gradient(value, unit.communicator, parameter.elements)
+        return shard_gradient(value, parameter.unit.communicator, parameter.elements)
 
 
 def plain_shard(shard: Tensor) -> Tensor:

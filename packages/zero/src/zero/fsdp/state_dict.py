@@ -35,22 +35,21 @@ class StateDictHooks:
         self._gathered: tuple[Unit, dict[str, Tensor]] | None = None
         self._state_ref: Callable[[], Any] = _no_state
 
-    def attach(
-        self, module: nn.Module, parameters: Mapping[str, tuple[Unit, ShardedParameter]]
-    ) -> set[int]:
+    def attach(self, module: nn.Module, parameters: Mapping[str, ShardedParameter]) -> set[int]:
         """Register the hooks of a module with these sharded parameters; return the hooks' ids."""
 
         def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            for name, (unit, parameter) in parameters.items():
+            for name, parameter in parameters.items():
                 is_saved = not self.keeps_shards and prefix + name in state
                 if is_saved and parameter.is_registered(module, name):
-                    state[prefix + name] = self._gather_rows(unit, parameter, state)
+                    state[prefix + name] = self._gather_rows(parameter, state)
 
         def load(
             module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
         ) -> None:
             error_messages = rest[-1]
-            for name, (unit, parameter) in parameters.items():
+            for name, parameter in parameters.items():
+                unit = parameter.unit
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor) and parameter.is_registered(module, name):
                     # After `FSDPModule.unshard` the module may have the full parameter.
@@ -89,9 +88,8 @@ class StateDictHooks:
             self.keeps_shards = before
 
     @torch.no_grad()
-    def _gather_rows(
-        self, unit: Unit, parameter: ShardedParameter, state: dict[str, Any]
-    ) -> DTensor:
+    def _gather_rows(self, parameter: ShardedParameter, state: dict[str, Any]) -> DTensor:
+        unit = parameter.unit
         # The shards may have changed since an earlier state dict was made.
         is_valid = self._state_ref() is state
         if self._gathered is None or self._gathered[0] is not unit or not is_valid:

@@ -31,7 +31,6 @@ that a refill is not an in-place change to autograd.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from math import prod
 
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard, register_shard
+from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
 from zero.gradients.shard import plain
@@ -113,7 +112,6 @@ class Unit:
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
         self.remove_user()
-        self._register_shards()
 
     def _make_parameters(
         self,
@@ -138,7 +136,7 @@ class Unit:
             for replacement in (full, shard):
                 replacement.__dict__.update(vars(parameter))
             parameters.append(
-                ShardedParameter(name, parameter.shape, start, stop, shard, full, owners)
+                ShardedParameter(self, name, parameter.shape, start, stop, shard, full, owners)
             )
         return parameters
 
@@ -147,14 +145,6 @@ class Unit:
         """The name of the unit in collectives: equal on all ranks and unique among units."""
         name = self.parameters[0].name
         return f"{name} and {len(self.parameters) - 1} more" if self.parameters[1:] else name
-
-    def add_prefix(self, prefix: str) -> None:
-        """Prefix the parameters' names with the unit's path in the outer module that adopts it."""
-        self.parameters = [replace(p, name=prefix + p.name) for p in self.parameters]
-
-    def _register_shards(self) -> None:
-        for index, parameter in enumerate(self.parameters):
-            register_shard(parameter.shard, self, index)
 
     def adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards.

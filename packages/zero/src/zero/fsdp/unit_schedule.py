@@ -28,7 +28,7 @@ from zero.fsdp.autograd_hooks import (
 )
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import end_step
-from zero.fsdp.shard import Shard, ShardedParameter
+from zero.fsdp.shard import Shard, ShardedParameter, find_sharded
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit, UnitState
 from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
@@ -68,7 +68,6 @@ class UnitSchedule(nn.Module):
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], object] = lambda: None
-        self._unit_of: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         #: The number of nested hooked modules that are in forward.
         self._num_running = 0
         self.state_dict_hooks = StateDictHooks(self.communicator)
@@ -84,13 +83,12 @@ class UnitSchedule(nn.Module):
             for inner in module.modules():
                 if inner in self._units_of and inner is not module:
                     self._outer_units.setdefault(inner, set()).update(self._units_of[module])
-        parameters_of: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
+        parameters_of: dict[nn.Module, dict[str, ShardedParameter]] = {}
         for unit in self.units:
             for parameter in unit.parameters:
-                self._unit_of[parameter.shard] = unit, parameter
                 for module, name in parameter.owners:
                     intercept_reads(module, self._read_parameter)
-                    parameters_of.setdefault(module, {})[name] = unit, parameter
+                    parameters_of.setdefault(module, {})[name] = parameter
         for module, parameters in parameters_of.items():
             ids = self.state_dict_hooks.attach(module, parameters)
             self._hook_ids.setdefault(module, set()).update(ids)
@@ -108,13 +106,11 @@ class UnitSchedule(nn.Module):
         """Apply the caller's changes to the shards, and hook parameters that became trainable."""
         for unit in self.units:
             unit.adopt_shard_changes()
-            for parameter in unit.parameters:
-                self._hook_gradient(parameter.full, partial(self._gradient_ready, unit))
-
-    def _hook_gradient(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        if parameter.requires_grad and parameter not in self._gradient_hooks:
-            handle = parameter.register_post_accumulate_grad_hook(hook)
-            self._gradient_hooks[parameter] = handle
+            for full in (parameter.full for parameter in unit.parameters):
+                if full.requires_grad and full not in self._gradient_hooks:
+                    self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(
+                        partial(self._gradient_ready, unit)
+                    )
 
     # Forward
 
@@ -232,10 +228,11 @@ class UnitSchedule(nn.Module):
         # Check this first, because torch.compile traces this function and cannot look up a shard.
         if type(parameter) is not Shard or not (self._num_running or self._in_backward):
             return parameter
-        unit, sharded = self._unit_of[parameter]
-        if self._in_backward and unit.state is not UnitState.SHARDED:
+        sharded = find_sharded(parameter)
+        assert sharded is not None
+        if self._in_backward and sharded.unit.state is not UnitState.SHARDED:
             # A part of the unit's module is recomputed, which does not call the module itself.
-            unit.wait_for_unshard()
+            sharded.unit.wait_for_unshard()
             return sharded.full
         raise RuntimeError(
             f"{sharded.name} is read while its module does not run, so it is sharded: select the "

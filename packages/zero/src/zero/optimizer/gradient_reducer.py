@@ -83,7 +83,7 @@ class GradientReducer:
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._postponed: list[nn.Parameter] = []
-        self._others = SharedGroup(self, communicator)
+        self._shared_group = SharedGroup(self, communicator)
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Add the buckets of a flat tensor; the next backward determines a new launch order."""
@@ -128,8 +128,8 @@ class GradientReducer:
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
-        used_anywhere, averaged_anywhere, cleared_anywhere, *others = agreed()
-        written_anywhere, dirty_anywhere, flags_anywhere = others
+        used_anywhere, averaged_anywhere, cleared_anywhere, *remaining = agreed()
+        written_anywhere, dirty_anywhere, flags_anywhere = remaining
         if check is not None:
             check(flags_anywhere)
         self._check_cleared_on_all_ranks(parameters, averaged_anywhere, cleared_anywhere)
@@ -185,7 +185,7 @@ class GradientReducer:
     @property
     def shares_group(self) -> bool:
         """True if another reducer of the same group exists on any rank."""
-        return len(self._others.numbers) > 1
+        return len(self._shared_group.numbers) > 1
 
     def averaged_indices(self) -> list[int]:
         """Return the numbers of the parameters whose `.grad` is an average or includes one."""
@@ -295,7 +295,7 @@ class GradientReducer:
         if not self.shares_group:
             self._finish_backward()
             return
-        for reducer in self._others.reached():
+        for reducer in self._shared_group.reached():
             reducer.join_backward()
 
     def _finish_backward(self) -> None:

@@ -11,7 +11,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero.fsdp.shard import find_unit, replaced_parameters
+from zero.fsdp.shard import find_sharded, replaced_parameters
 
 #: The ShardedOptimizer of each parameter that has one.
 _owners = WeakTensorKeyDictionary()
@@ -68,18 +68,13 @@ def check_in_one_group(named: Sequence[tuple[str, Any]], groups: Sequence[dict[s
 def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> None:
     """Raise ValueError for shards of FSDP, and for parameters of another ShardedOptimizer."""
     for name, parameter in named:
-        location = find_unit(parameter)
-        if location is not None:
+        sharded = find_sharded(parameter)
+        if sharded is not None:
             raise ValueError(
-                f"parameter {location[1].name} is a shard of FSDP: pass fsdp.parameters() to "
+                f"parameter {sharded.name} is a shard of FSDP: pass fsdp.parameters() to "
                 "the optimizer itself, not to ShardedOptimizer"
             )
-        if parameter in replaced_parameters:
-            raise ValueError(
-                f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard "
-                "of FSDP, so no module uses it: pass the parameters of a model that is not "
-                "sharded"
-            )
+        check_not_replaced(name, parameter)
         if _owner(parameter) is not None:
             # An unreferenced optimizer in a reference cycle is not an owner.
             gc.collect()
@@ -89,6 +84,16 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
                 "ShardedOptimizer, which averages its gradient too: put each parameter in one "
                 "optimizer, or delete the other one first"
             )
+
+
+def check_not_replaced(name: str, parameter: Tensor) -> None:
+    """Raise ValueError if a shard of FSDP has replaced the parameter, so that no module uses it."""
+    if parameter in replaced_parameters:
+        raise ValueError(
+            f"parameter {name}, of shape {tuple(parameter.shape)}, was replaced by a shard of "
+            "FSDP, so no module uses it: construct the optimizer after FSDP(module) or "
+            "fully_shard(module), from its parameters()"
+        )
 
 
 def check_groups_unchanged(

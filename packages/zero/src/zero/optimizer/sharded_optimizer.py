@@ -10,6 +10,7 @@ averaged over ranks, so the model must not be wrapped in DDP.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,6 @@ from torch.distributed.algorithms.join import Joinable
 from zero.diagnostics import check_alike
 from zero.fsdp.shard import Shard
 from zero.optimizer.flat_parameters import FlatParameters
-from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -33,7 +33,7 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     how_to_split,
 )
-from zero.optimizer.option_checks import OptionChecks
+from zero.optimizer.option_checks import check_options_alike, option_flags
 from zero.optimizer.parameter_groups import (
     check_groups_unchanged,
     check_in_one_group,
@@ -44,14 +44,9 @@ from zero.optimizer.parameter_groups import (
     read_group,
     set_owner,
 )
-from zero.optimizer.state_dict import (
-    dtensor_state_dict,
-    load_state_dict,
-    options_of,
-)
-from zero.optimizer.uneven_inputs import UnevenInputs, options_of_groups
+from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
+from zero.optimizer.uneven_inputs import UnevenInputs
 from zero.parameter_checks import check_equal_on_all_ranks, check_shardable
-from zero.partition import Piece
 from zero.process_groups import Collective, Communicator, Group
 
 
@@ -116,24 +111,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         #: The hook of the latest `Join` context; None if there was none.
         self._uneven_inputs: UnevenInputs | None = None
         self.reducer = GradientReducer(self.communicator, release_gradients=shard_gradients)
-        self._flat = FlatParameters(self.communicator, int(bucket_size_mb * 2**20))
+        #: The flat tensors of the parameters, and this rank's shards of them.
+        self.flat = FlatParameters(self.communicator, int(bucket_size_mb * 2**20))
         self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
         self._num_steps = 0
         #: True from the update of the shards until the step returns.
         self._is_step_incomplete = False
-        self._option_checks = OptionChecks()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
         example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-        try:
-            sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
-        except AttributeError as error:
-            raise ValueError(
-                f"{getattr(optimizer_cls, '__name__', optimizer_cls)} cannot be sharded: its "
-                f"constructor fails on parameters ({error}); if it needs a module, use it unsharded"
-            ) from error
+        sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
         check_constructed(sample)
         # `optimizer_cls` may also be a function that constructs the optimizer.
         self._inner_cls = type(sample)
@@ -143,9 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner = optimizer_cls(
             [{**options_of(group), "params": shards} for group, shards in groups], **kwargs
         )
-        #: The number of remaining steps in which the ranks check whether any rank has state.
-        self._steps_to_compare = 2
-        self.expose_inner_state(False)
+        self.state = self._exposed_state = self.inner.state
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
 
@@ -161,7 +148,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         try:
             described = [(tuple(p.shape), str(p.dtype)) for p in group["params"]]
             check_alike(self.communicator.gather_objects(described))
-            split = self._how_to_split(group)
+            split = how_to_split(
+                self._inner_cls,
+                self._options,
+                next((p.device for p in group["params"] if not p.is_meta), None),
+                elementwise=self._elementwise,
+                group=options_of(group),
+                shapes=[parameter.shape for parameter in group["params"]],
+                make=self._optimizer_cls,
+            )
         except BaseException:
             # A group without shards would break the next step.
             self.param_groups.pop()
@@ -172,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         shards = []
         for parameters in kinds.values():
-            shards += self._flat.add(parameters, split, self.reducer)
+            shards += self.flat.add(parameters, split, self.reducer)
         self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
@@ -198,9 +193,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         if self._uneven_inputs:
-            self._uneven_inputs.announce("step", options_of_groups(self))
-        self._adopt_cleared_state()
-        for parameter in self._flat.restore_views():
+            self._uneven_inputs.announce("step", [options_of(group) for group in self.param_groups])
+        self._check_state()
+        for parameter in self.flat.restore_views():
             # Replacing `.data` need not change the version, so mark the parameter as written.
             self.reducer.versions[parameter] = -1
         stepped = self._assign_gradients()
@@ -210,45 +205,39 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._is_step_incomplete = True
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._option_checks.record(self)
         self._copy_stored_gradients()
-        self._flat.restore_shards()
-        self._flat.gather()
+        self.flat.restore_shards()
+        self.flat.gather()
         # Autograd must refuse a graph that saved the earlier values. The gather does not change the
         # parameters' versions, because the flat tensors have separate version counters.
         increment_version(stepped)
         self.reducer.note_versions()
-        for _, _, shard, _ in self._flat.shards:
+        for _, _, shard, _ in self.flat.shards:
             shard.grad = None
-        if self._steps_to_compare:
-            self._steps_to_compare -= 1
-            [[has_state]] = self.communicator.any_across_ranks([bool(self.inner.state)])()
-            self.expose_inner_state(has_state)
+        self.expose_inner_state()
         self._is_step_incomplete = False
         return loss
 
-    def expose_inner_state(self, is_present: bool) -> None:
-        """Set `state` to the inner optimizer's state.
+    def expose_inner_state(self) -> None:
+        """Set `state` to the inner optimizer's state, or to an empty entry if it has none.
 
-        If `is_present` and that state is empty, use a nonempty placeholder, because torch's tools
-        require one.
+        torch's tools require that `state` is empty on all ranks or on none, and a rank without
+        shards has no state.
         """
-        placeholder: dict[Any, Any] = self.inner.state
-        if is_present:
-            placeholder = {self.param_groups[0]["params"][0]: {}}
-        self.state = self.inner.state or placeholder  # type: ignore[assignment]
-        self._exposed_state: dict[Any, Any] = self.state
-
-    def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
-        """Return this rank's shards: parameter, elements, the inner optimizer's view, bucket."""
-        return list(self._flat.shards)
+        if self.inner.state:
+            self.state = self.inner.state
+        else:
+            self.state = defaultdict(dict, {self.param_groups[0]["params"][0]: {}})
+        self._exposed_state = self.state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
-        state_dict = dtensor_state_dict(self)
+        state_dict = dtensor_state_dict(
+            self.param_groups, self.flat.shards, self.inner, self.communicator
+        )
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -262,7 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        load_state_dict(self, state_dict)
+        load_state_dict(self.param_groups, self.flat.shards, self.inner, state_dict)
+        self.expose_inner_state()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -294,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
         with self.communicator.allow_collectives_in_join():
-            return nn.utils.clip_grad_norm_(list(self._flat.views), max_norm)
+            return nn.utils.clip_grad_norm_(list(self.flat.views), max_norm)
 
     def join_hook(self, **options: Any) -> UnevenInputs:
         """Return the hook of `torch.distributed.algorithms.Join`, for ranks with fewer inputs."""
@@ -312,44 +302,24 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """The group of the collectives of `Join`."""
         return self.communicator.group or dist.group.WORLD
 
-    def _adopt_cleared_state(self) -> None:
-        """Clear the inner optimizer's state if the caller has assigned an empty `state`.
-
-        Raise if the caller has changed `state` in a way that has no effect.
-        """
-        if self.state is self._exposed_state:
-            check_state_keys(self.inner.state, self._flat.views)
-            return
-        if self.state:
+    def _check_state(self) -> None:
+        """Raise RuntimeError if the caller has changed `state` in a way that has no effect."""
+        if self.state is not self._exposed_state:
             raise RuntimeError(
-                f"expected `state` to be replaced by an empty dictionary, got {len(self.state)} "
-                "entries: use load_state_dict()"
+                "expected `state` to be changed in place, got another object: use state.clear() "
+                "or load_state_dict()"
             )
-        self.inner.state.clear()
-        self._steps_to_compare = 2
-        self.expose_inner_state(False)
-
-    def _how_to_split(self, group: dict[str, Any]) -> Split:
-        device = next((p.device for p in group["params"] if not p.is_meta), None)
-        return how_to_split(
-            self._inner_cls,
-            self._options,
-            device,
-            elementwise=self._elementwise,
-            group=options_of(group),
-            shapes=[parameter.shape for parameter in group["params"]],
-            make=self._optimizer_cls,
-        )
+        check_state_keys(self.inner.state, self.flat.views)
 
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.
 
         Return the parameters that have a gradient on any rank.
         """
-        flags = self._option_checks.flags(self)
-        used = self.reducer.finish(flags, self._option_checks.check)
+        check = partial(check_options_alike, optimizer=self, communicator=self.communicator)
+        used = self.reducer.finish(option_flags(self), check)
         self._check_equal_on_all_ranks()
-        for parameter, piece, shard, bucket in self._flat.shards:
+        for parameter, piece, shard, bucket in self.flat.shards:
             shard.grad = None
             if parameter in used and bucket.average is not None:
                 shard.grad = bucket.average_of(piece).view(shard.shape)
@@ -359,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Copy gradients that the optimizer has stored as state, because their memory is reused."""
         if self._inner_cls in ELEMENTWISE or self._inner_cls in WHOLE_PARAMETERS:
             return
-        for _, _, shard, _ in self._flat.shards:
+        for _, _, shard, _ in self.flat.shards:
             if shard.grad is None or shard not in self.inner.state:
                 continue
             memory = shard.grad.untyped_storage().data_ptr()
@@ -374,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # A write through `.data` changes the values and not the version. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = num_steps & (num_steps - 1) == 0
-        written = [p for p in self._flat.views if compares_all or p in self.reducer.written]
+        written = [p for p in self.flat.views if compares_all or p in self.reducer.written]
         if written and not written[0].is_meta and self.communicator.world > 1:
             check_equal_on_all_ranks(written, self.communicator)
         # A step that raised is not counted, so that the next one compares the same parameters.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,55 +13,65 @@ from zero.optimizer.optimizer_trial import check_state
 from zero.partition import Piece
 from zero.process_groups import Communicator
 
+Groups = list[dict[str, Any]]
+#: This rank's shards: parameter, elements, the inner optimizer's view, bucket.
+Shards = Sequence[tuple[nn.Parameter, Piece, nn.Parameter, Any]]
 
-class Sharded(Protocol):
-    """The parts of a ShardedOptimizer that its state dicts are made from."""
 
-    inner: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]]
-    communicator: Communicator
+def dtensor_state_dict(
+    groups: Groups, shards: Shards, inner: torch.optim.Optimizer, communicator: Communicator
+) -> dict[str, Any]:
+    """Return the state dict of an unsharded optimizer of `groups`, with DTensors for its tensors.
 
-    def expose_inner_state(self, is_present: bool) -> None:
-        """Let `state` be nonempty if any rank has state."""
-
-    def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Any]]:
-        """Return each parameter, this rank's elements of it, and the inner optimizer's view."""
+    inner: the optimizer that steps `shards`. Every rank must call this function.
+    """
+    check_state(inner)
+    runs = _runs_of_parameters(shards)
+    state = {}
+    numbered = number_parameters(groups, groups)
+    for group, entry in zip(groups, numbered, strict=True):
+        for parameter, number in zip(group["params"], entry["params"], strict=True):
+            local_state = [
+                (run, inner.state[shard])
+                for run, shard in runs.get(parameter, [])
+                if shard in inner.state
+            ]
+            collected = state_rows(local_state, parameter, communicator)
+            if collected:
+                state[number] = collected
+    return {"state": state, "param_groups": numbered}
 
 
 # Tensors that are made in inference mode could not be stepped.
 @torch.inference_mode(False)
 @torch.no_grad()
-def load_state_dict(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
-    """Load a state dict with DTensors."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+def load_state_dict(
+    groups: Groups, shards: Shards, inner: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Load the state dict of an optimizer of `groups` into the optimizer that steps `shards`."""
+    sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != saved_sizes:
         raise ValueError(
             f"expected a state of groups of {sizes} parameters, got groups of {saved_sizes}: make "
             "the same groups as when saving"
         )
-    shards = [shard for group in optimizer.inner.param_groups for shard in group["params"]]
-    index_of = {shard: index for index, shard in enumerate(shards)}
-    runs = _runs(optimizer)
+    stepped = [shard for group in inner.param_groups for shard in group["params"]]
+    number_of = {shard: number for number, shard in enumerate(stepped)}
+    runs = _runs_of_parameters(shards)
     state = {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, entry in zip(parameters, full_entries(state_dict), strict=False):
-        if not entry:
-            continue
-        for run, shard in runs.get(parameter, []):
-            state[index_of[shard]] = {
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for parameter, entry in zip(parameters, full_entries(state_dict), strict=True):
+        for run, shard in runs.get(parameter, []) if entry else ():
+            state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
-    groups = []
-    start = 0
-    for loaded, inner in zip(state_dict["param_groups"], optimizer.inner.param_groups, strict=True):
-        stop = start + len(inner["params"])
-        groups.append({**options_of(loaded), "params": list(range(start, stop))})
-        start = stop
-    optimizer.inner.load_state_dict({"state": state, "param_groups": groups})
-    optimizer.expose_inner_state(bool(state_dict["state"]))
-    for group, outer in zip(groups, optimizer.param_groups, strict=True):
-        outer.update(options_of(group))
+    options = [options_of(group) for group in state_dict["param_groups"]]
+    inner.load_state_dict(
+        {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
+    )
+    for group, loaded in zip(groups, options, strict=True):
+        group.update(loaded)
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -68,35 +79,21 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in group.items() if key not in ("params", "param_names")}
 
 
-def dtensor_state_dict(optimizer: Sharded) -> dict[str, Any]:
-    """Return the unsharded optimizer's `state_dict()`, with DTensors for its tensors."""
-    runs = _runs(optimizer)
-    check_state(optimizer.inner)
-    inner_state = optimizer.inner.state
-    state = {}
-    groups = []
-    index = 0
-    for group in optimizer.param_groups:
-        indices = []
-        for parameter in group["params"]:
-            local_state = [
-                (run, inner_state[shard])
-                for run, shard in runs.get(parameter, [])
-                if shard in inner_state
-            ]
-            collected = state_rows(local_state, parameter, optimizer.communicator)
-            if collected:
-                state[index] = collected
-            indices.append(index)
-            index += 1
-        groups.append({**group, "params": indices})
-    return {"state": state, "param_groups": groups}
+def number_parameters(options: Iterable[dict[str, Any]], groups: Groups) -> Groups:
+    """Return each group's options with the numbers of its parameters, as in a state dict."""
+    numbered = []
+    start = 0
+    for entry, group in zip(options, groups, strict=True):
+        stop = start + len(group["params"])
+        numbered.append({**entry, "params": list(range(start, stop))})
+        start = stop
+    return numbered
 
 
-def _runs(optimizer: Sharded) -> dict[nn.Parameter, list[tuple[Run, nn.Parameter]]]:
+def _runs_of_parameters(shards: Shards) -> dict[nn.Parameter, list[tuple[Run, nn.Parameter]]]:
     """Return this rank's runs of each parameter, with the inner optimizer's views of them."""
     runs: dict[nn.Parameter, list[tuple[Run, nn.Parameter]]] = {}
-    for parameter, piece, shard, _ in optimizer.shards():
+    for parameter, piece, shard, _ in shards:
         run = Run(piece.start, piece.stop, shard.shape)
         runs.setdefault(parameter, []).append((run, shard))
     return runs

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from zero.optimizer.state_dict import options_of
-
 
 class UnevenInputs(JoinHook):
     """The hook of a ShardedOptimizer within `Join([optimizer])`."""
@@ -70,8 +68,3 @@ class UnevenInputs(JoinHook):
             reducer.clear_other_gradients(next(entry for entry in everyone if entry is not None))
         self.has_joined = True
         self.optimizer.communicator.is_joining = False
-
-
-def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the options of all groups, which ranks that have joined adopt."""
-    return [options_of(group) for group in optimizer.param_groups]
