@@ -96,39 +96,25 @@ def _groups_by_last_module(
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     """Return the modules that are sharded as units: the root, and those that `policy` selects."""
-    if isinstance(policy, type):
-        # A class is callable, but it is not a predicate.
-        policy = (policy,)
-    if isinstance(policy, str):
-        if policy != "blocks":
-            raise ValueError(
-                f'expected classes, names, a predicate or "blocks" as shard=, got {policy!r}: pass '
-                "a tuple"
-            )
+    if policy == "blocks":
         return {root, *_blocks(root)}
-    named = [(original_name(name), module) for name, module in root.named_modules()]
-    if callable(policy):
-        return {root, *(module for name, module in named if policy(name, module))}
-    others = [entry for entry in policy if not isinstance(entry, type | str)]
-    if others:
-        raise TypeError(
-            f"expected classes and names of modules in shard=, got a {type(others[0]).__name__}: "
-            "pass its name in dict(model.named_modules())"
-        )
-    selected: set[nn.Module] = set()
-    for entry in policy:
-        if isinstance(entry, str):
-            matches = [module for name, module in named if name == entry]
-        else:
-            matches = [module for _, module in named if isinstance(module, entry)]
-        if isinstance(entry, str) and not matches:
+    named = {original_name(name): module for name, module in root.named_modules()}
+    # A class is callable, but it is not a predicate.
+    if callable(policy) and not isinstance(policy, type):
+        return {root, *(module for name, module in named.items() if policy(name, module))}
+    entries: Any = (policy,) if isinstance(policy, type | str) else policy
+    names = [entry for entry in entries if isinstance(entry, str)]
+    classes = tuple(entry for entry in entries if isinstance(entry, type))
+    for entry in entries:
+        if not isinstance(entry, type | str) or (isinstance(entry, str) and entry not in named):
             raise ValueError(
-                f"expected names of modules in shard=, got {entry!r}, which the model does not "
-                "have: see dict(model.named_modules())"
+                "expected classes of modules, names in dict(model.named_modules()), a predicate or "
+                f'"blocks" as shard=, got {entry!r}'
             )
-        selected.update(matches)
+    selected = {named[name] for name in names}
+    selected.update(module for module in named.values() if isinstance(module, classes))
     if not selected:
-        present = ", ".join(sorted({type(module).__name__ for _, module in named}))
+        present = ", ".join(sorted({type(module).__name__ for module in named.values()}))
         raise ValueError(
             f"expected classes of modules in shard=, got {policy}, which a model of {present} does "
             'not have: pass the classes of its layers, or shard="blocks"'
