@@ -347,10 +347,22 @@ def refuse_replaced_parameters():
         model.module[0].weight = replacement
         model(inputs)
 
-    for replace in (assign, call_with_others, delete):
+    def replace_module(model):
+        model.module[0] = nn.Linear(5, 7).double()
+        model(inputs)
+
+    def add_parameter(model):
+        model.module[0].weight_scale = nn.Parameter(torch.ones(1))
+        model(inputs)
+
+    for replace in (assign, call_with_others, delete, replace_module, add_parameter):
         model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
-        with pytest.raises(RuntimeError, match=r"expected 0.weight to be FSDP's .* in place, and"):
+        with pytest.raises(
+            RuntimeError, match=r"expected 0.weight.* to be FSDP's .* in place, and"
+        ):
             replace(model)
+        # A collective could fail on other ranks with another error.
+        assert not model.communicator.pop_bytes()
     return True
 
 

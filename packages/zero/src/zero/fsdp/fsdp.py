@@ -91,7 +91,8 @@ class FSDP(UnitSchedule):
         self.compute_dtype = compute_dtype
         self.prefetch = prefetch
         self.forward_sync_buffers = forward_sync_buffers
-        ignored = adopted.union(ignored_params)
+        self.ignored_params = set(ignored_params)
+        ignored = adopted | self.ignored_params
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
         check_parameters(

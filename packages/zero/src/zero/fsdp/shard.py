@@ -53,13 +53,17 @@ class ShardedParameter:
         """Raise if a module has a different tensor instead of this parameter."""
         for module, name in self.owners:
             if not self.is_registered(module, name):
-                registered = module._parameters.get(name)
-                received = "none" if registered is None else f"another {type(registered).__name__}"
-                raise RuntimeError(
-                    f"expected {self.name} to be FSDP's parameter, got {received}, which the "
-                    "forward would not use: change parameters in place, and replace or prune them "
-                    "before FSDP(module)"
-                )
+                raise unknown_parameter_error(self.name, module._parameters.get(name))
+
+
+def unknown_parameter_error(name: str, registered: Tensor | None) -> RuntimeError:
+    """Return the error for a tensor that a module has under the name of a parameter."""
+    received = "none" if registered is None else f"another {type(registered).__name__}"
+    return RuntimeError(
+        f"expected {name} to be FSDP's parameter, got {received}, which FSDP neither gathers nor "
+        "averages: change parameters in place, and add, replace, resize or prune them before "
+        "FSDP(module)"
+    )
 
 
 #: Maps each shard to a weak reference to its ShardedParameter, so that code that only has an

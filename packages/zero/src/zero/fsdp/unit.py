@@ -18,8 +18,8 @@ UNSHARDED unit may be reducing.
 If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
 successful gather: messages of the failed one may still arrive there.
 
-A unit is used while a module that has its parameters is in forward (`_num_users`), and during a
-double backward (`keep_unsharded`).
+A unit is used while a module that has its parameters is in forward, after the caller has unsharded
+it (`_num_users` counts both), and during a double backward (`keep_unsharded`).
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
@@ -111,7 +111,7 @@ class Unit:
         self.keep_unsharded = False
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
-        self.remove_user()
+        self._register(are_full=False)
 
     def _make_parameters(
         self,
@@ -309,19 +309,16 @@ class Unit:
         self._full_versions = {}
         self._num_users = 0
         self._is_unsharded_by_caller = False
-        self.keep_unsharded = False
         self.gradients.discard()
-        self.remove_user()
-        self.reshard()
+        self._register(are_full=False)
+        self.release_and_reshard()
 
     def add_user(self) -> None:
         """Register the full parameters as the modules' parameters, and add one user."""
         for parameter in self.parameters:
             parameter.check_registered()
         self._num_users += 1
-        for parameter in self.parameters:
-            for module, name in parameter.owners:
-                module._parameters[name] = parameter.full
+        self._register(are_full=True)
 
     def set_unsharded_by_caller(self, is_unsharded: bool) -> None:
         """Register the full parameters for the caller, or the shards if `is_unsharded` is False.
@@ -341,9 +338,13 @@ class Unit:
         """
         self._num_users = max(0, self._num_users - 1)
         if not self._num_users:
-            for parameter in self.parameters:
-                for module, name in parameter.owners:
-                    module._parameters[name] = parameter.shard
+            self._register(are_full=False)
+
+    def _register(self, *, are_full: bool) -> None:
+        """Set the modules' parameters to the full parameters or to this rank's shards."""
+        for parameter in self.parameters:
+            for module, name in parameter.owners:
+                module._parameters[name] = parameter.full if are_full else parameter.shard
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from zero.fsdp.autograd_hooks import (
 )
 from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import end_step
-from zero.fsdp.shard import Shard, ShardedParameter, find_sharded
+from zero.fsdp.shard import Shard, ShardedParameter, find_sharded, unknown_parameter_error
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit, UnitState
 from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
@@ -45,6 +45,7 @@ class UnitSchedule(nn.Module):
     compute_dtype: torch.dtype | None
     prefetch: int
     forward_sync_buffers: bool
+    ignored_params: set[nn.Parameter]
     #: Input and output dtypes of modules that override the defaults, `compute_dtype` and None.
     input_dtypes: dict[nn.Module, torch.dtype | None]
     output_dtypes: dict[nn.Module, torch.dtype]
@@ -55,10 +56,10 @@ class UnitSchedule(nn.Module):
         #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
         #: forward then broadcasts the buffers.
         self._buffers_may_differ = True
-        #: The units in the order of this forward, the units in the order of the previous forward,
-        #: and the number of units that ran before each module.
+        #: The units in the order of this forward and of the previous one.
         self._forward_order: list[Unit] = []
         self._previous_order: list[Unit] = []
+        #: The number of units that ran before each module in this forward.
         self._position: dict[nn.Module, int] = {}
         #: The units of the modules around each module, whose backward ends later. They include a
         #: unit of the module itself if a parameter is tied to one of an outer module.
@@ -104,6 +105,9 @@ class UnitSchedule(nn.Module):
 
     def _adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards, and hook parameters that became trainable."""
+        # Every rank raises this error before the first collective. Otherwise a collective could
+        # fail on some ranks with another error.
+        self._check_registered()
         for unit in self.units:
             unit.adopt_shard_changes()
             for full in (parameter.full for parameter in unit.parameters):
@@ -111,6 +115,19 @@ class UnitSchedule(nn.Module):
                     self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(
                         partial(self._gradient_ready, unit)
                     )
+
+    def _check_registered(self) -> None:
+        """Raise if the caller has replaced parameters, or added parameters or modules."""
+        known = set(self.ignored_params)
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.check_registered()
+                known.add(parameter.full)
+        for module_name, module in self.module.named_modules():
+            for name, registered in module._parameters.items():
+                is_known = registered is None or type(registered) is Shard or registered in known
+                if not is_known:
+                    raise unknown_parameter_error(f"{module_name}.{name}".lstrip("."), registered)
 
     # Forward
 
