@@ -24,6 +24,7 @@ from zero import (
     load_checkpoint,
     save_checkpoint,
 )
+from zero.checkpoint.storage import find
 from zero.checkpoint.weights import DTYPES
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
@@ -175,6 +176,10 @@ def read_numbers(folder):
     model, optimizer = numbered((2, 0, 1))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
+    # A list that is rebuilt for each entry would make a load quadratic in their number.
+    found = find(Path(folder, "names"))
+    assert found.tensors is found.tensors
+    assert found.objects is found.objects
     plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(plain, checkpoint_id=f"{folder}/positions")
     save_checkpoint(f"{folder}/ours", model, optimizer)

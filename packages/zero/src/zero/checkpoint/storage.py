@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,7 +150,7 @@ class Folder:
     path: Path
     metadata: Metadata
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """The whole shape and dtype of every tensor."""
         return {
@@ -158,10 +159,10 @@ class Folder:
             if isinstance(entry, TensorStorageMetadata)
         }
 
-    @property
-    def objects(self) -> list[str]:
+    @cached_property
+    def objects(self) -> frozenset[str]:
         """The names of all entries that are not tensors."""
-        return [n for n in self.metadata.state_dict_metadata if n not in self.tensors]
+        return frozenset(self.metadata.state_dict_metadata).difference(self.tensors)
 
     def are_same_bytes(self, first: str, second: str) -> bool:
         """Return True if two names refer to the same stored bytes."""

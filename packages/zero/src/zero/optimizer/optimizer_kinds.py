@@ -67,7 +67,7 @@ def how_to_split(
         return "parameters"
     if cls in WHOLE_PARAMETERS:
         raise ValueError(f"{cls.__name__} is not element-wise: leave out elementwise=True")
-    if elementwise is False and not as_columns:
+    if elementwise is False:
         return "parameters"
     shape_list = [tuple(shape) for shape in shapes]
     description = f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list}"
