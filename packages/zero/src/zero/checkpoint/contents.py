@@ -125,15 +125,22 @@ class _OtherFolder:
     def _name_parameters(self) -> None:
         """Find the model's name of each parameter in the optimizer's groups and state."""
         contents = self.contents
-        spelled = [parameter for parameter, _, _ in self.states]
+        members: list[Any] = []
+        member_names: list[str] = []
         for group in self.groups.values():
-            spelled += [member for member in group.get("params", ()) if isinstance(member, str)]
+            members += group.get("params", ())
+            member_names += group.get("param_names", ())
+        spelled = [parameter for parameter, _, _ in self.states]
+        spelled += [member for member in members if isinstance(member, str)]
         strip = _state_prefix(spelled or list(self.groups), self.names, self.prefix)
+        # torch stores names in addition to numbers if the optimizer has them.
+        has_names = len(member_names) == len(members)
+        name_of = dict(zip(members, member_names if has_names else members, strict=True))
         if self.groups:
             keys = sorted(self.groups, key=_numbers_by_value)
             contents.groups = [_make_group(self.groups[key], key, strip) for key in keys]
         for parameter, key, name in self.states:
-            model_name = _find_name(parameter, strip, self.names, self.groups)
+            model_name = _find_name(parameter, strip, self.names, name_of)
             if model_name is None:
                 contents.foreign_states.append(name)
             else:
@@ -197,23 +204,19 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
 
 
 def _find_name(
-    parameter: str, strip: str, names: set[str], groups: dict[str, dict[str, Any]]
+    parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
 ) -> str | int | None:
-    """Return the model's name of a stored parameter, or its number; None if it has neither."""
-    members = []
-    member_names = []
-    for group in groups.values():
-        members += group.get("params", ())
-        member_names += group.get("param_names", ())
-    if parameter.isdigit() and int(parameter) in members:
-        number = int(parameter)
-        if len(member_names) == len(members):
-            return str(member_names[members.index(number)]).removeprefix(strip)
-        return number
+    """Return the model's name of a stored parameter, or its number; None if it has neither.
+
+    name_of: maps the members of the stored groups to their names, or to themselves.
+    """
+    if parameter.isdigit() and int(parameter) in name_of:
+        member = name_of[int(parameter)]
+        return member.removeprefix(strip) if isinstance(member, str) else member
     name = parameter.removeprefix(strip)
     if name in names:
         return name
-    return int(parameter) if parameter.isdigit() and not members else None
+    return int(parameter) if parameter.isdigit() and not name_of else None
 
 
 def _read_entry(folder: Folder, name: str) -> Any:
@@ -306,7 +309,6 @@ def _make_group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
 
     A flattened dictionary has the options of each parameter under the parameter's name, `key`.
     """
-    # torch stores names in addition to numbers.
     members = group.get("param_names") or group.get("params") or [key]
     names = [m.removeprefix(strip) if isinstance(m, str) else m for m in members]
     return {"names": names, "options": options_of(group)}
