@@ -786,6 +786,13 @@ class Bare(Wrapping):
         del self.defaults
 
 
+class OfModule(Signs):
+    """An optimizer that is constructed from a module, as LOMO is."""
+
+    def __init__(self, module, lr=0.1):
+        super().__init__(module.parameters(), lr)
+
+
 class Replacing(Signs):
     """An optimizer that replaces `.data` instead of changing it in place."""
 
@@ -913,6 +920,8 @@ def refuse_unknown(stage):
     else:
         stepped(stage, Prepared, 2)
         stepped(stage, Forgetful, 2)
+        with pytest.raises(ValueError, match="OfModule cannot be sharded: its constructor fails"):
+            ShardedOptimizer(small().parameters(), OfModule)
         counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
         counting.step()
         with pytest.raises(ValueError, match="its state 'count' belongs to no parameter"):

@@ -22,7 +22,7 @@ Owner = tuple[nn.Module, str]
 class ShardedParameter:
     """One parameter of a unit: its elements `start` to `stop` are this rank's shard."""
 
-    #: The `Unit` of the parameter. `unit.py` imports this file, so the class has no name here.
+    #: The `Unit` that has the parameter; without a type, because `unit.py` imports this file.
     unit: Any
     #: The name in the unwrapped module.
     name: str

@@ -122,7 +122,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
         example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-        sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
+        try:
+            sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
+        except AttributeError as error:
+            raise ValueError(
+                f"{getattr(optimizer_cls, '__name__', optimizer_cls)} cannot be sharded: its "
+                f"constructor fails on parameters ({error}); if it needs a module, use it unsharded"
+            ) from error
         check_constructed(sample)
         # `optimizer_cls` may also be a function that constructs the optimizer.
         self._inner_cls = type(sample)
