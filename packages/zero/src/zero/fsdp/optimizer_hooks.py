@@ -33,7 +33,13 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
-from zero.optimizer.option_checks import check_options_alike, option_flags
+from zero.optimizer.option_checks import (
+    Options,
+    changed_options,
+    check_options_alike,
+    option_flags,
+    option_numbers,
+)
 from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
 from zero.optimizer.state_dict import options_of
 from zero.process_groups import Communicator
@@ -130,6 +136,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for sharded in shard_optimizer.stepped:
         sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
+    shard_optimizer.options_after_step = option_numbers(optimizer)
 
 
 class ShardOptimizer:
@@ -141,6 +148,7 @@ class ShardOptimizer:
         self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
+        self.options_after_step: Options = []
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
@@ -178,16 +186,17 @@ class ShardOptimizer:
                 if sharded is not None:
                     sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
         self.stepped = []
+        changes = changed_options(optimizer, self.options_after_step)
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
             on_some, on_others, options = communicator.any_across_ranks(
                 has_gradient,
                 [not flag for flag in has_gradient],
-                option_flags(optimizer),
+                option_flags(changes),
                 counted=False,
             )()
-            check_options_alike(options, optimizer, communicator)
+            check_options_alike(options, changes, communicator)
             for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(

@@ -1,8 +1,10 @@
 """Comparison of an optimizer's options between ranks, because they step different elements.
 
 A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
-learning rates for different shards. Each step compares a checksum of the options. Its bits are
-exchanged together with flags that a step exchanges anyway.
+learning rates for different shards. Each step compares a checksum of the options that the program
+has changed since the last step. Its bits are exchanged together with flags that a step exchanges
+anyway. Options that the optimizer changes by itself are not compared, because they may depend on
+the shard.
 """
 
 from __future__ import annotations
@@ -20,38 +22,12 @@ from zero.process_groups import Communicator
 CHECKSUM_BITS = 32
 
 
-def option_flags(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Return the bits of a checksum of the optimizer's options, and their inverse."""
-    checksum = zlib.crc32(repr(_option_numbers(optimizer)).encode())
-    bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
-    return [*bits, *(not bit for bit in bits)]
+#: The names and rounded values of options.
+Options = list[tuple[str, str]]
 
 
-def check_options_alike(
-    anywhere: Sequence[bool], optimizer: torch.optim.Optimizer, communicator: Communicator
-) -> None:
-    """Raise RuntimeError if `option_flags`, combined over all ranks by OR, show a difference."""
-    ones = anywhere[:CHECKSUM_BITS]
-    zeros = anywhere[CHECKSUM_BITS:]
-    if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
-        return
-    # Every rank has the same flags, so every rank calls this collective.
-    everyone = communicator.gather_objects(_option_numbers(optimizer))
-    different = [
-        f"rank {rank} has {name}={value}"
-        for rank, numbers in enumerate(everyone)
-        for name, value in numbers
-        if any((name, value) not in others for others in everyone)
-    ]
-    raise RuntimeError(
-        "the optimizer's options differ between ranks, so shards would be stepped differently: "
-        f"{', '.join(different)}; step schedulers equally often on every rank, also after Join, "
-        "and pass them a loss that is averaged over the ranks"
-    )
-
-
-def _option_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    """Return the names and values of the options that are numbers."""
+def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
+    """Return the optimizer's options that are numbers."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
         # A program may store other numbers in a group.
@@ -66,3 +42,38 @@ def _option_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
                 rounded = ", ".join(f"{float(entry):.9g}" for entry in entries)
                 numbers.append((f"{key} of group {index}", rounded))
     return numbers
+
+
+def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
+    """Return the options that differ from those after the last step."""
+    return [option for option in option_numbers(optimizer) if option not in after_step]
+
+
+def option_flags(changes: Options) -> list[bool]:
+    """Return the bits of a checksum of the changes, and their inverse."""
+    checksum = zlib.crc32(repr(changes).encode())
+    bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
+    return [*bits, *(not bit for bit in bits)]
+
+
+def check_options_alike(
+    anywhere: Sequence[bool], changes: Options, communicator: Communicator
+) -> None:
+    """Raise RuntimeError if `option_flags`, combined over all ranks by OR, show a difference."""
+    ones = anywhere[:CHECKSUM_BITS]
+    zeros = anywhere[CHECKSUM_BITS:]
+    if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
+        return
+    # Every rank has the same flags, so every rank calls this collective.
+    everyone = communicator.gather_objects(changes)
+    different = [
+        f"rank {rank} has set {name} to {value}"
+        for rank, options in enumerate(everyone)
+        for name, value in options
+        if any((name, value) not in others for others in everyone)
+    ]
+    raise RuntimeError(
+        "the optimizer's options differ between ranks, so shards would be stepped differently; "
+        f"since the last step {', '.join(different)}: step schedulers equally often on every "
+        "rank, also after Join, and pass them a loss that is averaged over the ranks"
+    )

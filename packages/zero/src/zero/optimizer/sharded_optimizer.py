@@ -33,7 +33,13 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     how_to_split,
 )
-from zero.optimizer.option_checks import check_options_alike, option_flags
+from zero.optimizer.option_checks import (
+    Options,
+    changed_options,
+    check_options_alike,
+    option_flags,
+    option_numbers,
+)
 from zero.optimizer.parameter_groups import (
     check_groups_unchanged,
     check_in_one_group,
@@ -118,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._num_steps = 0
         #: True from the update of the shards until the step returns.
         self._is_step_incomplete = False
+        self._options_after_step: Options = []
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -211,6 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._is_step_incomplete = True
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        self._options_after_step = option_numbers(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
@@ -322,8 +330,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        check = partial(check_options_alike, optimizer=self, communicator=self.communicator)
-        used = self.reducer.finish(option_flags(self), check)
+        changes = changed_options(self, self._options_after_step)
+        check = partial(check_options_alike, changes=changes, communicator=self.communicator)
+        used = self.reducer.finish(option_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             shard.grad = None
