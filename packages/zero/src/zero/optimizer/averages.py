@@ -53,8 +53,9 @@ class Averages:
     def mark(self, parameter: nn.Parameter, source: Source) -> None:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
 
-        It represents the average even while its reduction is in flight. `source` stores the
-        elements. It is an argument, because a reference cycle would keep an attribute alive.
+        The AveragedGradient represents the average even while its reduction is in flight.
+        `source`, which stores the elements, is an argument, because a reference cycle would keep an
+        attribute alive.
         """
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):

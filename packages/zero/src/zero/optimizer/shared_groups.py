@@ -24,12 +24,12 @@ class Reducer(Protocol):
         """Take part in a backward, with zero gradients for parameters that it has not reached."""
 
 
-#: The entries of all reducers of this rank.
+#: The memberships of all reducers of this rank.
 _entries: WeakSet[SharedGroup] = WeakSet()
 
 
 class SharedGroup:
-    """The entry of one reducer; the entries of a group have different numbers."""
+    """A reducer's membership among the reducers of its process group, under a unique number."""
 
     def __init__(self, reducer: Reducer, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
