@@ -294,7 +294,7 @@ def refuse_parameters_of_before():
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         shard_model(model)(torch.ones(2, 5)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"SGD has parameters from before .* after FSDP"):
+        with pytest.raises(RuntimeError, match=r"parameter number 0, .* replaced by .* after FSDP"):
             optimizer.step()
         with pytest.raises(ValueError, match=r"parameter number 0, .* was replaced by a shard"):
             ShardedOptimizer(optimizer.param_groups[0]["params"], torch.optim.SGD)

@@ -203,7 +203,7 @@ def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
 def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=0.1), nn.EmbeddingBag(6, 4, max_norm=0.1)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):
-            model = FSDP(nn.Sequential(module, nn.Linear(4, 4)), shard=shard)
+            model = FSDP(nn.Sequential(copy.deepcopy(module), nn.Linear(4, 4)), shard=shard)
             with pytest.raises(RuntimeError, match=r"backward wrote to 0\.weight"):
                 model(torch.ones(2, 3, dtype=torch.long))
     return True
