@@ -156,7 +156,7 @@ class ShardOptimizer:
         """Determine which parameters must be full in a step, and shard loaded state."""
         kinds: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
-            entries = [found for p in group["params"] if (found := find_sharded(p))]
+            entries = [sharded for p in group["params"] if (sharded := find_sharded(p))]
             if entries and _needs_full_tensors(optimizer, group, entries):
                 for parameter in entries:
                     kind = parameter.unit.communicator, parameter.shard.dtype
