@@ -177,7 +177,7 @@ class ShardOptimizer:
     def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if a shard has a gradient only on some ranks, or if options differ.
 
-        Records the shards that have a gradient.
+        `stepped` becomes the list of the shards that have a gradient.
         """
         sharded_of: dict[Communicator, list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
