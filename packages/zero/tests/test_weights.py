@@ -177,9 +177,9 @@ def read_numbers(folder):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
     # A list that is rebuilt for each entry would make a load quadratic in their number.
-    found = find(Path(folder, "names"))
-    assert found.tensors is found.tensors
-    assert found.objects is found.objects
+    opened = find(Path(folder, "names"))
+    assert opened.tensors is opened.tensors
+    assert opened.objects is opened.objects
     plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(plain, checkpoint_id=f"{folder}/positions")
     save_checkpoint(f"{folder}/ours", model, optimizer)
