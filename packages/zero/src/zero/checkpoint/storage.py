@@ -104,6 +104,13 @@ def _publish(draft: Draft, written: Sequence[_Written]) -> None:
     files = {name: crc for _, of_rank in written for name, crc in of_rank.items()}
     files |= checksums.of_files(draft.folder, [".metadata"])
     checksums.write(draft.folder, files, draft.token)
+    for info in (result.storage_data for results, _ in written for result in results):
+        file = draft.folder / info.relative_path
+        if not file.exists() or file.stat().st_size < info.offset + info.length:
+            raise FileNotFoundError(
+                f"{file} was removed or changed while the checkpoint was saved: save again, "
+                "and let no other program write there"
+            )
     draft.publish(_is_checkpoint_file)
 
 
