@@ -57,7 +57,8 @@ def perplexity(model, tokens):
 
 @torch.no_grad()
 def rounded_by_gptqmodel(model, batches, bits, activation_order):
-    quantization = pytest.importorskip("gptqmodel.quantization", reason="needs GPTQModel")
+    pytest.importorskip("gptqmodel", reason="needs GPTQModel")
+    from gptqmodel import quantization
     from gptqmodel.quantization.gptq import GPTQ
 
     config = quantization.QuantizeConfig(
