@@ -56,9 +56,7 @@ def interpreter(monkeypatch):
 
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)
-        monkeypatch.setattr(
-            launch, "device_of", lambda _: launch.Device("interpreter", 227 * 1024, 1, tma)
-        )
+        monkeypatch.setattr(launch, "device_of", lambda _: launch.Device(227 * 1024, 1, tma))
 
     use()
     return use

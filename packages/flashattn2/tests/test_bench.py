@@ -1,10 +1,11 @@
-"""The rows of the bench are complete, with the stated FLOPs and the predicted memory."""
+"""The rows of the bench are complete, with the stated FLOPs."""
 
 import json
 
 import pytest
 import torch
-from flashattn2.bench import bench, cases, implementations, report, rounds
+from flashattn2 import attention_reference
+from flashattn2.bench import bench, cases, report, rounds
 
 
 @pytest.fixture(scope="module")
@@ -14,13 +15,13 @@ def rows():
 
 def test_every_case_reports_its_rows(rows):
     assert [r["case"] for r in rows if r["case"] == "machine"] == ["machine"]
-    assert {r["case"] for r in rows} == {"machine", "flash", "train", "decode", "naive_memory"}
+    assert {r["case"] for r in rows} == {"machine", "flash", "train", "decode"}
     for row in rows:
         if row["case"] in ("flash", "train"):
             assert row["time_ms"] > 0
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert report.table(rows).count("\n\n") == 3
+    assert report.table(rows).count("\n\n") == 2
 
 
 def test_device_without_a_clock_is_refused():
@@ -31,13 +32,6 @@ def test_device_without_a_clock_is_refused():
 def test_work_is_counted_by_the_stated_formula():
     assert cases.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
     assert cases.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
-
-
-def test_memory_saved_by_naive_attention_is_the_predicted_memory(rows):
-    memory = [r for r in rows if r["case"] == "naive_memory"]
-    assert len(memory) == 2
-    for row in memory:
-        assert row["held_mib"] == pytest.approx(row["predicted_mib"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +45,7 @@ def test_failure_of_ours_is_reported_and_the_others_are_timed(error, reason):
     def refused(q, k, v):
         raise error
 
-    every = {"ours": refused, "other": implementations.naive}
+    every = {"ours": refused, "other": attention_reference}
     rows = list(cases.compare("flash", every, (1, 1, 16, 16), torch.float32, "cpu", True))
     assert [row["impl"] for row in rows] == ["other", "ours"] * 3
     for other, ours in zip(rows[::2], rows[1::2], strict=True):

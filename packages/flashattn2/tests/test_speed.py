@@ -242,7 +242,7 @@ def test_figure_of_the_host_path(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **options: None
 
-    gpu = launch.Device("H200", 227 * 1024, 132, uses_tma=True)
+    gpu = launch.Device(227 * 1024, 132, uses_tma=True)
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
     monkeypatch.setattr(forward, "forward_kernel", Skipped())
     # On a GPU, the plans of kernels are stored.  The CPU allocates small tensors quickly.

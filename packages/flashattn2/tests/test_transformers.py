@@ -5,6 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
 
+from flashattn2 import attention_reference  # noqa: E402
 from flashattn2.integrations import transformers as ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -318,12 +319,39 @@ def test_positions_of_padding_are_not_packed_sequences():
 
 
 @torch.no_grad()
+def test_a_missing_mask_must_define_the_visible_keys():
+    """Cross-attention of Mllama has no `is_causal`: eager attention sees every key."""
+    config = transformers.MllamaTextConfig(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager"
+    )
+    module = transformers.models.mllama.modeling_mllama.MllamaTextCrossAttention(config, 0)
+    hidden, image = torch.randn(1, 4, 32), torch.randn(1, 6, 32)
+    expected, _ = module(hidden[:, :1], image)
+    config._attn_implementation = "linear_memory"
+    torch.testing.assert_close(module(hidden[:, :1], image)[0], expected)
+    with pytest.raises(ValueError, match=r"4 queries and 6 keys of MllamaTextCross.* got None"):
+        module(hidden, image)
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+    for keys, options in (
+        (k, {"is_causal": True}),
+        (q, {}),
+        (q, {"is_causal": False, "sliding_window": 2}),
+    ):
+        with pytest.raises(ValueError, match="does not define the visible keys"):
+            ours.attention(torch.nn.Identity(), q, keys, keys, None, **options)
+    out, _ = ours.attention(torch.nn.Identity(), q, k, k, None, is_causal=False)
+    torch.testing.assert_close(out.transpose(1, 2), attention_reference(q, k, k))
+
+
+@torch.no_grad()
 def test_unknown_tensor_arguments_are_refused():
     q = torch.randn(1, 2, 4, 8)
     for name in ("position_bias", "alibi", "indices", "sinks"):
         with pytest.raises(ValueError, match=f"flashattn2 does not support {name}"):
             ours.attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})
-    out, _ = ours.attention(torch.nn.Identity(), q, q, q, None, num_items_in_batch=torch.ones(()))
+    out, _ = ours.attention(
+        torch.nn.Identity(), q, q, q, None, is_causal=True, num_items_in_batch=torch.ones(())
+    )
     assert out.shape == (1, 4, 2, 8)
 
 

@@ -1,6 +1,9 @@
 """The tuner without a GPU: its gates, its preferences and the tables that it writes."""
 
 import json
+import os
+import subprocess
+import sys
 from importlib.resources import files
 
 import pytest
@@ -45,8 +48,9 @@ def test_tile_that_fails_a_gate_is_not_selected(fault):
     assert tune.best(*ENTRY, 90, lambda job: None, tune.cost) is None
 
 
-def test_entry_without_a_valid_tile_is_unchanged():
+def test_entry_without_a_valid_tile_is_unchanged(capsys):
     table = tune.table(90, lambda job: None, tune.cost)
+    assert "tma half dq 64 has no valid tile and is unchanged" in capsys.readouterr().err
     text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
     assert json.loads(tune.written(table)) == json.loads(text)
 
@@ -62,18 +66,17 @@ def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
 
 
 @pytest.mark.exhaustive
-def test_tuner_finds_a_valid_tile_with_the_real_compiler(tmp_path):
-    """All candidates of one entry are compiled in a process that does not interpret."""
-    import os
-    import subprocess
-    import sys
+@pytest.mark.parametrize("entry", ["tma half forward 256", "tma half dq 256"])
+def test_tuner_regenerates_a_sample_of_the_table_with_the_real_compiler(entry, tmp_path):
+    """All candidates of the entry are compiled in a process that does not interpret.
 
+    The whole table takes thousands of compilations, which is hours: see the README.
+    """
     out = tmp_path / "table.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, tune.__file__, "90", "--only", "tma half dq 64", "--out", str(out)]
-    subprocess.run(command, env=environment, check=True)
-    chosen = json.loads(out.read_text())["tma half dq"]["tiles"]["64"]
-    assert tuple(chosen[:2]) in {
-        tile[:2] for tile in tune.candidates(("tma", "half", "dq"), 64, 90)
-    }
+    command = [sys.executable, tune.__file__, "90", "--only", entry, "--default", "--out", str(out)]
+    done = subprocess.run(command, env=environment, check=True, stderr=subprocess.PIPE, text=True)
+    assert "unchanged" not in done.stderr
+    shipped = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
+    assert out.read_text() == shipped

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,8 @@ FLOPS = {90: 4096, 80: 2048}
 EXPONENTIALS = 16
 BYTES = 32
 REGISTERS = 65536
+#: The maximum number of registers per thread for tiles that would spill at fewer.
+ALL_REGISTERS = 255
 #: Upper bounds of the bytes that a tile spills and of the FLOPs that it issues per needed FLOP.
 FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
 
@@ -50,7 +53,7 @@ def options(path, rich):
 
 def candidates(key, block_d, arch):
     """Yield the tiles whose buffers fit and whose products no warpgroup repeats."""
-    _, kind, kernel = key
+    path, kind, kernel = key
     element_bytes = 2 if kind == "half" else 4
     sides = (16, 32, 64, 128)
     for m, n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
@@ -60,10 +63,11 @@ def candidates(key, block_d, arch):
             continue
         # A thread has 255 registers for its float32 sums and scores.
         rows, sums = first, 2 if kernel == "dkdv" else 1
-        if (sums * rows * block_d + m * n) / (32 * warps) > 255:
+        if (sums * rows * block_d + m * n) / (32 * warps) > ALL_REGISTERS:
             continue
         if configs.buffers(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
-            yield (m, n, warps, stages)
+            is_float32 = path == "pointers" and kind != "half"
+            yield (m, n, warps, stages, *([ALL_REGISTERS] if is_float32 else []))
 
 
 def passes(result):
@@ -156,7 +160,7 @@ def best(key, block_d, rich, arch, compiled, speed):
         jobs = [
             job
             for option in options(path, rich)
-            for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
+            for job in shipped.jobs(key, block_d, tile, option)
             if job["arch"] == arch and job["kernel"] == kernel
         ]
         results = [compiled(job) for job in jobs]
@@ -173,7 +177,10 @@ def table(arch, compiled, speed, wanted=lambda entry: True):
         if rich:
             tile = configs.RICH.get(key, {}).get(block_d, tile)
         if wanted((key, block_d, rich)):
-            tile = best(key, block_d, rich, arch, compiled, speed) or tile
+            chosen = best(key, block_d, rich, arch, compiled, speed)
+            if chosen is None:
+                print(*key, block_d, "has no valid tile and is unchanged", file=sys.stderr)
+            tile = chosen or tile
         entry = choices.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
         if not rich and tile:
             entry["tiles"][str(block_d)] = tile
@@ -205,20 +212,22 @@ def main(argv=None):
     parser.add_argument("arch", type=int, choices=sorted(PATHS))
     parser.add_argument("--measure", action="store_true", help="take times on this machine's GPU")
     parser.add_argument("--only", default="", help="entries whose key has this in it")
+    parser.add_argument("--default", action="store_true", help="only tiles for default options")
     parser.add_argument("--jobs", type=int, help="compilers at a time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
 
     def wanted(entry):
-        key, block_d, _ = entry
-        return arguments.only in " ".join((*key, str(block_d)))
+        key, block_d, rich = entry
+        is_named = arguments.only in " ".join((*key, str(block_d)))
+        return is_named and not (rich and arguments.default)
 
     jobs = [
         job
         for key, block_d, rich in filter(wanted, entries(arguments.arch))
         for tile in candidates(key, block_d, arguments.arch)
         for option in options(key[0], rich)
-        for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
+        for job in shipped.jobs(key, block_d, tile, option)
         if job["arch"] == arguments.arch
     ]
     names = [json.dumps(job) for job in jobs]

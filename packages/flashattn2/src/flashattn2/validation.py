@@ -61,11 +61,7 @@ def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
             f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
             f"{tuple(cu.shape)}"
         )
-    if cu.device != q.device:
-        raise ValueError(
-            f"expected {name} on the device of q, {q.device}, got {cu.device}; "
-            f"pass {name}.to(q.device)"
-        )
+    check_device(name, cu, q)
 
 
 def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
@@ -94,11 +90,7 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
             f"expected sinks to have one floating-point number for each of the {heads} query "
             f"heads, got {sinks.dtype} of shape {tuple(sinks.shape)}"
         )
-    if sinks.device != q.device:
-        raise ValueError(
-            f"expected sinks on the device of q, {q.device}, got {sinks.device}; "
-            "pass sinks.to(q.device)"
-        )
+    check_device("sinks", sinks, q)
     if has_readable_values(sinks) and sinks.isinf().any():
         raise ValueError(
             f"expected finite sinks, got {sinks.tolist()}; a head without a sink has a large "
@@ -128,6 +120,15 @@ def check_tensors(**tensors: Tensor) -> None:
                 "to_dense(), or pass nested sequences to flash_attention_varlen with their offsets "
                 "as cu_seqlens"
             )
+
+
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `x` is on the device of q."""
+    if x.device != q.device:
+        raise ValueError(
+            f"expected {name} on the device of q, {q.device}, got {x.device}; "
+            f"pass {name}.to(q.device)"
+        )
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

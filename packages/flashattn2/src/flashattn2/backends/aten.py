@@ -2,9 +2,7 @@
 
 `torch.nn.functional.scaled_dot_product_attention` on a CPU calls the same operator.  In float16 the
 operator rounds sums of gradients between its tiles, and it is several times slower than in float32
-on CPUs without float16 arithmetic, so float16 inputs are converted to float32.  In bfloat16 the
-operator raises an error on a CPU with AMX if `ATEN_CPU_CAPABILITY` excludes AVX-512; then bfloat16
-inputs are converted too.
+on CPUs without float16 arithmetic, so float16 inputs are converted to float32.
 """
 
 import torch
@@ -17,11 +15,6 @@ from flashattn2.spec import UNBOUNDED, AttentionSpec
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
 _kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: True if the operator would use AMX for bfloat16, but torch's CPU capability excludes the AVX-512
-#: code that packs its tiles.
-_cannot_pack_bfloat16 = torch.cpu._is_amx_tile_supported() and (
-    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-)
 #: Number of float32 values in the widest vector register that torch uses.  See Note [Lost NaN].
 VECTOR = 16
 
@@ -57,14 +50,9 @@ def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = Fals
     return None
 
 
-def is_converted(dtype: torch.dtype) -> bool:
-    """Return True if inputs of this dtype are converted to float32."""
-    return dtype == torch.float16 or (dtype == torch.bfloat16 and _cannot_pack_bfloat16)
-
-
 def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
     """Return True if one call of the kernel computes the result, given contiguous rows."""
-    return not is_converted(q.dtype) and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
+    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -79,9 +67,9 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of an input that the kernel supports."""
-    if is_converted(q.dtype):
+    if q.dtype == torch.float16:
         out, lse = forward(q.float(), k.float(), v.float(), scale, causal)
-        return out.to(q.dtype), lse
+        return out.half(), lse
     dim = v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = _rows_contiguous(q, k, v)
@@ -153,11 +141,10 @@ def _kernel_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by the kernel."""
-    if is_converted(q.dtype):
-        dtype = q.dtype
+    if q.dtype == torch.float16:
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
         dq, dk, dv = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return dq.half(), dk.half(), dv.half()
     dim, v_dim = q.shape[-1], v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
         q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)

@@ -1,4 +1,4 @@
-"""The cases: `flash` (batch 1), `train` (a full GPU), `packed`, `decode` and `naive_memory`.
+"""The cases: `flash` (batch 1), `train` (a full GPU), `packed` and `decode`.
 
 The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
 causal, and 2.5 times that backward.
@@ -15,26 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
-from flashattn2.bench.implementations import Attention, causal, fused_kernels, naive
+from flashattn2.bench.implementations import Attention, causal, fused_kernels
 from flashattn2.bench.measure import (
     elapsed_ms,
     graph_ms,
     peak_extra_bytes,
     processor,
-    saved_bytes,
     time_ms,
 )
-from flashattn2.bench.rounds import OUT_OF_MEMORY, Rate, Row, attempt, time_rows
+from flashattn2.bench.rounds import Rate, Row, attempt, time_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 
 DEVICES = ("cpu", "cuda")
-CASES = ("flash", "train", "packed", "decode", "naive_memory")
 PASSES = ("forward", "backward", "both")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Return the rows of every case; the first row describes the machine."""
-    return list(measured_rows(device, quick, CASES))
+    return list(measured_rows(device, quick, tuple(CASES)))
 
 
 def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
@@ -45,16 +43,9 @@ def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Ro
             "would be timed without waiting for their kernels"
         )
     torch.manual_seed(0)
-    run = {
-        "flash": flash,
-        "train": train,
-        "packed": packed,
-        "decode": decode,
-        "naive_memory": naive_memory,
-    }
     yield machine(device)
     for case in cases:
-        yield from run[case](device, quick)
+        yield from CASES[case](device, quick)
 
 
 def machine(device: str) -> Row:
@@ -85,28 +76,28 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
     else:
         grid = itertools.product([torch.float32, torch.bfloat16], [16, 64], [128, 1024, 4096])
     for dtype, dim, seq in grid:
-        every = causal(device, quick)
-        yield from compare("flash", every, (1, 1, seq, dim), dtype, device, quick)
+        attentions = causal(device, quick)
+        yield from compare("flash", attentions, (1, 1, seq, dim), dtype, device, quick)
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for a batch and heads that fill the GPU: 16384 tokens of width 2048."""
     if device != "cuda":
-        every = causal(device, quick)
-        yield from compare("train", every, (2, 4, 512, 64), torch.float32, device, quick)
+        attentions = causal(device, quick)
+        yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)
         return
     seqs = (512,) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     for dim, is_causal, seq in itertools.product(
         (64,) if quick else (64, 128), (True, False), seqs
     ):
         shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
-        every = fused_kernels(is_causal)
-        yield from compare("train", every, shape, torch.bfloat16, device, quick, is_causal)
+        attentions = fused_kernels(is_causal)
+        yield from compare("train", attentions, shape, torch.bfloat16, device, quick, is_causal)
 
 
 def compare(
     case: str,
-    every: dict[str, Attention],
+    attentions: dict[str, Attention],
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     device: str,
@@ -116,7 +107,7 @@ def compare(
     """Yield the rows of all implementations of one shape, and the peak memory of both passes."""
     batch, heads, seq, dim = shape
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    head: Row = {
+    labels: Row = {
         "case": case,
         "dtype": str(dtype).removeprefix("torch."),
         "batch": batch,
@@ -125,7 +116,7 @@ def compare(
         "dim": dim,
         "causal": str(is_causal).lower(),
     }
-    prepared, failures = prepare_passes(every, (q, k, v), grad)
+    prepared, failures = prepare_passes(attentions, (q, k, v), grad)
     both = {name: runs["both"] for name, runs in prepared.items()}
     peaks = {name: peak_extra_bytes(run, device) / 2**20 for name, run in both.items()}
     # On a GPU, each time is already a median of many runs.
@@ -134,12 +125,12 @@ def compare(
         rate = Rate("tflops", flops(shape, which, is_causal) / 1e9)
         runs = {name: passes[which] for name, passes in prepared.items()}
         timer = functools.partial(time_ms, device=device)
-        for row in time_rows({**head, "pass": which}, runs, failures, rate, rounds, timer):
+        for row in time_rows({**labels, "pass": which}, runs, failures, rate, rounds, timer):
             yield {**row, "peak_mib": peaks.get(str(row["impl"]), row["time_ms"])}
 
 
 def prepare_passes(
-    every: dict[str, Attention], inputs: tuple[Tensor, ...], grad: Tensor
+    attentions: dict[str, Attention], inputs: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[dict[str, dict[str, Callable[[], Any]]], dict[str, str]]:
     """Return the passes of each implementation after one run of each, and the failures."""
     leaves = tuple(x.requires_grad_() for x in inputs)
@@ -160,7 +151,7 @@ def prepare_passes(
             run()
         return passes
 
-    return attempt({name: functools.partial(prepare, f) for name, f in every.items()})
+    return attempt({name: functools.partial(prepare, f) for name, f in attentions.items()})
 
 
 def packed(device: str, quick: bool) -> Iterator[Row]:
@@ -176,7 +167,7 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
     lengths = [*(16 * [128]), *(8 * [512]), *(3 * [2048]), 4096]
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     tokens, longest = sum(lengths), max(lengths)
-    every: dict[str, Attention] = {
+    attentions: dict[str, Attention] = {
         "ours": lambda q, k, v: flash_attention_varlen(q, k, v, cu, cu, is_causal=True),
         "varlen_attn": lambda q, k, v: varlen_attn(
             q, k, v, cu, cu, longest, longest, window_size=(-1, 0)
@@ -187,13 +178,13 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
         q, k, v, grad = (
             torch.randn(tokens, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
         )
-        prepared, failures = prepare_passes(every, (q, k, v), grad)
+        prepared, failures = prepare_passes(attentions, (q, k, v), grad)
         for which in PASSES:
             work = sum(flops((1, heads, n, dim), which) for n in lengths)
-            head: Row = {"case": "packed", "dim": dim, "pass": which}
+            labels: Row = {"case": "packed", "dim": dim, "pass": which}
             runs = {name: passes[which] for name, passes in prepared.items()}
             timer = functools.partial(time_ms, device=device)
-            yield from time_rows(head, runs, failures, Rate("tflops", work / 1e9), 3, timer)
+            yield from time_rows(labels, runs, failures, Rate("tflops", work / 1e9), 3, timer)
 
 
 def decode(device: str, quick: bool) -> Iterator[Row]:
@@ -221,7 +212,7 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
         }
         results, failures = attempt(runs)
         runs = {name: runs[name] for name in results}
-        head: Row = {
+        labels: Row = {
             "case": "decode",
             "dtype": str(dtype).removeprefix("torch."),
             "batch": batch,
@@ -232,11 +223,11 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
         }
         rate = Rate("gbps", 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize / 1e6)
         if device == "cpu":
-            yield from time_rows(head, runs, failures, rate, 31, _decoding_ms)
+            yield from time_rows(labels, runs, failures, rate, 31, _decoding_ms)
             continue
         timer = functools.partial(time_ms, device=device)
-        yield from time_rows(head, runs, failures, rate, 9, timer)
-        for row in time_rows(head, runs, {}, rate, 3, graph_ms):
+        yield from time_rows(labels, runs, failures, rate, 9, timer)
+        for row in time_rows(labels, runs, {}, rate, 3, graph_ms):
             yield {**row, "impl": f"{row['impl']}, CUDA graph"}
 
 
@@ -253,32 +244,5 @@ def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) 
     return F.scaled_dot_product_attention(q, *filled, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def naive_memory(device: str, quick: bool) -> Iterator[Row]:
-    """Yield time and saved memory of attention by its definition, for batch 8 and one head."""
-    dims = (64,) if quick else (16, 32, 64, 128)
-    seqs = [256, 512] if quick else [256, 1024, 4096, 8192, 16384]
-    # Without a GPU, the scores of more tokens may not fit into the machine's memory.
-    seqs = [seq for seq in seqs if device == "cuda" or seq <= 4096]
-    repeats = 3 if quick or device == "cpu" else 100
-    for dim, seq in itertools.product(dims, seqs):
-        row: Row = {"case": "naive_memory", "batch": 8, "dim": dim, "seq": seq, "passes": repeats}
-        # Autograd saves q, k, v, the output, and P, which softmax and the next product share.
-        predicted = 4 * (8 * seq * seq + 4 * 8 * seq * dim)
-        row["predicted_mib"] = predicted / 2**20
-        try:
-            q, k, v = (torch.randn(8, 1, seq, dim, device=device) for _ in range(3))
-            for x in (q, k, v):
-                x.requires_grad_()
-            forward = functools.partial(naive, q, k, v)
-            row["held_mib"] = saved_bytes(forward) / 2**20
-            row["forward_ms"] = elapsed_ms(forward, repeats, device)
-            both = elapsed_ms(functools.partial(_forward_and_backward, q, k, v), repeats, device)
-            row["backward_ms"] = max(0.0, both - float(row["forward_ms"]))
-        except torch.OutOfMemoryError:
-            row.update(dict.fromkeys(("held_mib", "forward_ms", "backward_ms"), OUT_OF_MEMORY))
-        yield row
-
-
-def _forward_and_backward(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Run one forward and backward pass of `naive`."""
-    torch.autograd.grad(naive(q, k, v).sum(), (q, k, v))
+#: The function of each case.
+CASES = {"flash": flash, "train": train, "packed": packed, "decode": decode}

@@ -18,20 +18,17 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 @functools.cache
 def causal(device: str, quick: bool) -> dict[str, Attention]:
     """Return the available implementations of causal attention, ours first."""
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attention_reference(q, k, v, is_causal=True)
-
-    every: dict[str, Attention] = {
+    plain = functools.partial(attention_reference, is_causal=True)
+    attentions: dict[str, Attention] = {
         "ours": functools.partial(flash_attention, is_causal=True),
         "tiled": functools.partial(flash_attention, is_causal=True, backend="torch"),
         "plain": plain,
     }
     if not quick:
-        every["compiled"] = torch.compile(plain)
+        attentions["compiled"] = torch.compile(plain)
     if device == "cpu":
-        return {**every, "sdpa": sdpa(True, SDPBackend.FLASH_ATTENTION)}
-    return {**every, **fused_kernels(True)}
+        return {**attentions, "sdpa": sdpa(True, SDPBackend.FLASH_ATTENTION)}
+    return {**attentions, **fused_kernels(True)}
 
 
 def fused_kernels(is_causal: bool) -> dict[str, Attention]:
@@ -54,9 +51,3 @@ def sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
     return run
-
-
-def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention from its definition."""
-    p: Tensor = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1)
-    return p @ v

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def time_ms(run: Callable[[], Any], device: str) -> float:
@@ -56,19 +55,6 @@ def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
         e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"
     ]
     return max(0, *itertools.accumulate(changes, initial=0))
-
-
-def saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Return the bytes of the output and of the storages that autograd saves."""
-    storages: dict[int, int] = {}
-
-    def record(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
-        record(run().detach())
-    return sum(storages.values())
 
 
 def processor() -> str:

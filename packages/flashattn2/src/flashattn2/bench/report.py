@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=cases.__doc__)
     parser.add_argument("--device", default="cpu", choices=cases.DEVICES)
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
-    parser.add_argument("--cases", nargs="+", default=cases.CASES, choices=cases.CASES)
+    parser.add_argument("--cases", nargs="+", default=list(cases.CASES), choices=cases.CASES)
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
     arguments = parser.parse_args(argv)
     rows = []

@@ -42,7 +42,7 @@ def attempt(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any],
 
 
 def time_rows(
-    head: Row,
+    labels: Row,
     runs: Mapping[str, Callable[[], Any]],
     failures: Mapping[str, str],
     rate: Rate,
@@ -61,6 +61,6 @@ def time_rows(
             ratios = (t / r for t, r in zip(milliseconds, times["ours"], strict=True))
             ratio = statistics.median(ratios)
         figures = {"time_ms": median, rate.name: rate.work / median, "ratio_p50": ratio}
-        yield {**head, "impl": name, **figures}
+        yield {**labels, "impl": name, **figures}
     for name, reason in failures.items():
-        yield {**head, "impl": name, **dict.fromkeys(("time_ms", rate.name, "ratio_p50"), reason)}
+        yield {**labels, "impl": name, **dict.fromkeys(("time_ms", rate.name, "ratio_p50"), reason)}

@@ -1,5 +1,8 @@
 """The backward pass for Hopper with one loading warp and eight computing warps.
 
+Status: experimental.  It ran on the same GPUs as the kernel of `forward.py`, and its functions were
+shortened afterwards in the same way: see the status there.
+
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
 keys, A, B = K, V and X, Y = Q, dO, five products compute the gradients.  S and P are then
 transposed, [keys, queries], so that P and dS are left operands in registers of the products for dV
@@ -86,7 +89,7 @@ def backward_kernel(
     Grid: (resident tiles · batch · heads of the resident tensor).
     """
     # With a causal mask, the tile that sees or is seen by the most rows starts first.
-    tile, batch, head, line, _ = program(tiles, heads, not BY_KEY)
+    tile, batch, head, batch_head, _ = program(tiles, heads, not BY_KEY)
     first = tile * RESIDENT
     if BY_KEY:
         lo, all_lo, all_hi, hi = query_ranges(
@@ -95,7 +98,7 @@ def backward_kernel(
         # The query heads of this key head are streamed one after another.
         members = group
         streamed_head = head * group
-        line = line * group
+        batch_head = batch_head * group
     else:
         lo, all_lo, all_hi, hi = key_ranges(
             first, gl.minimum(first + RESIDENT, seq_q) - 1, seq_q, seq_k, left, right, 0, ROWS,
@@ -141,7 +144,7 @@ def backward_kernel(
         [
             (consumer, (to_dq, to_da, to_db, scale, outer, memory, barriers, location, loop, band,
                         D, RESIDENT, ROWS, STAGES, LEFT, RIGHT, BY_KEY, ATOMIC)),
-            (producer, (a, b, x, y, lse, delta, memory, barriers, location, loop, line,
+            (producer, (a, b, x, y, lse, delta, memory, barriers, location, loop, batch_head,
                         ROWS, STAGES, BY_KEY)),
         ],
         [1],
@@ -151,44 +154,44 @@ def backward_kernel(
 
 @gluon.jit
 def producer(
-    a, b, x, y, lse, delta, memory, barriers, location, loop, line,
+    a, b, x, y, lse, delta, memory, barriers, location, loop, batch_head,
     ROWS: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Load the resident tiles, then each streamed tile as soon as its stage is free.
 
-    Runs in one warp.
+    One warp executes this function.
     """
     a_tile, b_tile, x_tiles, y_tiles, lse_rows, delta_rows, _ = memory
     resident_ready, x_ready, y_ready, free = barriers
     batch, head, first, members, streamed_head = location
     start, count, _, _ = loop
     # Each tile of queries is loaded with its log-sum-exps and D.
-    more: gl.constexpr = lse.block_type.nbytes if BY_KEY else 0
+    statistic_bytes: gl.constexpr = lse.block_type.nbytes if BY_KEY else 0
     mbarrier.expect(
         resident_ready, 2 * a.block_type.nbytes + (0 if BY_KEY else 2 * lse.block_type.nbytes)
     )
     load_tile(a, [batch, head, first, 0], resident_ready, a_tile)
     load_tile(b, [batch, head, first, 0], resident_ready, b_tile)
     if not BY_KEY:
-        load_tile(lse, [line, first], resident_ready, lse_rows.index(0))
-        load_tile(delta, [line, first], resident_ready, delta_rows.index(0))
+        load_tile(lse, [batch_head, first], resident_ready, lse_rows.index(0))
+        load_tile(delta, [batch_head, first], resident_ready, delta_rows.index(0))
     for j in range(members * count):
         stage, phase = j % STAGES, (j // STAGES) & 1
         member, row = j // count, start + j % count * ROWS
-        at = [batch, streamed_head + member, row, 0]
+        coordinates = [batch, streamed_head + member, row, 0]
         # Wait for the opposite parity, so that the first tile of each stage is loaded without
         # waiting.
         mbarrier.wait(free.index(stage), phase ^ 1)
         ready = x_ready.index(stage)
-        mbarrier.expect(ready, x.block_type.nbytes + more)
-        load_tile(x, at, ready, x_tiles.index(stage))
+        mbarrier.expect(ready, x.block_type.nbytes + statistic_bytes)
+        load_tile(x, coordinates, ready, x_tiles.index(stage))
         if BY_KEY:
-            load_tile(lse, [line + member, row], ready, lse_rows.index(stage))
+            load_tile(lse, [batch_head + member, row], ready, lse_rows.index(stage))
         ready = y_ready.index(stage)
-        mbarrier.expect(ready, x.block_type.nbytes + more)
-        load_tile(y, at, ready, y_tiles.index(stage))
+        mbarrier.expect(ready, x.block_type.nbytes + statistic_bytes)
+        load_tile(y, coordinates, ready, y_tiles.index(stage))
         if BY_KEY:
-            load_tile(delta, [line + member, row], ready, delta_rows.index(stage))
+            load_tile(delta, [batch_head + member, row], ready, delta_rows.index(stage))
 
 
 @gluon.jit
@@ -197,25 +200,29 @@ def consumer(
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the resident tiles over all streamed tiles.  Runs in eight warps."""
+    """Compute the gradients of the resident tiles over all streamed tiles.
+
+    Eight warps execute this function.
+    """
     a_tile, b_tile, _, _, _, _, _ = memory
     batch, head, first, members, streamed_head = location
     start, count, near, far = loop
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     da = gl.full([RESIDENT, D], 0.0, gl.float32, layout)  # [RESIDENT, D]
     db = gl.full([RESIDENT, D], 0.0, gl.float32, layout)  # [RESIDENT, D]
-    room = (0, 0)
+    dq_memory = (0, 0)
     if ATOMIC:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         ds_tile = gl.allocate_shared_memory(a_tile.dtype, [RESIDENT, ROWS], ds_layout)
-        room = (ds_tile, gl.allocate_shared_memory(gl.float32, [1, 1, ROWS, D], to_dq.layout))
+        dq_tile = gl.allocate_shared_memory(gl.float32, [1, 1, ROWS, D], to_dq.layout)
+        dq_memory = (ds_tile, dq_tile)
     mbarrier.wait(barriers[0], 0)
     for member in range(members):
         for i in range(count):
-            at = (batch, streamed_head + member, start + i * ROWS, first)
+            coordinates = (batch, streamed_head + member, start + i * ROWS, first)
             da, db = step(
-                member * count + i, da, db, to_dq, outer, memory, barriers, room, at, band,
-                (i < near) | (i >= far),
+                member * count + i, da, db, to_dq, outer, memory, barriers, dq_memory, coordinates,
+                band, (i < near) | (i >= far),
                 D, RESIDENT, ROWS, STAGES, LEFT, RIGHT, BY_KEY, ATOMIC,
             )  # fmt: skip
     # A and B are no longer needed: the gradients are stored through their shared memory, and TMA
@@ -232,20 +239,20 @@ def consumer(
 
 @gluon.jit
 def step(
-    j, da, db, to_dq, outer, memory, barriers, room, at, band, masked,
+    j, da, db, to_dq, outer, memory, barriers, dq_memory, coordinates, band, masked,
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one streamed tile to dA, dB and, with ATOMIC, dQ."""
     a_tile, b_tile, x_tiles, y_tiles, lse_rows, delta_rows, numbers = memory
     _, x_ready, y_ready, free = barriers
-    batch, head, row, first = at
+    batch, head, row, first = coordinates
     stage, phase = j % STAGES, (j // STAGES) & 1
     # Each warpgroup has 64 of the resident rows.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    lines: gl.constexpr = gl.SliceLayout(1, s_layout)
+    column_slice: gl.constexpr = gl.SliceLayout(0, s_layout)
+    row_slice: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.full([RESIDENT, ROWS], 0.0, gl.float32, s_layout)
     a_tile = a_tile.reshape([RESIDENT, D])  # [RESIDENT, D]
     b_tile = b_tile.reshape([RESIDENT, D])  # [RESIDENT, D]
@@ -258,15 +265,17 @@ def step(
     dp = warpgroup_mma(b_tile, y_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     # All products except for the last issued one have finished.
     s = warpgroup_mma_wait(1, deps=(s,))  # [RESIDENT, ROWS]
-    lse = load_statistic(lse_rows, stage, RESIDENT, ROWS, lines, columns, BY_KEY)
+    lse = load_statistic(lse_rows, stage, RESIDENT, ROWS, row_slice, column_slice, BY_KEY)
     p = gl.exp2(s * outer - lse)
     if masked:
-        p = mask(p, row, first, numbers, band, RESIDENT, lines, columns, LEFT, RIGHT, BY_KEY)
+        p = mask(
+            p, row, first, numbers, band, RESIDENT, row_slice, column_slice, LEFT, RIGHT, BY_KEY
+        )
     dp = warpgroup_mma_wait(0, deps=(dp,))  # [RESIDENT, ROWS]
-    delta = load_statistic(delta_rows, stage, RESIDENT, ROWS, lines, columns, BY_KEY)
+    delta = load_statistic(delta_rows, stage, RESIDENT, ROWS, row_slice, column_slice, BY_KEY)
     ds = (p * (dp - delta)).to(a_tile.dtype)
     if ATOMIC:
-        room[0].store(ds)
+        dq_memory[0].store(ds)
         fence_async_shared()
     # Convert an accumulator's layout to a left operand's: the same registers, two numbers in each.
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
@@ -279,15 +288,16 @@ def step(
             [3, 0], [4, 2] if ROWS == 64 else [8, 1], [16, 64, 16]
         )
         part = gl.full([ROWS, D], 0.0, gl.float32, q_layout)  # [ROWS, D]
-        part = warpgroup_mma(room[0].permute((1, 0)), a_tile, part, use_acc=False, is_async=True)
+        ds_tile = dq_memory[0].permute((1, 0))
+        part = warpgroup_mma(ds_tile, a_tile, part, use_acc=False, is_async=True)
     da = warpgroup_mma(ds, x_tile, da, is_async=True)
     if ATOMIC:
         db, part = warpgroup_mma_wait(1, deps=(db, part))
         # Wait until TMA has read the previous part.
         tma.store_wait(0)
-        room[1].reshape([ROWS, D]).store(part)
+        dq_memory[1].reshape([ROWS, D]).store(part)
         fence_async_shared()
-        add_tile(to_dq, [batch, head, row, 0], room[1])
+        add_tile(to_dq, [batch, head, row, 0], dq_memory[1])
     da, db = warpgroup_mma_wait(0, deps=(da, db))
     mbarrier.arrive(free.index(stage), count=1)
     return da, db
@@ -296,26 +306,26 @@ def step(
 @gluon.jit
 def load_statistic(
     buffers, stage, RESIDENT: gl.constexpr, ROWS: gl.constexpr,
-    lines: gl.constexpr, columns: gl.constexpr, BY_KEY: gl.constexpr,
+    row_slice: gl.constexpr, column_slice: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Load the log-sum-exps or D of the queries, broadcast to the tile of scores."""
     if BY_KEY:
-        values = buffers.index(stage).reshape([ROWS]).load(columns)[None, :]  # [1, ROWS]
+        values = buffers.index(stage).reshape([ROWS]).load(column_slice)[None, :]  # [1, ROWS]
     else:
-        values = buffers.index(0).reshape([RESIDENT]).load(lines)[:, None]  # [RESIDENT, 1]
+        values = buffers.index(0).reshape([RESIDENT]).load(row_slice)[:, None]  # [RESIDENT, 1]
     return values
 
 
 @gluon.jit
 def mask(
     p, row, first, numbers, band, RESIDENT: gl.constexpr,
-    lines: gl.constexpr, columns: gl.constexpr,
+    row_slice: gl.constexpr, column_slice: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Set P to zero where the query does not see the key."""
     seq_q, seq_k, left, right = band
-    resident = first + gl.arange(0, RESIDENT, lines)[:, None]  # [RESIDENT, 1]
-    streamed = row + numbers.load(columns)[None, :]  # [1, ROWS]
+    resident = first + gl.arange(0, RESIDENT, row_slice)[:, None]  # [RESIDENT, 1]
+    streamed = row + numbers.load(column_slice)[None, :]  # [1, ROWS]
     if BY_KEY:
         visible = is_visible(streamed + seq_k - seq_q, resident, seq_k, left, right, LEFT, RIGHT)
     else:
@@ -367,11 +377,11 @@ def backward(
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor for `rows` numbers of one line."""
+    """Return a TMA descriptor for `rows` numbers of one head."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], row_layout())
 
 
 @functools.cache
 def row_layout() -> gl.NVMMASharedLayout:
-    """Return the layout of the numbers of one line in shared memory."""
+    """Return the layout of the numbers of one head in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -1,5 +1,10 @@
 """The forward pass for Hopper with one loading warp and two or three groups of computing warps.
 
+Status: experimental.  The kernel was measured on an H100 and passed the GPU tests on an H200, with
+torch 2.11 and Triton 3.6.  Afterwards, functions of `kernels.tiles` that it calls were shortened.
+Since then, the kernel was compiled for sm_90 and its lines were executed in Python, but it did not
+run on a GPU.  With Triton 3.9 it never ran on one.
+
 One warp, the producer, issues TMA loads of key and value tiles.  Warpgroups of four warps, the
 consumers, compute 64 queries each.  Products run asynchronously: a consumer issues the next
 S = Q Kᵀ and then O += P V of the previous tile, and computes the softmax of that S while the second
@@ -92,7 +97,7 @@ def forward_kernel(
 
     The tiles of the descriptors are [1, 1, ROWS or KEYS, D].
     """
-    tile, batch, head, line, _ = program(tiles, heads, True)
+    tile, batch, head, batch_head, _ = program(tiles, heads, True)
     first = tile * CONSUMERS * ROWS
     last = gl.minimum(first + CONSUMERS * ROWS, seq_q) - 1
     lo, _, _, hi = key_ranges(first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1)
@@ -121,16 +126,16 @@ def forward_kernel(
 
     memory = (q_tiles, k_tiles, v_tiles)
     barriers = (q_ready, k_ready, k_free, v_ready, v_free)
-    location = (batch, head, line, first)
+    location = (batch, head, batch_head, first)
     band = (seq_q, seq_k, left, right)
-    inputs = (q, k, v, memory, barriers, location, head // group, start, count)
-    work = (out, lse, outer, memory, barriers, location, start, count, band)
+    loads = (q, k, v, memory, barriers, location, head // group, start, count)
+    inputs = (out, lse, outer, memory, barriers, location, start, count, band)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (work, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-                (consumer, (work, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-                (producer, (inputs, CONSUMERS, ROWS, KEYS, STAGES)),
+                (consumer, (inputs, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (inputs, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (producer, (loads, CONSUMERS, ROWS, KEYS, STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -138,10 +143,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-                (consumer, (work, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-                (consumer, (work, 2, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-                (producer, (inputs, CONSUMERS, ROWS, KEYS, STAGES)),
+                (consumer, (inputs, 0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (inputs, 1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (consumer, (inputs, 2, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
+                (producer, (loads, CONSUMERS, ROWS, KEYS, STAGES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -150,17 +155,20 @@ def forward_kernel(
 
 @gluon.jit
 def producer(
-    inputs, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
+    loads, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Load Q, then K and V of each tile as soon as its stage is free.  Runs in one warp."""
-    q, k, v, memory, barriers, location, kv_head, start, count = inputs
+    """Load Q, then K and V of each tile as soon as its stage is free.
+
+    One warp executes this function.
+    """
+    q, k, v, memory, barriers, location, kv_head, start, count = loads
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
     batch, head, _, first = location
     # `expect` arrives at the barrier, and keeps the phase open until that many bytes have arrived.
     mbarrier.expect(q_ready, CONSUMERS * q.block_type.nbytes)
-    for which in gl.static_range(CONSUMERS):
-        load_tile(q, [batch, head, first + which * ROWS, 0], q_ready, q_tiles.index(which))
+    for index in gl.static_range(CONSUMERS):
+        load_tile(q, [batch, head, first + index * ROWS, 0], q_ready, q_tiles.index(index))
     for j in range(count):
         stage, phase = j % STAGES, (j // STAGES) & 1
         # Wait for the opposite parity: a wait for the phase before the first one returns at once,
@@ -179,15 +187,18 @@ def producer(
 
 @gluon.jit
 def consumer(
-    work, WHICH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    inputs, INDEX: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of ROWS queries over the tiles that they see.  Runs in four warps."""
-    out, lse, outer, memory, barriers, location, start, count, band = work
+    """Compute the output of ROWS queries over the tiles that they see.
+
+    Four warps execute this function.  The queries are the tile INDEX of the program's queries.
+    """
+    out, lse, outer, memory, barriers, location, start, count, band = inputs
     q_ready, k_ready, k_free, v_ready, v_free = barriers
-    batch, head, line, first = location
+    batch, head, batch_head, first = location
     seq_q, seq_k, left, right = band
-    row = first + WHICH * ROWS
+    row = first + INDEX * ROWS
     position = row + seq_k - seq_q
     last = gl.minimum(row + ROWS, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
@@ -218,7 +229,7 @@ def consumer(
         mbarrier.arrive(v_free.index(j), count=1)
 
     # For the first tile compute only S, because P of a previous tile does not exist.
-    q_memory = memory[0].index(WHICH)
+    q_memory = memory[0].index(INDEX)
     q_tile = q_memory.reshape([ROWS, D])  # [ROWS, D]
     k_tile = memory[1].index(begin).reshape([KEYS, D])  # [KEYS, D]
     mbarrier.wait(q_ready, 0)
@@ -259,9 +270,9 @@ def consumer(
     # A row that sees no key has a total of 0, output 0 and log-sum-exp -inf.
     total = gl.where(total == 0.0, 1.0, total)
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
-    lines = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    row_ids = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     sums = (maximum + gl.log2(total)) * 0.6931471805599453
-    gl.store(lse + gl.cast(line, gl.int64) * seq_q + lines, sums, mask=lines < seq_q)
+    gl.store(lse + gl.cast(batch_head, gl.int64) * seq_q + row_ids, sums, mask=row_ids < seq_q)
     # Q is no longer needed: O is stored through its shared memory, and TMA omits the rows after the
     # end of the sequence.
     q_tile.store(acc.to(q_tile.dtype))

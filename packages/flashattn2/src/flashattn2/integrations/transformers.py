@@ -97,19 +97,41 @@ def attention(
     # Under autocast, a norm of the queries may leave q, k and v in different dtypes.
     query, key, value = cast_for_autocast(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
-    mask = attention_mask
-    if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        left = None if sliding_window is None else sliding_window - 1
-        right = 0 if causal else left
-        out = flash_attention(query, key, value, window=(left, right), **options)
+    if attention_mask is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", None)
+        _check_missing_mask(module, query, key, is_causal, sliding_window)
+        out = flash_attention(query, key, value, is_causal=bool(is_causal), **options)
         return _rows_first(out), None
-    if not isinstance(mask, AttentionMask):
+    if not isinstance(attention_mask, AttentionMask):
         raise ValueError(
-            f"expected a mask made by flashattn2, got a tensor of shape {tuple(mask.shape)}; pass "
-            'padding as a mask of shape (batch, seq), or use attn_implementation="sdpa"'
+            "expected a mask made by flashattn2, got a tensor of shape "
+            f"{tuple(attention_mask.shape)}; pass padding as a mask of shape (batch, seq), or use "
+            'attn_implementation="sdpa"'
         )
-    return _attend(query, key, value, mask, position_ids, options)
+    return _attend(query, key, value, attention_mask, position_ids, options)
+
+
+def _check_missing_mask(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> None:
+    """Raise ValueError if a call without a mask does not define which keys the queries see.
+
+    For such a call, transformers' own attention functions disagree: "eager" shows every key, and
+    the other functions may apply the window, or a causal mask with either alignment.
+    """
+    seq_q, seq_k = query.shape[2], key.shape[2]
+    is_defined = seq_q == 1 or is_causal is False or (is_causal and seq_q == seq_k)
+    if not is_defined or sliding_window is not None:
+        raise ValueError(
+            f"expected a mask for {seq_q} queries and {seq_k} keys of {type(module).__name__} with "
+            f"is_causal {is_causal} and sliding_window {sliding_window}, got None, which does not "
+            'define the visible keys; pass a mask, or use attn_implementation="eager"'
+        )
 
 
 def _check_options(others: dict[str, Any]) -> None:

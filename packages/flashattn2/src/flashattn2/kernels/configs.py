@@ -24,7 +24,8 @@ class Tile:
     num_warps: int
     #: Stages of the pipeline of loads.
     num_stages: int
-    #: Maximum number of registers per thread; None lets ptxas choose.
+    #: Maximum number of registers per thread.  With None, ptxas stops many kernels at 80, 128 or
+    #: 168 registers to fit more programs on a processor, and spills a few bytes to do so.
     registers: int | None = None
 
     @property
@@ -40,9 +41,6 @@ class Tile:
         return options
 
 
-#: Maximum number of registers per thread.  By default ptxas stops many kernels at 80, 128 or 168 to
-#: fit more programs on a processor, and spills a few bytes to do so: see `find_sizes`.
-ALL_REGISTERS = 255
 Sizes = tuple[int, ...]
 Key = tuple[str, str, str]
 
@@ -104,13 +102,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
     sizes: Sizes | None = TILES.get(key, {}).get(block_d)
     if rich:
         sizes = RICH.get(key, {}).get(block_d, sizes)
-    return sizes and complete(key, sizes)
-
-
-def complete(key: Key, sizes: Sizes) -> Sizes:
-    """Allow all registers in the tables whose tiles would spill otherwise."""
-    path, kind, _ = key
-    return (*sizes, ALL_REGISTERS) if path == "pointers" and kind != "half" else sizes
+    return sizes
 
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:

@@ -122,15 +122,15 @@ def append_kernel(
     new, pages, page_size = sizes
     batch, row = tl.program_id(0) // new, tl.program_id(0) % new
     head = tl.cast(tl.program_id(1), tl.int64)
-    at = tl.load(lengths + batch) + row
+    position = tl.load(lengths + batch) + row
     entries = table_shape[1]
-    page, exists = batch, (at >= 0) & (at < page_size * tl.cast(entries, tl.int64))
+    page, exists = batch, (position >= 0) & (position < page_size * tl.cast(entries, tl.int64))
     if table is not None:
-        entry = tl.cast(batch, tl.int64) * entries + at // page_size
+        entry = tl.cast(batch, tl.int64) * entries + position // page_size
         page = tl.load(table + entry, exists, other=-1)
         exists = exists & (page >= 0) & (page < pages)
     source = (batch, head, row)
-    target = (page, head, at % page_size)
+    target = (page, head, position % page_size)
     _copy_row(k, k_strides, source, k_cache, k_cache_strides, target, exists, D, BLOCK_D)
     _copy_row(v, v_strides, source, v_cache, v_cache_strides, target, exists, DV, BLOCK_DV)
 
@@ -183,14 +183,14 @@ def decode_kernel(
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, group, pages, page_size, new = sizes
     _, _, _, left, right = spec
-    tile, batch, kv_head, at, num_lines = program(tiles, kv_heads, False)
+    tile, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, begin, _, count, _, sequence = locate_tile(
         tile, tiles, cuts, (rows, rows), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
-    part = split * (num_lines // kv_heads) + batch
+    part = split * (batch_heads // kv_heads) + batch
     q_tile = load_tile(
         q, q_strides, (batch, kv_head, begin, count), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
     )  # [M, D]
@@ -202,9 +202,9 @@ def decode_kernel(
     fits = (seq_k >= 0) & (seq_k <= capacity)
     invalid_sequence = tl.where(fits, 0.0, float("nan"))
     seq_k = tl.where(fits, seq_k, 0)
-    lines = first + tl.arange(0, meta.BLOCK_M)
+    row_ids = first + tl.arange(0, meta.BLOCK_M)
     shift = seq_k - count // group
-    positions = (lines // group + shift)[:, None]
+    positions = (row_ids // group + shift)[:, None]
     lo, hi = 0, seq_k
     if meta.LEFT:
         lo = tl.maximum(first // group + shift - left, 0) // meta.BLOCK_N * meta.BLOCK_N
@@ -222,12 +222,12 @@ def decode_kernel(
     total += invalid_sequence
     acc = acc / total[:, None]
     store_tile(out, out_strides, (part, kv_head, begin, count), first, acc, meta.DV)
-    line = (tl.cast(split, tl.int64) * num_lines + at) * rows + begin
+    lse_offset = (tl.cast(split, tl.int64) * batch_heads + batch_head) * rows + begin
     if meta.EXACT:
         sums = maximum + tl.log(total)
     else:
         sums = (maximum + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + line + lines, sums, mask=lines < count)
+    tl.store(lse + lse_offset + row_ids, sums, mask=row_ids < count)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def dkdv_kernel(
     tiles, kv_heads, group, rows, seq_k = sizes
     scale, _, _, left, right = spec
     # With a causal mask the first tiles are seen by the most queries; they start first.
-    tile, batch, kv_head, _, num_lines = program(tiles, kv_heads, False)
+    tile, batch, kv_head, _, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
@@ -58,17 +58,17 @@ def dkdv_kernel(
     )  # fmt: skip
     for member in range(group):
         head = kv_head * group + member
-        line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
+        row_offset = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
         # The regions before and after the queries that see all keys of the tile are masked.
         for region in tl.static_range(3 if meta.LEFT else 2):
             start, stop = select_region(lo, all_lo, all_hi, hi, region)
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides,
-                (batch, head, q_begin, seq_q), line, first,
+                (batch, head, q_begin, seq_q), row_offset, first,
                 start, stop,
                 seq_k, spec, meta, region != 1,
             )  # fmt: skip
-    part = split * (num_lines // kv_heads) + batch
+    part = split * (batch_heads // kv_heads) + batch
     keys = (part, kv_head, k_begin, seq_k)
     store_tile(dk, dk_strides, keys, first, dk_acc * scale, meta.D)
     store_tile(dv, dv_strides, keys, first, dv_acc, meta.DV)
@@ -76,7 +76,7 @@ def dkdv_kernel(
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides, sequence, line, first, lo, hi,
+    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides, sequence, row_offset, first, lo, hi,
     seq_k, spec, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
@@ -87,15 +87,16 @@ def _add_dkdv(
         q_tile = load_tile(
             q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
         )  # [M, D]
-        lines = start + tl.arange(0, meta.BLOCK_M)
-        row_lse, d, n = load_row_statistics(sums, line, lines, seq_q, meta.EXACT)  # [M] each
+        row_ids = start + tl.arange(0, meta.BLOCK_M)
+        # [M] each
+        row_lse, d, n = load_row_statistics(sums, row_offset, row_ids, seq_q, meta.EXACT)
         raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=meta.PRECISION)  # [N, M]
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
         p = exponential(raw * outer - row_lse[None, :], meta.EXACT)  # [N, M]
         if MASKED:
             keys = first + tl.arange(0, meta.BLOCK_N)[:, None]
-            positions = (lines + seq_k - seq_q)[None, :]
+            positions = (row_ids + seq_k - seq_q)[None, :]
             visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             p = tl.where(visible, p, 0.0)
         if meta.EXACT:

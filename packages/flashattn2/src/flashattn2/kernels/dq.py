@@ -30,7 +30,7 @@ def dq_kernel(
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     scale, _, _, left, right = spec
-    tile, batch, head, at, num_lines = program(tiles, heads, True)
+    tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
@@ -45,9 +45,9 @@ def dq_kernel(
     do_tile = load_tile(
         grad_out, grad_out_strides, queries, first, meta.BLOCK_M, meta.DV, meta.BLOCK_DV, meta.TMA
     )  # [M, DV]
-    line = tl.cast(at, tl.int64) * rows + q_begin
+    row_offset = tl.cast(batch_head, tl.int64) * rows + q_begin
     row_statistics = load_row_statistics(
-        sums, line, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
+        sums, row_offset, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
     )  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_D], 0.0, tl.float32)  # [M, D]
     last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
@@ -62,7 +62,7 @@ def dq_kernel(
             start, stop,
             first + seq_k - seq_q, spec, meta, region != 1,
         )  # fmt: skip
-    part = split * (num_lines // heads) + batch
+    part = split * (batch_heads // heads) + batch
     store_tile(dq, dq_strides, (part, head, q_begin, seq_q), first, acc * scale, meta.D)
 
 

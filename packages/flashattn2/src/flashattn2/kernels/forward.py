@@ -40,7 +40,7 @@ def forward_kernel(
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, _, _, left, right = spec
-    tile, batch, head, _, num_lines = program(tiles, heads, True)
+    tile, batch, head, _, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
@@ -72,16 +72,16 @@ def forward_kernel(
     # A row that sees no key has a total of 0, output 0 and log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    part = split * (num_lines // heads) + batch
+    part = split * (batch_heads // heads) + batch
     store_tile(out, out_strides, (part, head, q_begin, seq_q), first, acc, meta.DV)
-    lines = first + tl.arange(0, meta.BLOCK_M)
-    line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
+    row_ids = first + tl.arange(0, meta.BLOCK_M)
+    lse_index = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + row_ids
     # Results are in base e, also if the scores are exponents of 2.
     if meta.EXACT:
         sums = maximum + tl.log(total)
     else:
         sums = (maximum + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + line, sums, mask=lines < seq_q)
+    tl.store(lse + lse_index, sums, mask=row_ids < seq_q)
 
 
 @triton.jit
@@ -152,27 +152,27 @@ def combine_kernel(
     `sizes` is the number of rows per split in all heads.
     """
     tiles, heads, rows, splits, part_rows = sizes
-    tile, batch, head, at, _ = program(tiles, heads, False)
+    tile, batch, head, batch_head, _ = program(tiles, heads, False)
     first = tile * BLOCK_M
-    lines = first + tl.arange(0, BLOCK_M)  # [M]
+    row_ids = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)
-    line = tl.cast(at, tl.int64) * rows + lines
+    row_index = tl.cast(batch_head, tl.int64) * rows + row_ids
     # All parts together may have 2**31 elements or more, so offsets are int64.
     numbers = tl.arange(0, SPLITS)
-    part_line = tl.cast(numbers, tl.int64)[:, None] * part_rows + line[None, :]  # [S, M]
-    exists = (numbers < splits)[:, None] & (lines < rows)[None, :]
-    x = tl.load(part_lse + part_line, exists, other=float("-inf"))
+    part_index = tl.cast(numbers, tl.int64)[:, None] * part_rows + row_index[None, :]  # [S, M]
+    exists = (numbers < splits)[:, None] & (row_ids < rows)[None, :]
+    x = tl.load(part_lse + part_index, exists, other=float("-inf"))
     maximum = tl.max(x, 0)  # [M]
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     weight = tl.exp(x - base[None, :])  # [S, M]
-    cells = parts + part_line[:, :, None] * D + columns[None, None, :]
+    cells = parts + part_index[:, :, None] * D + columns[None, None, :]
     inside = exists[:, :, None] & (columns < D)[None, None, :]
     part = tl.load(cells, inside, other=0.0)  # [S, M, D]
     acc = tl.sum(weight[:, :, None] * part, 0)  # [M, D]
     total = tl.sum(weight, 0)  # [M]
     safe = tl.where(total == 0.0, 1.0, total)
     store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)
-    tl.store(lse + line, maximum + tl.log(safe), lines < rows)
+    tl.store(lse + row_index, maximum + tl.log(safe), row_ids < rows)
 
 
 def forward(

@@ -237,11 +237,11 @@ def score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float
 class Device:
     """The properties of a GPU that the choice of tiles depends on."""
 
-    name: str
-    #: Shared memory per program.
+    #: Shared memory per program in bytes.
     shared_bytes: int
     #: Number of streaming multiprocessors.
     processors: int
+    #: True if the tables of tiles for TMA and warpgroup products apply.
     uses_tma: bool
 
 
@@ -249,10 +249,9 @@ class Device:
 def device_of(device: torch.device) -> Device:
     """Return the properties of a GPU; the interpreter counts as one processor with TMA."""
     if device.type != "cuda":
-        return Device("interpreter", 227 * 1024, 1, True)
+        return Device(227 * 1024, 1, uses_tma=True)
     properties = torch.cuda.get_device_properties(device)
     return Device(
-        properties.name,
         properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
         # Capability 12 has TMA but no warpgroup products: Hopper's tiles spill, Ampere's do not.

@@ -98,21 +98,21 @@ def delta_kernel(
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, pitch = sizes
-    tile, batch, head, at, _ = program(tiles, heads, False)
+    tile, batch, head, batch_head, _ = program(tiles, heads, False)
     first, sequence = tile * BLOCK_M, (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
-    lines = first + tl.arange(0, BLOCK_M)
-    source = tl.cast(at, tl.int64) * rows + lines
-    target = tl.cast(at, tl.int64) * pitch + lines
+    row_ids = first + tl.arange(0, BLOCK_M)
+    source = tl.cast(batch_head, tl.int64) * rows + row_ids
+    target = tl.cast(batch_head, tl.int64) * pitch + row_ids
     if grad_lse is not None:
-        d -= tl.load(grad_lse + source, lines < rows, other=0.0)
-    tl.store(delta + target, d, lines < rows)
+        d -= tl.load(grad_lse + source, row_ids < rows, other=0.0)
+    tl.store(delta + target, d, row_ids < rows)
     if scaled is not None:
-        x = tl.load(lse + source, lines < rows, other=0.0)
+        x = tl.load(lse + source, row_ids < rows, other=0.0)
         x = tl.where(x == float("-inf"), float("inf"), x * 1.4426950408889634)
-        tl.store(scaled + target, x, lines < rows)
+        tl.store(scaled + target, x, row_ids < rows)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def sums_kernel(
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, inner, outer, left, right = spec
-    tile, batch, head, at, num_lines = program(tiles, heads, True)
+    tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
@@ -140,9 +140,9 @@ def sums_kernel(
     do_tile = load_tile(
         grad_out, grad_out_strides, queries, first, meta.BLOCK_M, meta.DV, meta.BLOCK_DV
     )  # [M, DV]
-    lines = first + tl.arange(0, meta.BLOCK_M)
-    line = tl.cast(at, tl.int64) * rows + q_begin
-    row_lse = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))  # [M]
+    row_ids = first + tl.arange(0, meta.BLOCK_M)
+    row_offset = tl.cast(batch_head, tl.int64) * rows + q_begin
+    row_lse = tl.load(lse + row_offset + row_ids, row_ids < seq_q, other=float("inf"))  # [M]
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
     product = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
@@ -151,7 +151,7 @@ def sums_kernel(
         first, last, seq_q, seq_k, left, right, split,
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
-    positions = (lines + seq_k - seq_q)[:, None]
+    positions = (row_ids + seq_k - seq_q)[:, None]
     # Products without matrix units are slow enough to hide a mask: one loop serves all tiles.
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
@@ -169,6 +169,6 @@ def sums_kernel(
         p = tl.where(visible, p, 0.0)
         total += tl.sum(p, 1)
         product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)
-    part = (tl.cast(split, tl.int64) * num_lines + at) * rows + q_begin
-    tl.store(p_sums + part + lines, total, lines < seq_q)
-    tl.store(dp_sums + part + lines, product, lines < seq_q)
+    part = (tl.cast(split, tl.int64) * batch_heads + batch_head) * rows + q_begin
+    tl.store(p_sums + part + row_ids, total, row_ids < seq_q)
+    tl.store(dp_sums + part + row_ids, product, row_ids < seq_q)

@@ -23,15 +23,18 @@ import triton.language as tl
 
 @triton.jit
 def program(tiles, heads, LAST_FIRST: tl.constexpr):
-    """Return the program's tile, batch, head, index into `batch · heads`, and `batch · heads`.
+    """Return the tile, batch, head, `batch_head` and `batch_heads` of the program.
+
+    The `batch_head` is the head's index among the `batch_heads`, the heads of all batch entries.
 
     LAST_FIRST reverses the order of the tiles: with a causal mask the last queries see the most
     keys, and the longest programs should start first.
     """
-    tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    tile, batch_head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    return tile, line // heads, line % heads, line, tl.num_programs(0) // tiles
+    batch_heads = tl.num_programs(0) // tiles
+    return tile, batch_head // heads, batch_head % heads, batch_head, batch_heads
 
 
 @triton.jit
@@ -121,8 +124,8 @@ def exponential(x, EXACT: tl.constexpr):
         x = tl.where(x < -150.0, -150.0, x)
         whole = tl.floor(x * 1.4426950408889634)
         # ln 2 is split in two terms, so that the product with the first term is exact.
-        rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
-        y = tl.exp2(rest * 1.4426950408889634) * tl.exp2(whole)
+        remainder = (x - whole * 0.693359375) + whole * 2.12194440e-4
+        y = tl.exp2(remainder * 1.4426950408889634) * tl.exp2(whole)
     else:
         y = tl.exp2(x)
     return y
@@ -139,15 +142,16 @@ def tanh(x):
 
 
 @triton.jit
-def load_row_statistics(sums, line, lines, seq_q, EXACT: tl.constexpr):
+def load_row_statistics(sums, offset, row_ids, seq_q, EXACT: tl.constexpr):
     """Return L in units of the scores, D and, with EXACT, 1 / rowsum(P).
 
-    L is +inf, so that P is 0, for rows that do not exist or see no key.
+    The `offset` is the index of the sequence's first row in these arrays.  L is +inf, so that P is
+    0, for rows that do not exist or see no key.
     """
     lse, delta, norm = sums
-    x = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
-    d = tl.load(delta + line + lines, lines < seq_q, other=0.0)
-    n = tl.load(norm + line + lines, lines < seq_q, other=0.0) if EXACT else d
+    x = tl.load(lse + offset + row_ids, row_ids < seq_q, other=float("inf"))
+    d = tl.load(delta + offset + row_ids, row_ids < seq_q, other=0.0)
+    n = tl.load(norm + offset + row_ids, row_ids < seq_q, other=0.0) if EXACT else d
     return tl.where(x == float("-inf"), float("inf"), x if EXACT else x * 1.4426950408889634), d, n
 
 

@@ -30,7 +30,8 @@ def attend_sequences(
     if autocast.is_enabled(q.device.type):
         with autocast.disabled(q):
             return attend_sequences(q, k_cache, v_cache, counts, block_table, bounds, spec, backend)
-    if bounds is None and _is_one_batch(counts, block_table):
+    is_one_batch = block_table is None and len(set(counts)) == 1
+    if bounds is None and is_one_batch:
         return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], spec, backend)
     outputs = []
     sums = []
@@ -60,11 +61,6 @@ def scatter_rows(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tens
     cache[first_index, :, row_index] = rows.transpose(1, 2)
 
 
-def _is_one_batch(counts: list[int], block_table: Tensor | None) -> bool:
-    """Return True if all sequences are contiguous and have the same length."""
-    return block_table is None and bool(counts) and counts.count(counts[0]) == len(counts)
-
-
 def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | None) -> Tensor:
     """Return the rows of sequence `b` as `(1, kv_heads, count, dim)`."""
     if block_table is None:
@@ -80,31 +76,17 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp for sequences of one length."""
-    seq_q = q.shape[2]
+    batch, heads, seq_q, dim = q.shape
     if seq_q == 1 and spec.left != UNBOUNDED:
         # The query is at the last key, so a window is a slice of the keys.
         k = k[:, :, -spec.left - 1 :]
         v = v[:, :, -spec.left - 1 :]
+    run = tiled.forward if backend == "torch" else aten.forward_or_tiled
     sees_all_keys = seq_q == 1 or spec.left == spec.right == UNBOUNDED
-    if q.shape[1] and sees_all_keys:
-        spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
-        return _attend_without_mask(q, k, v, spec, backend)
-    run = tiled.forward if backend == "torch" else aten.forward_or_tiled
-    return run(q, k, v, spec)
-
-
-def _attend_without_mask(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of queries that see all keys.
-
-    Without a mask, the query heads of one key head are rows of one head: each key is read once.
-    """
-    batch, heads, seq_q, dim = q.shape
-    kv_heads = k.shape[1]
-    rows = q if heads == kv_heads else q.reshape(batch, kv_heads, heads // kv_heads * seq_q, dim)
-    run = tiled.forward if backend == "torch" else aten.forward_or_tiled
+    if not (heads and sees_all_keys):
+        return run(q, k, v, spec)
+    # Without a mask, the query heads of one key head are rows of one head: each key is read once.
+    spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
+    rows = q.reshape(batch, k.shape[1], heads // k.shape[1] * seq_q, dim)
     out, lse = run(rows, k, v, spec)
-    if rows is q:
-        return out, lse
     return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])

@@ -10,7 +10,13 @@ from torch import Tensor
 from flashattn2 import autocast
 from flashattn2.compilation import is_untransformed
 from flashattn2.spec import MAX_ROWS
-from flashattn2.validation import DTYPES, check_boundary_tensor, check_heads, check_tensors
+from flashattn2.validation import (
+    DTYPES,
+    check_boundary_tensor,
+    check_device,
+    check_heads,
+    check_tensors,
+)
 
 
 def check_no_derivative(*tensors: Tensor | None) -> None:
@@ -48,11 +54,7 @@ def check_shapes(
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4 and not (name == "q" and is_packed):
             raise ValueError(f"expected {name} to have four dimensions, got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(
-                f"expected {name} on the device of q, {q.device}, got {x.device}; "
-                f"pass {name}.to(q.device)"
-            )
+        check_device(name, x, q)
     _check_dtypes(q, k_cache, v_cache)
     if k_cache.shape[:-1] != v_cache.shape[:-1] or q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
@@ -115,11 +117,7 @@ def check_table(block_table: Tensor | None, q: Tensor, batch: int) -> None:
             f"expected block_table to be int32 of shape ({batch}, max_pages), got "
             f"{block_table.dtype} of shape {tuple(block_table.shape)}"
         )
-    if block_table.device != q.device:
-        raise ValueError(
-            f"expected block_table on the device of q, {q.device}, got {block_table.device}; "
-            "pass block_table.to(q.device)"
-        )
+    check_device("block_table", block_table, q)
 
 
 def check_new_rows(
