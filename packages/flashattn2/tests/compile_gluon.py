@@ -91,7 +91,7 @@ def compile_job(job):
         products = (loops + 1) * 2 * tile.consumers * forward.ROWS * tile.keys * dim
         # The code contains each consumer separately, issued by one warpgroup.
         code = facts_of(LAUNCH.launched.pop()[0], 1, products)
-        yield {**job, **code, **tile._asdict(), "consumer_registers": tile.consumer_registers}
+        yield {**job, **code, **tile._asdict()}
 
 
 def facts_of(compiled, warpgroups, products):

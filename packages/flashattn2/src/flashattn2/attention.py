@@ -199,6 +199,10 @@ def flash_attention_varlen(
 
     Returns:
         The output `(total_q, heads, dim_v)` and, if requested, the log-sum-exp `(heads, total_q)`.
+
+    Raises:
+        ValueError, TypeError: As in `flash_attention`, and for boundaries that do not rise from 0
+            to the number of rows.  The Triton kernels check them by a device-side assertion.
     """
     # Validate.
     check_tensors(q=q, k=k, v=v)

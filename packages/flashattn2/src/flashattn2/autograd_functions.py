@@ -37,6 +37,8 @@ def run_attention(
     A call that needs no derivative skips `torch.autograd.Function`, whose Python code takes longer
     than a small attention.
     """
+    has_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    is_differentiated = has_gradient and torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
@@ -45,20 +47,13 @@ def run_attention(
                 "outside of torch.compile"
             )
         out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
-    elif needs_no_autograd(q, k, v):
+    elif is_untransformed() and not is_differentiated:
         out, lse = _run(q, k, v, cu_q, cu_k, spec, method)
     elif _are_functorch_transforms_active():
         out, lse = _Transformed.apply(q, k, v, cu_q, cu_k, spec, method)
     else:
         out, lse = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
     return out, lse
-
-
-def needs_no_autograd(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if the call is neither differentiated nor transformed."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return False
-    return is_untransformed()
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

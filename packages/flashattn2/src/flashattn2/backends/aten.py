@@ -72,7 +72,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
         return out.half(), lse
     dim = v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = _rows_contiguous(q, k, v)
+        q, k, v = _make_rows_contiguous(q, k, v)
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
     out, lse = kernel(q, k, v, causal, scale)
@@ -147,7 +147,7 @@ def _kernel_gradients(
         return dq.half(), dk.half(), dv.half()
     dim, v_dim = q.shape[-1], v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
-        q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)
+        q, k, v, grad_out = _make_rows_contiguous(q, k, v, grad_out)
     if dim != v_dim:
         # The forward pass has cut the output to the head dim of v.
         q, k, v, out, grad_out = _pad_head_dims(q, k, v, out, grad_out)
@@ -172,6 +172,6 @@ def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, largest - x.shape[-1])) for x in tensors)
 
 
-def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _make_rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy the tensors whose last dimension is not contiguous."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

@@ -68,7 +68,7 @@ def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) 
 
 
 def flash(device: str, quick: bool) -> Iterator[Row]:
-    """Yield rows for batch 1, one head, causal."""
+    """Yield the rows of causal attention with batch 1 and one head."""
     if device == "cuda":
         grid = itertools.product([torch.bfloat16], [64, 128], [128, 1024, 4096, 16384])
     elif quick:
@@ -157,8 +157,8 @@ def prepare_passes(
 def packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
-    The lengths are those of documents: many short ones and a few long ones.  There are
-    no rows for a CPU, on which torch lacks this function.
+    The lengths are those of documents: many are short and a few are long.  A CPU has no rows,
+    because torch has no such function there.
     """
     if device != "cuda":
         return

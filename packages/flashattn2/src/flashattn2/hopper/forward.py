@@ -63,23 +63,18 @@ class Tile(NamedTuple):
     keys: int
     #: Stages of the ring of key and value tiles.
     stages: int
-
-    @property
-    def consumer_registers(self) -> int:
-        """Return the registers per thread of a consumer, after the producer has released most.
-
-        At launch the 65,536 registers are divided evenly among all warps: the warps of the
-        consumers, the producer's warp and three idle warps.
-        """
-        return {2: 240, 3: 160}[self.consumers]
+    #: Registers per thread of a consumer, after the producer has released most of its registers.
+    #: At launch the 65,536 registers are divided evenly among all warps: the warps of the
+    #: consumers, the producer's warp and three idle warps.
+    consumer_registers: int
 
 
 #: The tile sizes of each supported head dim.
-TILES = {64: Tile(2, 128, 3), 128: Tile(2, 128, 2)}
+TILES = {64: Tile(2, 128, 3, 240), 128: Tile(2, 128, 2, 240)}
 #: The tile sizes for head dim 64 and at least `LONG` queries without a left bound.  With a third
 #: consumer the matrix unit waits less for exponentials.  A left bound would need more registers,
 #: and fewer queries were measured to be slower.
-LONG_TILE = Tile(3, 128, 3)
+LONG_TILE = Tile(3, 128, 3, 160)
 LONG = 2048
 #: Queries per consumer: the rows of a wgmma.
 ROWS = 64

@@ -48,11 +48,6 @@ class Grid:
         """Return the index of the key at the position of the first query."""
         return self.first_query - self.first_key
 
-    @property
-    def is_square(self) -> bool:
-        """Return True if queries and keys have the same positions."""
-        return self.shift == 0 and self.q_length == self.kv_length
-
 
 def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
     """Return the pattern that equals the mask function on the grid, or None if it is unknown."""
@@ -113,7 +108,8 @@ def _chunked_pattern(size: Any, left_padding: Any, grid: Grid) -> Pattern | None
 
 def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
     """Return the pattern of packed sequences with rising numbers, or None."""
-    if not grid.is_square or grid.first_key or sequence.shape != (grid.batch, grid.kv_length):
+    has_all_keys = grid.first_query == grid.first_key == 0 and grid.q_length == grid.kv_length
+    if not has_all_keys or sequence.shape != (grid.batch, grid.kv_length):
         return None
     steps = sequence.diff(dim=1)
     if (steps < 0).any():
@@ -171,7 +167,7 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 @functools.cache
 def _known_codes() -> dict[Any, str]:
-    """Return the names of known functions of transformers by the codes of their mask functions.
+    """Return a map from the code of each known mask function of transformers to its name.
 
     Each mask function must have the expected mask for an example.  If another version of
     transformers changes the meaning of a function, its masks are unknown.

@@ -88,7 +88,15 @@ def attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`."""
+    """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`.
+
+    The arguments are those of the attention functions of transformers; `s_aux` are sinks.  The
+    second result is None instead of the attention weights.
+
+    Raises:
+        ValueError: If the mask was not made by `make_mask`, is missing without defining the
+            visible keys, or cannot be followed; and for dropout and unsupported options.
+    """
     if dropout:
         raise ValueError(
             f"expected no attention dropout, got {dropout}; set it to 0.0 in the configuration"

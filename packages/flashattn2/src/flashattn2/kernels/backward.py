@@ -23,7 +23,7 @@ def backward(
     dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
+    q, k, v, out, grad_out = launch.make_rows_contiguous(q, k, v, out, grad_out)
     packed = cu_q is not None
     batch, heads, rows = q.shape[:3]
     kv_heads, seq_k = k.shape[1:3]
@@ -40,7 +40,7 @@ def backward(
     numbers = launch.score_factors(spec, is_exact)
 
     tile, splits = by_key.tile, by_key.meta.SPLITS
-    tiles = launch.tiles_of(k, cu_k, tile.block_n)
+    tiles = launch.count_tiles(k, cu_k, tile.block_n)
     to_dk, to_dv = launch.split_outputs(dk, splits), launch.split_outputs(dv, splits)
     dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         *by_key.operands(
@@ -56,7 +56,7 @@ def backward(
 
     by_query = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=packed)
     tile, splits = by_query.tile, by_query.meta.SPLITS
-    tiles = launch.tiles_of(q, cu_q, tile.block_m)
+    tiles = launch.count_tiles(q, cu_q, tile.block_m)
     to_dq = launch.split_outputs(dq, splits)
     dq_kernel[launch.grid(tiles, batch * heads, splits)](
         *by_query.operands(

@@ -46,7 +46,7 @@ def decode(
     if q.numel() == 0 or k.numel() == 0:
         out = q.new_zeros((batch, heads, seq_q, v_dim))
         return out, q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-    k, v = launch.rows_contiguous(k, v)
+    k, v = launch.make_rows_contiguous(k, v)
     lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = seq_q * group
@@ -58,10 +58,10 @@ def decode(
     rows_per_sequence = rows if cu_q is None else launch.cdiv(rows, len(lengths))
     block_m, block_n = tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
-    tiles = launch.tiles_of(by_row, cu_q, block_m)
-    loop = launch.cdiv(capacity, block_n)
+    tiles = launch.count_tiles(by_row, cu_q, block_m)
+    loop_tiles = launch.cdiv(capacity, block_n)
     processors = launch.device_of(q.device).processors
-    splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
+    splits = launch.split_count(tiles * batch * kv_heads, loop_tiles, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = out, lse
@@ -165,7 +165,7 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
     A program multiplies one row or a few, so its time is the latency of loads: with four stages,
     three tiles of keys and values are being loaded while the fourth is used.
     """
-    # The largest tile of queries: see `tile_rows`.
+    # A tile of queries has at most this size: see `tile_rows`.
     query_bytes = 16 * 1024
     return max(2, min(4, (launch.device_of(device).shared_bytes - query_bytes) // key_bytes))
 

@@ -186,12 +186,12 @@ def forward(
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
         return out.zero_(), lse
-    q, k, v = launch.rows_contiguous(q, k, v)
+    q, k, v = launch.make_rows_contiguous(q, k, v)
     plan = launch.plan("forward", precision, spec, q, k, v, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, meta = plan
     splits = meta.SPLITS
-    tiles = launch.tiles_of(q, cu_q, tile.block_m)
+    tiles = launch.count_tiles(q, cu_q, tile.block_m)
     to_out, to_lse = out, lse
     if splits > 1:
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)

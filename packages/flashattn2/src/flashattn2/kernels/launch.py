@@ -95,7 +95,10 @@ def plan(
     *others: Tensor,
     packed: bool,
 ) -> Plan:
-    """Return the launch parameters of `kernel`: "forward", "dq" or "dkdv"."""
+    """Return the launch parameters of `kernel`: "forward", "dq" or "dkdv".
+
+    The `others` are further tensors that the kernel loads, such as the gradient of the output.
+    """
     device = device_of(q.device)
     by_key = kernel == "dkdv"
     block_d = power_of_two(q.shape[-1])
@@ -110,12 +113,12 @@ def plan(
             *(device.shared_bytes, rich),
         )
         tiles = cdiv(q.shape[2], tile.block_m)
-        loop = cdiv(k.shape[2], tile.block_n)
+        loop_tiles = cdiv(k.shape[2], tile.block_n)
         if by_key:
-            tiles, loop = loop, tiles
+            tiles, loop_tiles = loop_tiles, tiles
         splits = 1
         if not packed:
-            splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
+            splits = split_count(tiles * q.shape[0] * heads, loop_tiles, device.processors)
         if splits == 1:
             break
     is_exact = q.dtype == torch.float32 and precision == "ieee"
@@ -137,14 +140,14 @@ def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple
     return ("tma", "hopper", "pointers")
 
 
-def split_count(programs: int, loop: int, processors: int) -> int:
-    """Return the number of splits that occupies every processor.
+def split_count(programs: int, loop_tiles: int, processors: int) -> int:
+    """Return the number of splits that occupies every processor, at most `MAX_SPLITS`.
 
-    Each split loops over at least four tiles.
+    Without splits, `programs` programs loop over `loop_tiles` tiles.  A split has at least four.
     """
     if programs >= processors:
         return 1
-    return max(1, min(processors // programs, loop // 4, MAX_SPLITS))
+    return max(1, min(processors // programs, loop_tiles // 4, MAX_SPLITS))
 
 
 def can_use_tma(x: Tensor) -> bool:
@@ -155,7 +158,7 @@ def can_use_tma(x: Tensor) -> bool:
     return aligned and last == 1 and x.data_ptr() % 16 == 0
 
 
-def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+def make_rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy the tensors whose last dimension has gaps or whose row stride is too large."""
     return tuple(x if has_addressable_rows(x) else x.contiguous() for x in tensors)
 
@@ -177,7 +180,7 @@ def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:
     return result if has_addressable_rows(result) else x.new_empty(x.shape)
 
 
-def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
+def count_tiles(x: Tensor, cu: Tensor | None, block: int) -> int:
     """Return the number of tiles of the rows; for packed sequences, an upper bound.
 
     See `flashattn2.kernels.tiles.locate_tile`.

@@ -72,7 +72,7 @@ def norm_and_delta(
     plan = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.meta.SPLITS
-    tiles = launch.tiles_of(q, cu_q, tile.block_m)
+    tiles = launch.count_tiles(q, cu_q, tile.block_m)
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),

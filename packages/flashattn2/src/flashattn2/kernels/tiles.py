@@ -117,7 +117,7 @@ def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
 def exponential(x, EXACT: tl.constexpr):
     """Return 2 to the power x, or, with EXACT, e to the power x.
 
-    The latter separates the integral power of 2, so that x · log2(e) is not rounded.
+    With EXACT, the integral power of 2 is a separate factor, so that x · log2(e) is not rounded.
     """
     if EXACT:
         # The result is 0 below -150, and -inf minus -inf would be NaN.

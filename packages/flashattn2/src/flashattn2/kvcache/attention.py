@@ -64,6 +64,11 @@ def flash_attention_with_kvcache(
         The output `(batch, heads, seq_q, dim_v)` and, with `return_lse`, the log-sum-exp
         `(batch, heads, seq_q)`; with `cu_seqlens_q`, `(total_q, heads, dim_v)` and `(heads,
         total_q)`.
+
+    Raises:
+        ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
+            On a GPU, the Triton kernels check lengths and pages by a device-side assertion instead.
+        RuntimeError: If a tensor requires a gradient, or a `torch.func` transform is active.
     """
     is_paged = block_table is not None
     options = (
@@ -104,7 +109,7 @@ def flash_attention_with_kvcache(
         store_plan(signature, q, plan)
 
     # Run.
-    lengths = validation.lengths(cache_seqlens, q, batch, new, k_cache, block_table)
+    lengths = validation.make_length_tensor(cache_seqlens, q, batch, new, k_cache, block_table)
     check_lengths = isinstance(cache_seqlens, Tensor)
     as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:

@@ -198,7 +198,7 @@ def _is_expanded(x: Tensor) -> bool:
     return any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
 
 
-def lengths(
+def make_length_tensor(
     cache_seqlens: int | Tensor,
     q: Tensor,
     batch: int,
@@ -240,9 +240,9 @@ def check_values(
 ) -> None:
     """Raise ValueError for lengths above the capacity, and for pages in use that do not exist.
 
-    On a GPU, each check is a device-side assertion unless the caller `waits` for values.  It takes
-    several kernels, so `check_lengths` and `check_pages` are False for values that were checked
-    before.
+    On a GPU, each check is a device-side assertion unless the caller `waits` for values.  A check
+    takes several kernels, so `check_lengths` and `check_pages` are False for values that were
+    checked before.
     """
     if waits:
         lengths, table = lengths.cpu(), None if table is None else table.cpu()
@@ -263,10 +263,10 @@ def check_values(
         require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}", "page", table)
         if new:
             rows = _new_rows(lengths, new, cache, table).sort().values
-            require(rows[1:] != rows[:-1], _SHARED_ROWS, "twice the row", rows[1:])
+            require(rows[1:] != rows[:-1], _SHARED_ROW_RULE, "twice the row", rows[1:])
 
 
-_SHARED_ROWS = (
+_SHARED_ROW_RULE = (
     "the new keys of different sequences must have different rows of the cache; copy a shared "
     "page before a sequence appends to it"
 )
