@@ -88,10 +88,8 @@ def flash_attention(
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
             Dropout and additive masks are not supported.
     """
-    options = (
-        *(is_causal, scale, softcap, backend, deterministic),
-        *(type(window), *(window if isinstance(window, tuple) else (window,))),
-    )
+    sides = window if isinstance(window, tuple) else (window,)
+    options = is_causal, scale, softcap, backend, deterministic, type(window), *sides
     signature, plan = look_up_plan(q, k, v, options)
     if plan is not None and plan.is_cpu_kernel and sinks is None:
         # Fast path; with it, Python takes at most 15 us of a call.  See Note [Plan cache].

@@ -106,8 +106,7 @@ def backward(
 
         with torch.cuda.device_of(q):
             return triton_backward.backward(
-                *(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k),
-                *(spec, precision),
+                q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, spec, precision
             )
     run = aten.backward if backend == "aten" else tiled.backward
     dq, dk, dv = map_sequences(

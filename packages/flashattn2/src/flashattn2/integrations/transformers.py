@@ -258,11 +258,15 @@ def make_mask(
         if has_padding:
             refusal = refusal or _find_padding_obstacle(is_token, pattern, type(config).__name__)
             sequence = sequence * is_token
-    owner = "this model" if config is None else f"the model of {type(config).__name__}"
-    is_plain = not is_packed and not has_padding
     rule = Rule(
-        *(q_length, grid.shift, pattern.left, pattern.right),
-        *(is_plain, is_packed, owner, refusal),
+        seq_q=q_length,
+        first=grid.shift,
+        left=pattern.left,
+        right=pattern.right,
+        is_plain=not is_packed and not has_padding,
+        is_packed=is_packed,
+        owner="this model" if config is None else f"the model of {type(config).__name__}",
+        refusal=refusal,
     )
     return AttentionMask(sequence, rule)
 

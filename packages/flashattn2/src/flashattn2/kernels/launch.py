@@ -108,9 +108,9 @@ def plan(
     has_options = spec.left >= 0 or spec.softcap > 0
     # Splits need registers too: a split launch is planned a second time with the rich tile.
     for rich in (has_options, True):
+        widest = max(block_d, block_dv)
         tile, tma = choose(
-            *(kernel, precision, q.element_size(), max(block_d, block_dv), paths),
-            *(device.shared_bytes, rich),
+            kernel, precision, q.element_size(), widest, paths, device.shared_bytes, rich
         )
         tiles = cdiv(q.shape[2], tile.block_m)
         loop_tiles = cdiv(k.shape[2], tile.block_n)

@@ -71,11 +71,10 @@ def flash_attention_with_kvcache(
         RuntimeError: If a tensor requires a gradient, or a `torch.func` transform is active.
     """
     is_paged = block_table is not None
-    options = (
-        *(is_causal, scale, softcap, backend, is_paged),
-        *(_signature_of_new_rows(k, v), type(cu_seqlens_q), getattr(cu_seqlens_q, "shape", None)),
-        *(type(window), *(window if isinstance(window, tuple) else (window,))),
-    )
+    new_rows = _signature_of_new_rows(k, v)
+    packing = None if cu_seqlens_q is None else getattr(cu_seqlens_q, "shape", type(cu_seqlens_q))
+    sides = window if isinstance(window, tuple) else (window,)
+    options = is_causal, scale, softcap, backend, is_paged, new_rows, packing, type(window), *sides
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
     validation.check_no_derivative(q, k_cache, v_cache, k, v)
     if plan is not None and plan.is_cpu_kernel and sinks is None:
@@ -119,9 +118,15 @@ def flash_attention_with_kvcache(
             torch.autograd.graph.increment_version((k_cache, v_cache))
     run = decode_op if as_operator else attend
     out, lse = run(
-        *(q, k_cache, v_cache, lengths, block_table, cu_seqlens_q),
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        block_table,
+        cu_seqlens_q,
         *plan.spec.scalars(),
-        *(plan.method.backend, new),
+        plan.method.backend,
+        new,
         # Appending has checked the lengths and pages.
         check_lengths=check_lengths and k is None,
         check_pages=k is None,
