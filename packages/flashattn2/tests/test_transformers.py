@@ -127,11 +127,6 @@ def test_repeated_registration_wraps_the_choice_of_attention_once():
     assert transformers.PreTrainedModel.get_correct_attn_implementation is choose
 
 
-def test_registration_name_with_flash_is_refused():
-    with pytest.raises(ValueError, match="reserves such names"):
-        ours.register("flashattn2")
-
-
 def test_unsupported_mask_is_an_error(models):
     _, flash = models
     four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()

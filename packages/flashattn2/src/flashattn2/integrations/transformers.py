@@ -19,54 +19,44 @@ from flashattn2.autocast import cast_for_autocast
 from flashattn2.integrations.mask_functions import Grid, Pattern, find_pattern
 from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 
+#: The registered name.  transformers calls the package flash-attn for a name that contains "flash".
+NAME = "linear_memory"
 #: Options that change the result and that this attention does not support.
 REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "score_mod")
 #: Configurations whose recurrent layers carry the output of left padding into the tokens after it.
 READS_PADDING = ("RecurrentGemmaConfig",)
 #: Names of tensors that models pass to attention functions, which do not need them.
 IGNORED = ("num_items_in_batch", "cache_position", "seq_idx")
-#: Names that models with a table of classes already refuse.
-_refused_names: set[str] = set()
 
 
-def register(name: str = "linear_memory") -> None:
-    """Register `attn_implementation=name` with transformers 5 or newer.
-
-    The name must not contain "flash": transformers calls the package flash-attn for such names.
-    """
-    if "flash" in name:
-        raise ValueError(
-            f"expected a name without 'flash', got {name!r}: transformers reserves such names for "
-            "the package flash-attn"
-        )
+def register() -> None:
+    """Register `attn_implementation="linear_memory"` with transformers 5 or newer."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, make_mask)
-    _refuse_tables_of_classes(name)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+    _refuse_tables_of_classes()
 
 
-def _refuse_tables_of_classes(name: str) -> None:
+# Without the cache, a second call would wrap the method of transformers again.
+@functools.cache
+def _refuse_tables_of_classes() -> None:
     """Make models that look up their attention in a table of classes raise a clear error.
 
     Falcon and GPT-J are such models: they would raise `KeyError: 'linear_memory'`.
     """
     from transformers import PreTrainedModel
 
-    # A second wrapper for the same name would only repeat the check.
-    if name in _refused_names:
-        return
-    _refused_names.add(name)
     choose: Any = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(choose)
     def checked(self: Any, requested_attention: str | None, *others: Any, **options: Any) -> Any:
         module = vars(sys.modules[type(self).__module__])
         tables = [x for key, x in module.items() if key.endswith("ATTENTION_CLASSES")]
-        if requested_attention == name and any(name not in table for table in tables):
+        if requested_attention == NAME and any(NAME not in table for table in tables):
             raise ValueError(
                 f"{type(self).__name__} takes its attention from a table of its own classes, not "
-                f'from the attention function {name!r}; use attn_implementation="eager"'
+                f'from the attention function {NAME!r}; use attn_implementation="eager"'
             )
         return choose(self, requested_attention, *others, **options)
 
