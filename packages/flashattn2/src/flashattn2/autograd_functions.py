@@ -192,12 +192,8 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if _is_differentiated_again():
-            d_qkv = _AttentionBackward.apply(
-                q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method
-            )
-        else:
-            d_qkv = aten.gradients(q, k, v, out, lse, grad_out, ctx.spec)
+        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
+        d_qkv = run(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method)
         return *d_qkv, None, None
 
 

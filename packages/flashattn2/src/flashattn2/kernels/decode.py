@@ -64,10 +64,7 @@ def decode(
     splits = launch.split_count(tiles * batch * kv_heads, loop_tiles, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
-    to_out, to_lse = out, lse
-    if splits > 1:
-        to_out = q.new_empty((splits * batch, kv_heads, rows, v_dim), dtype=torch.float32)
-        to_lse = q.new_empty((splits * batch, kv_heads, rows), dtype=torch.float32)
+    to_out, to_lse = launch.split_outputs(out, splits), launch.split_outputs(lse, splits)
     key_bytes = block_n * (launch.power_of_two(dim) + launch.power_of_two(v_dim)) * k.element_size()
     exact = q.dtype == torch.float32
     meta = launch.Meta(

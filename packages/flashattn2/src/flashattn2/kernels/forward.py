@@ -180,8 +180,7 @@ def forward(
     precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the log-sum-exp."""
-    v_dim = v.shape[-1]
-    out = launch.empty_like_layout(q, v_dim)
+    out = launch.empty_like_layout(q, v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
@@ -192,10 +191,7 @@ def forward(
     tile, meta = plan
     splits = meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
-    to_out, to_lse = out, lse
-    if splits > 1:
-        to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
-        to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
+    to_out, to_lse = launch.split_outputs(out, splits), launch.split_outputs(lse, splits)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
         launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),

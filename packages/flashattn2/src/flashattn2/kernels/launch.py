@@ -198,13 +198,11 @@ def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     return tiles * heads, splits
 
 
-def split_outputs(gradient: Tensor, splits: int) -> Tensor:
-    """Return the tensor that the splits write: the gradient, or one float32 copy per split."""
+def split_outputs(x: Tensor, splits: int) -> Tensor:
+    """Return the tensor that the splits write: the result `x`, or one float32 copy per split."""
     if splits == 1:
-        return gradient
-    return gradient.new_empty(
-        (splits * gradient.shape[0], *gradient.shape[1:]), dtype=torch.float32
-    )
+        return x
+    return x.new_empty((splits * x.shape[0], *x.shape[1:]), dtype=torch.float32)
 
 
 def cdiv(number: int, divisor: int) -> int:

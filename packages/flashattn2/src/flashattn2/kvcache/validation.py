@@ -158,7 +158,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
     """
     if 0 in k_cache.stride() or 0 in v_cache.stride():
         for cache in (k_cache, v_cache):
-            if _is_expanded(cache):
+            if any(s == 0 and n > 1 for s, n in zip(cache.stride(), cache.shape, strict=True)):
                 raise ValueError(
                     "expected separate memory for each row of the caches, got an expanded tensor "
                     f"with strides {cache.stride()}: new rows would overwrite each other; pass a "
@@ -191,11 +191,6 @@ def _addresses(x: Tensor) -> np.ndarray:
         "data": (x.data_ptr(), True),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-def _is_expanded(x: Tensor) -> bool:
-    """Return True if several elements of `x` have the same memory."""
-    return any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
 
 
 def make_length_tensor(
