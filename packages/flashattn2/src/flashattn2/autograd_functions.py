@@ -153,9 +153,7 @@ class _Attention(torch.autograd.Function):
             for x, t in zip((q, k, v), tangents[:3], strict=True)
         )
         t_out, t_lse = map_sequences(
-            lambda q, out, lse, t_q, k, v, t_k, t_v: derivatives.tangent(
-                q, k, v, out, lse, t_q, t_k, t_v, ctx.spec
-            ),
+            functools.partial(derivatives.tangent, spec=ctx.spec),
             [q, out, lse, t_q],
             [k, v, t_k, t_v],
             cu_q,

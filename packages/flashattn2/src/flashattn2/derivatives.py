@@ -24,16 +24,20 @@ from flashattn2.spec import AttentionSpec
 
 def tangent(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor,
     lse: Tensor,
     t_q: Tensor,
+    k: Tensor,
+    v: Tensor,
     t_k: Tensor,
     t_v: Tensor,
+    *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tangents of the output and log-sum-exp for the tangents `t_q, t_k, t_v`."""
+    """Return the tangents of the output and log-sum-exp for the tangents `t_q, t_k, t_v`.
+
+    The arguments of the queries precede those of the keys, as `map_sequences` passes them.
+    """
     tiles = Tiles(spec, q.shape[2], k.shape[2])
     q_ = group_queries(q, k) * spec.scale
     k_ = flatten_heads(k)
@@ -81,7 +85,7 @@ def double_backward(
     them.  The names are those of the module docstring; `_i` marks a tile of queries and `_j` of
     keys.
     """
-    t_out, t_lse = tangent(q, k, v, out, lse, t_q, t_k, t_v, spec)
+    t_out, t_lse = tangent(q, out, lse, t_q, k, v, t_k, t_v, spec=spec)
     if grad_lse is None:
         grad_lse = torch.zeros_like(lse)
     tiles = Tiles(spec, q.shape[2], k.shape[2])
