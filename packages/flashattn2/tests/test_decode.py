@@ -326,7 +326,11 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ),
         ({"scale": True}, TypeError, "scale to be a float, .* got True"),
         ({"sinks": torch.full((4,), torch.inf)}, ValueError, r"finite sinks, got \[inf"),
-        ({"q": Q[..., :0], "k_cache": CACHE[..., :0]}, ValueError, "got head dim 0"),
+        (
+            {"q": Q[..., :0], "k_cache": CACHE[..., :0]},
+            ValueError,
+            "head dims of at least 1 .* got k_cache of shape",
+        ),
         (
             {"k_cache": CACHE[:, :, :0], "v_cache": CACHE[:, :, :0], "block_table": TABLE},
             ValueError,

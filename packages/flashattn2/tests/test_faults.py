@@ -29,7 +29,7 @@ KV = torch.zeros(1, 2, 8, 16)
         ({"q": Q.expand(2, -1, -1, -1)}, r"got batch 2 for q and 1 for k; expand\(\)"),
         ({"q": Q[..., :8]}, r"got head dim 8 for q and 16 for k"),
         ({"k": KV.half()}, r"dtype torch.float32 and k torch.float16; .*k.to\(q.dtype\)"),
-        ({"v": KV.to("meta")}, r"q has device cpu and v meta; .*v.to\(q.device\)"),
+        ({"v": KV.to("meta")}, r"v on the device of q, cpu, got meta; .*v.to\(q.device\)"),
         ({"q": Q[:, :3]}, r"heads % kv_heads == 0, got 3 query heads and 2 key heads"),
         (dict.fromkeys("qkv", Q.int()), r"expected float64, .* got dtype torch.int32"),
         (dict.fromkeys("qkv", Q[..., :0]), r"head dim 0"),

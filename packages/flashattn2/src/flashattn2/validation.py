@@ -174,11 +174,7 @@ def _check_same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"q has dtype {q.dtype} and {name} {other.dtype}; convert one of them with "
                 f"{name}.to(q.dtype)"
             )
-        if other.device != q.device:
-            raise ValueError(
-                f"q has device {q.device} and {name} {other.device}; move one of them with "
-                f"{name}.to(q.device)"
-            )
+        check_device(name, other, q)
         if other.dim() != q.dim():
             raise ValueError(
                 f"expected the same number of dimensions, got {q.dim()} for q and {other.dim()} "

@@ -1,7 +1,7 @@
 """The backward pass for Hopper with one loading warp and eight computing warps.
 
-Status: experimental.  It ran on the same GPUs as the kernel of `forward.py`, and its functions were
-shortened afterwards in the same way: see the status there.
+Status: experimental.  The kernel ran on the same GPUs as that of `forward.py`, and the functions
+that it calls were shortened afterwards too: see the status there.
 
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
 keys, A, B = K, V and X, Y = Q, dO, five products compute the gradients.  S and P are then

@@ -171,7 +171,7 @@ def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
     """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
-    if method.backend != "aten" or q.dim() != 4 or spec.softcap:
+    if method.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
     return is_single_query and aten.is_kernel_sufficient(q, v_cache)

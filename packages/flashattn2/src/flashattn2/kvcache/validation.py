@@ -62,13 +62,11 @@ def check_shapes(
             f"for the head dim, got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache "
             f"{tuple(v_cache.shape)}"
         )
-    if k_cache.shape[1] == 0:
-        raise ValueError("expected at least one key head, got 0")
-    if 0 in (q.shape[-1], v_cache.shape[-1]):
-        raise ValueError("expected a head dim of at least 1, got head dim 0")
-    if is_paged and k_cache.shape[2] == 0:
+    has_empty_page = is_paged and k_cache.shape[2] == 0
+    if has_empty_page or 0 in (k_cache.shape[1], q.shape[-1], v_cache.shape[-1]):
         raise ValueError(
-            f"expected pages of at least one row, got k_cache of shape {tuple(k_cache.shape)}"
+            "expected at least one key head, head dims of at least 1 and pages of at least one "
+            f"row, got k_cache of shape {tuple(k_cache.shape)} and v_cache of {tuple(v_cache.shape)}"
         )
     check_heads(q.shape[1], k_cache.shape[1])
     if not is_paged and batch != k_cache.shape[0]:
