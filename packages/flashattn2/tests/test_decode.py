@@ -329,7 +329,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         (
             {"q": Q[..., :0], "k_cache": CACHE[..., :0]},
             ValueError,
-            "head dims of at least 1 .* got k_cache of shape",
+            "head dims of at least 1 and",
         ),
         (
             {"k_cache": CACHE[:, :, :0], "v_cache": CACHE[:, :, :0], "block_table": TABLE},

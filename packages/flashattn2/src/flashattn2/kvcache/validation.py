@@ -66,7 +66,8 @@ def check_shapes(
     if has_empty_page or 0 in (k_cache.shape[1], q.shape[-1], v_cache.shape[-1]):
         raise ValueError(
             "expected at least one key head, head dims of at least 1 and pages of at least one "
-            f"row, got k_cache of shape {tuple(k_cache.shape)} and v_cache of {tuple(v_cache.shape)}"
+            f"row, got k_cache of shape {tuple(k_cache.shape)} and v_cache of shape "
+            f"{tuple(v_cache.shape)}"
         )
     check_heads(q.shape[1], k_cache.shape[1])
     if not is_paged and batch != k_cache.shape[0]:
