@@ -250,7 +250,7 @@ def test_command_without_question_prints_help(capsys: pytest.CaptureFixture[str]
         assert main(words) == 0
         assert "python -m accounting plan MODEL" in capsys.readouterr().out
     assert main(["layers=3"]) == 2
-    assert "expected a question to be one of plan, serve, diff" in capsys.readouterr().err
+    assert "expected the command to be one of plan, serve, diff" in capsys.readouterr().err
 
 
 SHAPE = "layers=8,d_model=4096,heads=32,kv_heads=8,d_ff=14336,vocab_size=128256"

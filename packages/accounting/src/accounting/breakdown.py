@@ -13,7 +13,6 @@ from fractions import Fraction
 from functools import cached_property
 
 Number = int | float | Fraction
-Sizes = dict[str, Number]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Breakdown:
             yield from part.leaves()
 
     def lines(self, depth: int = 0) -> Iterator[tuple[int, str, int | float, str]]:
-        """Yield the depth, name, value and derivation of each line."""
+        """Yield the depth in the tree, name, value and derivation of this node and all parts."""
         product = " × ".join(f"{readable(value)} {name}" for name, value in self.factors)
         yield depth, self.name, self.total, "; ".join(filter(None, (product, self.note)))
         for part in self.parts:
@@ -82,7 +81,7 @@ class Breakdown:
     __str__ = explain
 
     def shares(self, show: Callable[[float], str]) -> list[str]:
-        """Return a line per part with its value and its percentage, the largest part first."""
+        """Return one line per part, the largest first: its name, value and percentage."""
         whole = float(self.total) or 1.0
         parts = sorted(self.parts, key=lambda part: -float(part.total))
         values = [show(float(part.total)) for part in parts]
@@ -97,7 +96,7 @@ class Breakdown:
         """Return plain dictionaries and numbers for `json.dumps`."""
         result: dict[str, object] = {"name": self.name, "value": self.total, "unit": self.unit}
         if self.factors:
-            result["factors"] = {name: float_or_int(value) for name, value in self.factors}
+            result["factors"] = {name: plain(value) for name, value in self.factors}
         if self.note:
             result["note"] = self.note
         if self.parts:
@@ -117,20 +116,15 @@ def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Bre
 
 
 def plain(value: Number) -> int | float:
-    """Return an integer if the value is one, and otherwise a float."""
+    """Convert a fraction to an integer if it is whole, and to a float otherwise."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value
 
 
-def float_or_int(value: Number) -> int | float:
-    """Convert a fraction to a float, because JSON has no fractions."""
-    return float(value) if isinstance(value, Fraction) else value
-
-
 def readable(value: Number) -> str:
     """Format an integer as 12,345, a fraction as 7/8 and a float with six digits."""
-    if isinstance(value, Fraction):
+    if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)
     if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e15):
         return f"{value:.6g}"

@@ -8,7 +8,7 @@ twice as high. Bandwidths are bytes per second in one direction.
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ class Hardware:
             raise TypeError(f"expected peaks to map dtypes to operations/s, got {self.peaks!r}")
         for dtype, flops in self.peaks.items():
             checks.number(f"the peak of {dtype} in peaks", flops)
-        for name in _LINKS:
-            checks.instance(name, getattr(self, name), Link, "a Link")
+        checks.instance("node_link", self.node_link, Link, "a Link")
+        checks.instance("network", self.network, Link, "a Link")
 
     @checks.entry()
     def peak(self, dtype: str = "bf16") -> int:
@@ -75,8 +75,7 @@ def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
     If `hardware` is a path to a `*.toml` file, the file must contain one table in the format of
-    hardware.toml. An entry `like = "H100"` in the file copies the fields of a known device that the
-    file does not set. A `Hardware` is returned as it is.
+    hardware.toml. A `Hardware` is returned unchanged.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -97,10 +96,9 @@ def _from_file(path: Path) -> Hardware:
     """Return the only device in a file; raise `ValueError` with the reason if it cannot be read."""
     try:
         ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8")).items()
-        known = dict(_ENTRIES[entry.pop("like")]) if "like" in entry else {}
-        return _hardware(name, {"source": f"the file {path}"} | known | entry)
+        return _hardware(name, {"source": f"the file {path}"} | entry)
     except KeyError as error:
-        reason = f"{error} is missing or is not one of {', '.join(_ENTRIES)}"
+        reason = f"{error} is not one of {', '.join(HARDWARE)}"
     except (TypeError, ValueError, AttributeError) as error:
         reason = str(error)
     raise ValueError(
@@ -113,9 +111,21 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _peaks(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the peaks of an entry: copied ones, then `cores`, then published figures."""
-    peaks = dict(_peaks(_ENTRIES[entry["peaks_of"]])) if "peaks_of" in entry else {}
+def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
+    """Return a device; it copies fields and peaks of the known device that `like` names."""
+    fields = {key: value for key, value in entry.items() if key not in _DERIVED}
+    for key in {"node_link", "network"} & fields.keys():
+        label, bandwidth, latency = fields[key]
+        fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
+    if "like" not in entry:
+        return Hardware(name=name, peaks=_peaks(entry), **fields)
+    known = HARDWARE[entry["like"]]
+    return replace(known, name=name, peaks={**known.peaks, **_peaks(entry)}, **fields)
+
+
+def _peaks(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the peaks of an entry: those of its cores, replaced by its published figures."""
+    peaks = {}
     for cores in entry.get("cores", ()):
         for dtype, fma_per_clock in cores["fma"].items():
             peaks[dtype] = cores["clock_hz"] * cores["units"] * fma_per_clock * 2
@@ -124,17 +134,9 @@ def _peaks(entry: dict[str, Any]) -> dict[str, float]:
     return peaks
 
 
-def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
-    about = ("cores", "published", "peaks_of", *_LINKS)
-    links: dict[str, Any] = {
-        field: Link(name=label, bandwidth=bandwidth, latency=latency)
-        for field in _LINKS
-        for label, bandwidth, latency in [entry[field]]
-    }
-    rest = {field: value for field, value in entry.items() if field not in about}
-    return Hardware(name=name, peaks=_peaks(entry), **links, **rest)
-
-
-_LINKS = ("node_link", "network")
-_ENTRIES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
-HARDWARE: dict[str, Hardware] = {name: _hardware(name, entry) for name, entry in _ENTRIES.items()}
+#: Keys of an entry that are not fields of `Hardware`.
+_DERIVED = ("like", "cores", "published")
+_TEXT = Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8")
+HARDWARE: dict[str, Hardware] = {}
+for _name, _entry in tomllib.loads(_TEXT).items():
+    HARDWARE[_name] = _hardware(_name, _entry)

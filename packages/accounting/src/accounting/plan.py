@@ -1,7 +1,7 @@
 """The distribution of a model over devices: degrees of parallelism and the layers per stage."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -47,7 +47,7 @@ class Plan:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        checks.convert_fields(self, **_CHOICES)
+        checks.convert_fields(self, **CHOICES)
         self._set_devices()
         if self.replicas % self.expert:
             raise ValueError(
@@ -256,16 +256,12 @@ def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: boo
     )
 
 
-_CHOICES: dict[str, tuple[object, ...]] = {
+#: Allowed values of the fields of a `Plan` that are names or stages.
+CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("gpipe", "1f1b", "interleaved"),
     "recompute": ("none", "selective", "full"),
 }
-
-
-def check_fields(values: Mapping[str, object]) -> None:
-    """Check each field separately: integers, flags and names."""
-    checks.fields(Plan, values, **_CHOICES)
 
 
 def even(layers: int, chunks: int) -> bool:

@@ -63,13 +63,9 @@ class Workload:
         """Return the recipe of dtypes."""
         return recipe(self.precision)
 
-    def sequences(self, plan: Plan) -> int:
-        """Return the sequences of a micro-batch on one device."""
-        return self.batch // (plan.data * plan.microbatches)
-
     def tokens(self, plan: Plan) -> int:
         """Return the tokens of a micro-batch on one device."""
-        return self.sequences(plan) * (self.seq // plan.context)
+        return self.batch // (plan.data * plan.microbatches) * (self.seq // plan.context)
 
 
 #: Names of the fields that functions take as keywords.

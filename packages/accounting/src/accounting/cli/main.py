@@ -1,7 +1,7 @@
 """The cost of a language model before it runs.
 
     python -m accounting plan MODEL --gpus 8 --hardware H100 --tokens 1T  search for the best plan
-    python -m accounting serve MODEL --hardware H100 --seq 8192           capacity for inference
+    python -m accounting serve MODEL --hardware H100 --seq 8192           memory and time to serve
     python -m accounting diff MODEL MODEL                                 compare two models
 
 MODEL is a config.json, its folder, or sizes such as
@@ -38,13 +38,13 @@ AXES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 1 if a model does not fit in memory, and 2 for invalid options."""
     words = list(sys.argv[1:] if argv is None else argv)
-    questions = {"plan": _plan, "serve": _serve, "diff": _diff}
+    commands = {"plan": _plan, "serve": _serve, "diff": _diff}
     try:
         if not words or words[0] in ("-h", "--help"):
             print(__doc__)
             return 0
-        checks.choice("a question", words[0], questions)
-        return questions[words[0]](words[1:])
+        checks.choice("the command", words[0], commands)
+        return commands[words[0]](words[1:])
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError) as error:
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(question: str, about: str | None, *, models: int = 1) -> argparse.ArgumentParser:
+def _parser(command: str, about: str | None, *, models: int = 1) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m accounting {question}", description=about, allow_abbrev=False
+        prog=f"python -m accounting {command}", description=about, allow_abbrev=False
     )
     parser.add_argument("models", metavar="MODEL", nargs=models)
     parser.add_argument("--json", action="store_true")
@@ -124,13 +124,7 @@ def _serve(words: Sequence[str]) -> int:
     parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the file's fp8")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
     parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--ep", type=int, default=1, help="expert parallelism; only 1 is supported")
     options = _options(parser, words)
-    if options.ep != 1:
-        raise ValueError(
-            f"expected --ep 1, got {options.ep}; serve splits every expert over the "
-            "tensor-parallel devices and does not model expert parallelism"
-        )
     name = options.models[0]
     result = serving(
         read_model(name),
@@ -153,7 +147,7 @@ def _serve(words: Sequence[str]) -> int:
         remedy = (
             f"{needed:,.0f} of them have room"
             if needed
-            else "no number that divides the heads has room; give smaller dtypes, or fewer tokens"
+            else "no number that divides the heads has room; pass smaller dtypes or fewer tokens"
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "

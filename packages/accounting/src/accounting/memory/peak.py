@@ -32,8 +32,11 @@ def peak_memory(
     of the backward, and activations are freed before the optimizer runs. The backward of each block
     frees its activations and allocates its gradients. The peak is therefore at the start of the
     backward, in a block (the last, the last but one or the first), or in the optimizer.
+
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
-    moments at once.
+    moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
+    `ValueError` for plans with other parallelism than `data`, with micro-batches, or with selective
+    recomputation.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends. The ends stay gathered during the backward together
@@ -80,15 +83,15 @@ class _Step:
         self.saved = activations(model, plan, work)
 
     def head(self) -> Iterator[Breakdown]:
-        """Yield the moments from the end of the forward to the final norm's backward."""
+        """Yield the moments from the end of the forward to the backward of the final norm."""
         unsharded, cast = self.unsharded, self.cast_weights
         saved = replace(self.saved, name="activations")
         head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
-        ends = unsharded.gathered(blocks=0, buffer=True)
+        ends = unsharded.gathered(0, unsharded.buffer)
         yield self._moment("at the end of the forward", cast, ends, saved, without, gradients=0)
-        ends = unsharded.gathered(blocks=0)
+        ends = unsharded.gathered(0)
         yield self._moment("at the start of the backward", cast, ends, saved, head, gradients=0)
         norm = replace(head, parts=tuple(part for part in head if "norm" in part.name))
         if "normalized" in norm:
@@ -113,8 +116,9 @@ class _Step:
         keys = None if self.work.flash else self.work.seq
         for part, alive in _inside(model, block, self.tokens, self.kind, keys):
             # In its MLP a block has no gradients yet; in its attention it has most of them.
-            grown = part == "attention"
-            last = unsharded.gathered(blocks=2, head=True, grown=grown)
+            block_gradients = unsharded.block_gradients if part == "attention" else None
+            gradients = (unsharded.head_gradient, block_gradients)
+            last = unsharded.gathered(2, *gradients)
             yield self._moment(
                 f"in the last block's {part}",
                 cast,
@@ -124,26 +128,28 @@ class _Step:
                 gradients=0,
             )
             if self.plan.zero == 3 and model.layers > 2:
-                yield from self._middle_blocks(part, alive, grown)
-            done, reduced = model.layers - 1, model.layers > 1
-            first = unsharded.gathered(blocks=1, done=done, head=True, grown=grown, reduced=reduced)
+                yield from self._middle_blocks(part, alive, block_gradients)
+            reduced = unsharded.reduced_gradients if model.layers > 1 else None
+            first = unsharded.gathered(1, *gradients, reduced, done=model.layers - 1)
             yield self._moment(
                 f"in the first block's {part}", cast, first, alive, gradients=last_gradients
             )
 
-    def _middle_blocks(self, part: str, alive: Breakdown, grown: bool) -> Iterator[Breakdown]:
+    def _middle_blocks(
+        self, part: str, alive: Breakdown, block_gradients: Breakdown | None
+    ) -> Iterator[Breakdown]:
         # The last of the middle blocks has most activations, and the first most gradients.
         middle_blocks = {"last block but one": 1, "second block": self.model.layers - 2}
+        unsharded = self.unsharded
+        gradients = (unsharded.head_gradient, block_gradients, unsharded.reduced_gradients)
         for name, done in middle_blocks.items():
-            gathered = self.unsharded.gathered(
-                blocks=2, done=done, head=True, grown=grown, reduced=True
-            )
+            gathered = unsharded.gathered(2, *gradients, done=done)
             yield self._moment(
                 f"in the {name}'s {part}",
                 gathered,
                 self._saved_before(self.model.layers - 1 - done),
                 alive,
-                gradients=done * self.unsharded.block,
+                gradients=done * unsharded.groups.block,
             )
 
     def optimizer(self, foreach: bool) -> Breakdown:
@@ -152,7 +158,7 @@ class _Step:
         return self._moment("in the optimizer", roots, gradients=self.parameters)
 
     def _roots(self, foreach: bool) -> Breakdown:
-        """Return Adam's square roots: of all second moments, or of one and its denominator."""
+        """Return Adam's square roots: of all second moments, or those of the largest tensor."""
         count = self.parameters if foreach else 2 * self._largest_tensor()
         shard = split(count, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
@@ -185,42 +191,35 @@ class _Step:
 
 
 class _Unsharded:
-    """The groups of tensors that ZeRO-3 gathers, and the gradient of the head."""
+    """The tensors that ZeRO-3 stores unsharded at some moments of a step."""
 
     def __init__(self, model: Transformer, plan: Plan, kind: Precision) -> None:
         self.model = model
         self.plan = plan
-        self.kind = kind
         self.groups = fsdp_groups(model, plan, 0)
-        self.block = self.groups.block
         self.size = bytes_of(kind.cast_weights or kind.weights)
-        table = model.vocab_size * model.embedding_dim if model.lm_head else 0
-        self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
+        head = model.vocab_size * model.embedding_dim if model.lm_head else 0
+        head += model.norm_vectors * model.d_model if model.final_norm else 0
+        block, size = self.groups.block, self.size
+        self.buffer = product("buffer of the last gather", "B", parameters=block, bytes=size)
+        self.head_gradient = product("gradient of the head", "B", parameters=head, bytes=size)
+        self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
+        self.reduced_gradients = product(
+            "gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)
+        )
 
-    def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
-        """Return the gathered weights of the ends and of `blocks`, with buffers and gradients.
+    def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:
+        """Return the gathered weights of the ends and of `blocks` blocks, with `others`.
 
-        `also` selects additional tensors: `buffer` of the last all-gather, the gradient of the
-        `head`, `grown` gradients of a block, and gradients that are `reduced`.
+        `done` is the number of blocks whose backward is complete. Without ZeRO-3 nothing is
+        gathered, and the result is None.
         """
         if self.plan.zero < 3 or self.plan.data == 1:
             return None
         if not self.plan.reshard_after_forward:
-            # Each block is freed after its backward.
+            # All blocks stay gathered, and each one is freed after its backward.
             blocks = self.model.layers - done
-
-        def part(name: str, count: int, key: str, size: Fraction) -> Breakdown:
-            return product(name, "B", parameters=count * also.get(key, False), bytes=size)
-
-        reduced = bytes_of(self.kind.gradients)
-        return self.groups.gathered(
-            blocks,
-            self.size,
-            part("buffer of the last gather", self.block, "buffer", self.size),
-            part("gradient of the head", self.head, "head", self.size),
-            part("gradients of a block", self.block, "grown", self.size),
-            part("gradients being reduced", self.block, "reduced", reduced),
-        )
+        return self.groups.gathered(blocks, self.size, *others)
 
 
 def _inside(

@@ -1,6 +1,7 @@
 """A Hugging Face configuration, whose fields are the names in a family's formulas."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from accounting import checks
@@ -101,19 +102,19 @@ class Config:
         return default if value is None else self.positive(name, value)
 
     def first_of(self, *names: str) -> Any:
-        """Return the first field that is in the file, or else the first that has a default."""
+        """Return the first of several fields that the file has, or the first with a default."""
         for name in names:
             if self.content.get(name) is not None:
                 return self.content[name]
         return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
     def sliding(self, default: bool) -> bool:
-        """Return True if a layer has a window, by `layer_types` or else by `default`."""
+        """Return True if `layer_types` gives the layer a window; without it, return `default`."""
         kind = self._kind()
         return default if kind is None else bool(kind == "sliding_attention")
 
     def attends(self, default: bool) -> bool:
-        """Return True if a layer has attention, by `layer_types` or else by `default`."""
+        """Return True if `layer_types` gives the layer attention; without it, return `default`."""
         kind = self._kind()
         return default if kind is None else kind in _ATTENTION
 
@@ -132,7 +133,7 @@ class Config:
             ) from None
 
     def size(self, name: str, entry: Any) -> int:
-        """Return an integer size; a bool counts as 1 or 0."""
+        """Return the value of a formula as an integer; a bool counts as 1 or 0."""
         value = self.value(entry)
         return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
 
@@ -146,7 +147,7 @@ class Config:
         return tuple(indices)
 
     def arguments(self, table: Table) -> Table:
-        """Return the arguments of `Transformer` that a table of formulas describes."""
+        """Evaluate a family's table of formulas to keyword arguments of `Transformer`."""
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         if self.typed and len(self.types) != self.layers:
             raise ValueError(
@@ -168,7 +169,7 @@ class Config:
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
     def _argument(self, key: str, entry: Any) -> Any:
-        """Return one argument of `Transformer` from its entry in the table."""
+        """Evaluate the table entry of one argument of `Transformer`."""
         if key in ("attention_layers", "mlp_layers"):
             return self.where(entry)
         if key in _RECORDS:
@@ -179,15 +180,17 @@ class Config:
         return self.value(entry)
 
     def _derived_size(self, key: str, entry: Any) -> Table:
-        """Return a size as an argument, or no argument if `Transformer` has to derive it."""
-        # A table entry of 0, and a field that is None, let `Transformer` derive the size.
+        """Return `{key: size}`, or an empty dictionary if `Transformer` has to derive the size.
+
+        `Transformer` derives sizes whose table entry is 0 or whose field is None.
+        """
         size = self.value(entry)
         if entry != 0 and size is not None:
             return {key: self.positive(entry, size)}
         return {key: size} if key == "heads" else {}
 
     def record(self, kind: type, entry: Table) -> Any:
-        """Return experts, a window or a latent, or None if the model does not have it."""
+        """Return `Experts`, a `Window` or an `MLA`, or None if the model does not have it."""
         if not self.value(entry.get("if", True)):
             return self._absent(kind)
         layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
@@ -202,7 +205,7 @@ class Config:
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
 
     def _absent(self, kind: type) -> None:
-        """Return None for a missing record; raise `ValueError` if layer_types requires a window."""
+        """Return None; raise `ValueError` if the record is a window that layer_types requires."""
         if kind is Window and "sliding_attention" in self.types:
             raise ValueError(
                 f"layer_types of this {self.family} config.json has sliding_attention, but "
@@ -219,7 +222,7 @@ class Config:
         return value
 
     def mixer(self, entry: Table) -> Mixer:
-        """Return a recurrent mixer of `mixers.toml` with the sizes of the family."""
+        """Return a recurrent mixer: the formulas of mixers.toml with the sizes of the family."""
         name, layers = entry["like"], self.where(entry["where"])
         about = mixer_tables()[name]
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
@@ -247,17 +250,21 @@ class Config:
             return
         once = row.get("once", False)
         kind = row.get("kind", "matrix" if row.get("bias") else "vector")
-        about: Table = {"part": "pooler" if once else row.get("part", "ends")}
-        about |= {"applies_to": "sequence"} if once else {}
-        about |= {"layers": self.where(row["where"])} if "where" in row else {}
-        rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
-        more: Table = {"split": row.get("split", "none")}
-        more["skips"] = self.size("skips", row.get("skips", 0))
-        yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
+        matrix = Matrix(
+            part=row.get("part", "pooler" if once else "ends"),
+            name=row["name"],
+            rows=self.size(row["name"], row.get("rows", 1)),
+            columns=self.size(row["name"], row.get("columns", 1)),
+            split=row.get("split", "none"),
+            kind=kind,
+            layers=self.where(row["where"]) if "where" in row else None,
+            applies_to="sequence" if once else "tokens",
+            skips=self.size("skips", row.get("skips", 0)),
+        )
+        yield matrix
         if row.get("bias"):
-            yield Matrix(
-                name=f"{row['name']} bias", rows=1, columns=columns, kind="vector", **about
-            )
+            name = f"{matrix.name} bias"
+            yield replace(matrix, name=name, rows=1, kind="vector", split="none", skips=0)
 
 
 def activation(name: str) -> str:

@@ -227,7 +227,7 @@ _PARTS = tables("model/matrices.toml")
 
 @lru_cache(maxsize=4096)
 def matrices(model: Transformer) -> tuple[Matrix, ...]:
-    """Return the nonempty matrices of a model, one record per kind."""
+    """Return all matrices of a model with at least one entry, one record per kind of matrix."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers
@@ -240,11 +240,18 @@ def matrices(model: Transformer) -> tuple[Matrix, ...]:
 
 
 def _part(model: Transformer, part: str) -> Iterator[Matrix]:
+    """Yield the matrices of one part of matrices.toml that the model has."""
     experts = model.experts
     names: dict[str, Any] = {
-        **{"m": model, "mla": model.mla, "experts": experts},
-        **{"d": model.d_model, "h": model.heads, "g": model.kv_heads, "e": model.embedding_dim},
-        **{"qk": model.qk_dim, "v": model.v_head_dim},
+        "m": model,
+        "mla": model.mla,
+        "experts": experts,
+        "d": model.d_model,
+        "h": model.heads,
+        "g": model.kv_heads,
+        "e": model.embedding_dim,
+        "qk": model.qk_dim,
+        "v": model.v_head_dim,
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
     }
     everywhere = value(_PARTS[part].get("layers"), names)

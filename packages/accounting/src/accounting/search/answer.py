@@ -1,4 +1,4 @@
-"""The answer to one question: the best plan to train a model, its duration and its price."""
+"""The best plan to train a model on some devices, its duration and its price."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-#: Default batch in tokens; a large number of devices may require a larger batch.
+#: Default batch in tokens; it is larger if the devices need more sequences.
 TOKENS_PER_STEP = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plan for a question, its duration and cost, and alternative plans."""
+    """The result of `plan_for`: the best plan, its duration and cost, and alternative plans."""
 
     model: Transformer
     hardware: Hardware
@@ -44,7 +44,8 @@ class Answer:
     seconds: Interval
     mfu: Interval
     days: Interval
-    usd: Interval
+    #: None if the price of the device is unknown.
+    usd: Interval | None
     megawatt_hours: Interval
     failures: Goodput
 
@@ -57,10 +58,6 @@ class Answer:
     def plan(self) -> Plan:
         """Return the layout."""
         return self.best.plan
-
-    @property
-    def _has_price(self) -> bool:
-        return self.hardware.usd_per_hour is not None or self.usd.middle > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for `json.dumps`; an unknown price is None."""
@@ -80,7 +77,7 @@ class Answer:
             "seconds": asdict(self.seconds),
             "mfu": asdict(self.mfu),
             "days": asdict(self.days),
-            "usd": asdict(self.usd) if self._has_price else None,
+            "usd": asdict(self.usd) if self.usd else None,
             "megawatt_hours": asdict(self.megawatt_hours),
         }
 
@@ -99,9 +96,7 @@ class Answer:
             f"intervals  {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
             f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
-            f"price      {self.usd} USD"
-            if self._has_price
-            else "price      unknown; pass usd_per_hour",
+            f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
             f"energy     {self.megawatt_hours} MWh for the devices",
         ]
         if self.others:
@@ -134,15 +129,17 @@ def plan_for(
 ) -> Answer:
     """Return the fastest plan that fits in memory, and the cost of training on `tokens` with it.
 
-    Fields of `Plan` that are passed are fixed. The failure rate per device-hour is that of the
-    54-day run of Llama 3 405B. Raises `ValueError` if no plan fits. `time_limit` and `progress` are
-    those of `plans_that_fit`.
+    `batch` is in sequences of `seq` tokens; the default is about 4 million tokens. Fields of `Plan`
+    that are passed are fixed, and the search varies all other fields. `usd_per_hour` is the price
+    of one device; the default is that of the hardware. The failure rate per device-hour is that of
+    the 54-day run of Llama 3 405B. `time_limit` and `progress` are those of `plans_that_fit`.
+    Raises `ValueError` if no plan fits.
     """
     device = find(hardware)
     if memory_bytes is not None:
         # The answer prints this memory, so that a limit in a wrong unit is noticed.
         device = replace(device, memory_bytes=math.ceil(memory_bytes))
-    price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
+    price = device.usd_per_hour if usd_per_hour is None else usd_per_hour
     if precision is None:
         precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
     kind = recipe(precision)
@@ -177,7 +174,7 @@ def plan_for(
         seconds=seconds,
         mfu=seconds.rate(useful),
         days=wall.scaled(1 / 24),
-        usd=wall.scaled(gpus * price),
+        usd=None if price is None else wall.scaled(gpus * price),
         megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
         failures=failures,
     )

@@ -15,7 +15,7 @@ from accounting import checks
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, check_fields
+from accounting.plan import CHOICES, Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
 from accounting.time.step import step_time
@@ -65,7 +65,7 @@ def plans_that_fit(
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
-    check_fields(fixed)
+    checks.fields(Plan, fixed, **CHOICES)
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)

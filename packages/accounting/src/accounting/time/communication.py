@@ -24,9 +24,11 @@ def communication(
     activations: str = "bf16",
     stage: int = 0,
 ) -> Communication:
-    """Return all collectives of a device of `stage` in one step over `batch` sequences.
+    """Return the collectives that one device of a pipeline `stage` runs in a training step.
 
-    `batch=0` selects the collectives that do not depend on the batch: weights and gradients.
+    `batch` is the number of sequences of the whole step, each with `seq` tokens; 0 selects the
+    collectives that do not depend on the batch. `weights`, `gradients` and `activations` are the
+    dtypes of the messages. Raises `ValueError` if the plan is not valid for the model or the batch.
     """
     plan = fitted(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
@@ -36,8 +38,8 @@ def communication(
     if batch:
         stream = tokens * model.d_model * size
         # A device sends the stream, or its part of the sequence, to the next stage.
-        hop = _whole(stream / (plan.tensor if plan.sequence_parallel else 1))
-        collectives += _tensor(stage_model, model, plan, _whole(stream), stage)
+        hop = stream / (plan.tensor if plan.sequence_parallel else 1)
+        collectives += _tensor(stage_model, model, plan, stream, stage)
         collectives += _experts(stage_model, plan, stream)
         collectives += _context(stage_model, model, plan, tokens * size)
         collectives += _pipeline(plan, hop, stage)
@@ -49,7 +51,10 @@ def communication(
 def _states(
     model: Transformer, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Yield the collectives of data parallelism: reduced gradients and, with ZeRO, weights."""
+    """Yield the collectives of data parallelism, and the reduction of a tied embedding.
+
+    Data parallelism reduces gradients; with ZeRO it also gathers weights.
+    """
     dense, routed = device_parameters(model, plan, stage)
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     calls_per_step = plan.microbatches if plan.zero >= 2 else 1
@@ -60,7 +65,7 @@ def _states(
         # accumulate, and a backward leaves the weights unsharded for the next forward.
         calls_per_step = 1
         gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
-    for what, count, ranks in (
+    for suffix, count, ranks in (
         ("", dense, plan.replicas),
         (" of experts", routed, plan.expert_replicas),
     ):
@@ -72,7 +77,7 @@ def _states(
         if plan.zero == 3:
             rows.append(("weights", "all_gather", gathers, weight))
         for name, operation, calls, size in rows:
-            yield _over("data", ranks, name + what, operation, calls, count * size)
+            yield _over("data", ranks, name + suffix, operation, calls, count * size)
     if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
         yield _over("pipeline", 2, "gradients of the tied embedding", "all_reduce", 1, table)
@@ -169,9 +174,11 @@ def _boundaries(plan: Plan, hop: int | Fraction) -> Breakdown:
 def _over(
     axis: str, ranks: int, name: str, operation: str, calls: int, call_bytes: int | Fraction
 ) -> Collective:
-    labels = {"axis": axis, "name": name, "operation": operation}
-    return Collective(ranks=ranks, count=calls, call_bytes=_whole(call_bytes), **labels)
-
-
-def _whole(value: int | Fraction) -> int | Fraction:
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
+    return Collective(
+        name=name,
+        operation=operation,
+        axis=axis,
+        ranks=ranks,
+        count=calls,
+        call_bytes=call_bytes,
+    )

@@ -43,16 +43,6 @@ class MeshBatch:
         """Return the tokens of the whole batch."""
         return self.per_device * self.fsdp * self.tensor
 
-    def explain(self) -> str:
-        """Return the result and its assumptions in one line."""
-        return (
-            f"X={self.fsdp:g} by Y={self.tensor:g}, comms {self.comms}, "
-            f"alpha={self.alpha:.6g}: "
-            f"{self.per_device:.6g} tokens/device, {self.tokens:.6g} in all"
-        )
-
-    __str__ = explain
-
 
 @checks.entry()
 def compute_bound_batch(
@@ -66,8 +56,10 @@ def compute_bound_batch(
     tensor_axes: int = 1,
     comms: Literal["summed", "overlapped"] = "summed",
 ) -> MeshBatch:
-    """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor`.
+    """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor` devices.
 
+    `flops_per_second` is the peak C of a device and `axis_bytes_per_second` the bandwidth W of one
+    axis. `comms` is `overlapped` if the traffic of FSDP and of tensor parallelism run at once.
     Raises `ValueError` if no batch is compute-bound.
     """
     alpha = flops_per_second / axis_bytes_per_second
@@ -84,7 +76,9 @@ def best_mesh(
     fsdp_axes: int = 1,
     tensor_axes: int = 1,
 ) -> MeshBatch:
-    """Return the smallest batch over all X with X Y = `devices`, with summed communication.
+    """Return the smallest compute-bound batch over all meshes with X Y = `devices`.
+
+    The communication is summed, and X need not be an integer.
 
     At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
     (M_X M_Y F).

@@ -49,6 +49,10 @@ class Published:
     fitted: bool = False
 
 
+#: Columns of a table that are sizes of the model.
+_SIZES = ("layers", "d_model", "heads")
+
+
 def _read() -> tuple[Published, ...]:
     """Return the runs of published.toml."""
     text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
@@ -62,20 +66,24 @@ def _read() -> tuple[Published, ...]:
     runs = [_published(whole(entry)) for entry in tables["run"]]
     for table in tables["table"]:
         about = whole(table)
-        for row in table["rows"]:
-            runs.append(_tabulated(about, dict(zip(table["columns"], row, strict=True)), tables))
+        for entries in table["rows"]:
+            row = dict(zip(table["columns"], entries, strict=True))
+            runs.append(_tabulated(about, row, tables["size"]))
     return tuple(runs)
 
 
-def _tabulated(about: dict[str, Any], row: dict[str, Any], tables: dict[str, Any]) -> Published:
-    """Return the run of a table row; its columns are sizes, fields of the plan, and the rate."""
+def _tabulated(about: dict[str, Any], row: dict[str, Any], sizes: dict[str, Any]) -> Published:
+    """Return the run of a table row, whose columns are fields of the model, the plan or the run."""
     plan = about["plan"] | {key: row[key] for key in Plan.__dataclass_fields__ if key in row}
+    model = about.get("model", {}) | {key: row[key] for key in _SIZES if key in row}
+    if "rate" not in row:
+        return _published(about | row | {"model": model, "plan": plan})
     ranks = plan.get("tensor", 1) * plan.get("context", 1)
     plan["data"] = row["devices"] // ranks
     plan["microbatches"] = row["batch"] // plan["data"] // row["microbatch"]
     plan["sequence_parallel"] = plan.get("tensor", 1) > 1
     seq = row.get("seq", about.get("seq"))
-    model = about.get("model", {}) | tables["size"][row["size"]]
+    model |= sizes[row["size"]]
     if "MPT" in row["size"]:
         model["positions"] = seq
     seconds = row["batch"] * seq / (row["devices"] * row["rate"])
