@@ -7,7 +7,7 @@ from accounting.breakdown import Breakdown
 from accounting.hardware import Link
 from accounting.memory.states import device_parameters
 from accounting.time.collective import Collective
-from accounting.time.efficiency import ATTENTION_SHARE, MATMUL_SHARE, POWER_SHARE
+from accounting.time.efficiency import ATTENTION_FRACTION, MATMUL_FRACTION, POWER_FACTOR
 from accounting.time.step import (
     bucket_overhead_seconds,
     group_link,
@@ -98,7 +98,7 @@ def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:
         run: dict[str, Any] = {"batch": 1, "seq": 4096, "precision": precision}
         return step_time(MODEL, Plan(), hardware=hardware, **run)["compute"]
 
-    rate = {dtype: H100.peak(dtype) * MATMUL_SHARE[dtype] for dtype in ("bf16", "fp32", "fp8")}
+    rate = {dtype: H100.peak(dtype) * MATMUL_FRACTION[dtype] for dtype in ("bf16", "fp32", "fp8")}
     sixteen = compute("mixed_bf16")
     expected = sixteen["matrices"].total * rate["bf16"]
     assert compute("fp32")["matrices"].total == pytest.approx(expected / rate["fp32"])
@@ -121,8 +121,8 @@ def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
     # The backward of flash attention computes the scores again.
     attention = forward.total * (3 if recompute == "none" else 4) + forward["scores"].total
     peak = H100.peak("bf16")
-    assert compute["attention"].total == pytest.approx(attention / (peak * ATTENTION_SHARE))
-    rate = peak * MATMUL_SHARE["bf16"] * POWER_SHARE["H100"]
+    assert compute["attention"].total == pytest.approx(attention / (peak * ATTENTION_FRACTION))
+    rate = peak * MATMUL_FRACTION["bf16"] * POWER_FACTOR["H100"]
     assert compute["matrices"].total == pytest.approx((work - attention) / rate)
 
 

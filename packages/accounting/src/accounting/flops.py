@@ -1,10 +1,10 @@
-"""Floating-point operations of matrix multiplications; one multiply and one add are two operations.
+"""Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and twice that in the backward pass.
 Attention costs `2(qk + v)` per head and pair of query and key that the mask lets through. The
 number of pairs is S² for full attention, S(S+1)/2 for causal attention, and w(w+1)/2 + (S-w)w for a
-window of w keys; many FLOP counters use wrong numbers. As in `torch.utils.flop_counter`, operations
-other than matrix multiplications (norms, activations, softmax) are not counted.
+window of w keys. Recurrent layers also count the operations that write and read their state. As in
+`torch.utils.flop_counter`, norms, activation functions and softmax are not counted.
 """
 
 import math
@@ -47,6 +47,8 @@ def flops(
     - `recompute` and `flash` add recomputed operations, so that the total is what the hardware
       executes: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
       and `flash` the scores in the backward.
+
+    Raises `ValueError` if a phase does not apply to the model, or for too few learned positions.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
@@ -139,7 +141,10 @@ def mfu(
 
 
 def attention_operations(work: Breakdown) -> int | float:
-    """Return the part of `flops` that grows with the square of the length, not recomputed."""
+    """Return the operations of attention and of its index in a result of `flops`.
+
+    Recomputed operations are not included.
+    """
     return sum(part.total for part in work if part.name in ("attention", "index"))
 
 
@@ -209,16 +214,16 @@ def _attention(
         # Queries are projected into the latent and outputs out of it, so the up-projection is
         # applied per new token.
         qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
-    few = len(model.windowed_layers)
-    kinds = (
-        ("", len(model.attention_layers or ()) - few, everywhere),
-        (" in windows", few, windowed),
+    windowed_layers = len(model.windowed_layers)
+    groups = (
+        ("", len(model.attention_layers or ()) - windowed_layers, everywhere),
+        (" in windows", windowed_layers, windowed),
     )
     parts = []
-    for kind, layers, count in kinds:
+    for suffix, layers, count in groups:
         sizes = {"sequences": batch, "layers": layers, "ops": 2, "heads": model.heads}
         for name, width in (("scores", qk), ("values", v)):
-            leaf = product(name + kind, UNIT, passes=passes, **sizes, width=width, pairs=count)
+            leaf = product(name + suffix, UNIT, passes=passes, **sizes, width=width, pairs=count)
             parts.append(leaf)
     return total("attention", UNIT, *parts)
 

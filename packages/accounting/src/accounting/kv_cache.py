@@ -19,9 +19,10 @@ def kv_cache(
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window stores at most one window. MLA stores the latent and the single key that
-    carries the position. An encoder has no cache. Scales of quantized caches are not counted. Key
-    and value heads are split over `tensor` devices until each device has one head; additional
-    devices store copies. All devices store the latent.
+    carries the position. A recurrent layer stores its state, also in `dtype`. An encoder has no
+    cache. Scales of quantized caches are not counted. Key and value heads are split over `tensor`
+    devices until each device has one head; additional devices store copies. All devices store the
+    latent. Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads.
     """
     if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
         raise ValueError(
@@ -61,8 +62,9 @@ def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown
 
 
 def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
-    few = len(model.windowed_layers)
-    groups = [("", len(model.attention_layers or ()) - few, seq)]
-    if few and model.window:
-        groups.append((" in windows", few, min(seq, model.window.size)))
+    """Return a suffix, the number of layers and the cached tokens, without and with a window."""
+    windowed = len(model.windowed_layers)
+    groups = [("", len(model.attention_layers or ()) - windowed, seq)]
+    if model.window:
+        groups.append((" in windows", windowed, min(seq, model.window.size)))
     return [group for group in groups if group[1]]

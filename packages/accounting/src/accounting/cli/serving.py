@@ -16,10 +16,10 @@ from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective
 from accounting.time.efficiency import (
-    ATTENTION_SHARE,
-    BANDWIDTH_SHARE,
-    MATMUL_SHARE,
-    POWER_SHARE,
+    ATTENTION_FRACTION,
+    BANDWIDTH_FRACTION,
+    MATMUL_FRACTION,
+    POWER_FACTOR,
     STREAM_PASSES,
 )
 from accounting.time.published import Interval, predicted
@@ -136,7 +136,7 @@ def _inference_seconds(
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
     wire = 2 if dtype != "fp32" else 4
-    utilization = MATMUL_SHARE.get(dtype, 0.8) * POWER_SHARE.get(device.name, 1.0)
+    utilization = MATMUL_FRACTION.get(dtype, 0.8) * POWER_FACTOR.get(device.name, 1.0)
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
     for part, _, cache_bytes, read_bytes in loads:
@@ -149,8 +149,8 @@ def _inference_seconds(
         least += max(float(work.total) / tensor / peak, moved / bandwidth)
         stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
         modeled += (float(work.total) - scores) / tensor / (peak * utilization)
-        modeled += scores / tensor / (peak * ATTENTION_SHARE)
-        modeled += (moved + stream) / (bandwidth * BANDWIDTH_SHARE)
+        modeled += scores / tensor / (peak * ATTENTION_FRACTION)
+        modeled += (moved + stream) / (bandwidth * BANDWIDTH_FRACTION)
         payload = tokens * part.d_model * wire
         if tensor > 1:
             # One all-reduce after attention or a mixer, and one after the MLP or the experts.

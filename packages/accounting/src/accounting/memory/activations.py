@@ -32,10 +32,10 @@ def activations(
 ) -> Breakdown:
     """Return the bytes that one device saves per micro-batch for its stage, without the head.
 
-    `run` contains fields of a `Workload`. `batch` is the whole batch; a device processes `batch /
-    (data x microbatches)` sequences at a time, each with `seq / context` tokens. `plan.recompute`
-    selects the saved tensors: all, all except the core of attention, or only the input of each
-    block.
+    `run` contains fields of a `Workload`. `batch` is the whole batch in sequences; a device
+    processes `batch / (data x microbatches)` of them at a time, each with `seq / context` tokens.
+    `plan.recompute` selects the saved tensors: all (`none`), all except the core of attention
+    (`selective`), or only the input of each block (`full`).
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
@@ -73,7 +73,8 @@ def head_activations(
 ) -> Breakdown:
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
-    The cross-entropy saves the log-softmax in fp32. Its gradient and the gradient of the logits are
+    `tokens` is the number of tokens of a micro-batch on one device. The cross-entropy saves the
+    log-softmax in the dtype of the logits. Its gradient and the gradient of the logits are
     allocated at the start of the backward, where many training steps peak.
     """
     kind = recipe(precision)
@@ -88,11 +89,11 @@ def head_activations(
 def gradients_in_flight(
     model: Transformer, *, tokens: int, tensor: int = 1, keys: int | None
 ) -> list[int]:
-    """Return two numbers of temporary gradient values in the backward of one block.
+    """Return the numbers of temporary gradient values in the backward of an MLP and of attention.
 
-    The first number is for the MLP: the gradients of two hidden tensors. The second is for
-    attention: the gradients of two score matrices with `keys` per row, or of q, k and v for flash
-    attention (`keys=None`). Both include the gradient of the residual stream.
+    In the MLP, they are the gradients of two hidden tensors. In attention, they are the gradients
+    of two score matrices with `keys` per row, or of q, k and v for flash attention (`keys=None`).
+    Both include the gradient of the residual stream.
     """
     hidden = model.d_ff
     if model.experts:
@@ -132,7 +133,7 @@ def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
         "t": tokens,
         "seq": work.seq,
         "r": Fraction(tokens, plan.tensor if plan.sequence_parallel else 1),
-        "share": lambda width: Fraction(width) / plan.tensor,
+        "per_rank": lambda width: Fraction(width) / plan.tensor,
         "n": len(model.attention_layers or ()),
         "h": model.heads,
         # If there are fewer key heads than devices, each device stores one copy.
@@ -185,7 +186,8 @@ def _mixers(model: Transformer, names: Table) -> list[Breakdown]:
     for mixer in model.mixers:
         layers = {"layers": len(mixer.layers)}
         stream = {"tokens": names["r"], "d_model": model.d_model, "bytes": names["size"]}
-        saved = {"tokens": names["t"], "width": names["share"](mixer.saved), "bytes": names["size"]}
+        width = names["per_rank"](mixer.saved)
+        saved = {"tokens": names["t"], "width": width, "bytes": names["size"]}
         parts.append(product(f"input of {mixer.name}", "B", **layers | stream))
         parts.append(product(mixer.name, "B", **layers | saved))
     return parts

@@ -13,7 +13,7 @@ from accounting.workload import Workload
 
 
 def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the activations of the end of the model; GPipe saves those of every micro-batch."""
+    """Return the activations of the end of the model; GPipe saves them for every micro-batch."""
     options: dict[str, Any] = work.head(model)
     end = head_activations(model, tokens=work.tokens(plan), tensor=plan.tensor, **options)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
@@ -25,10 +25,10 @@ def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the temporary gradients of a stage that is not the last one.
+    """Return the bytes of temporary gradients on a stage other than the last one.
 
-    A backward peaks inside a block, where the gradients of the tensors in use are alive together
-    with the gradient that the next stage sent.
+    A backward peaks inside a block. There, the gradients of the block's tensors exist together with
+    the gradient that the next stage sent.
     """
     tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
     keys = None if work.flash else work.seq
@@ -42,7 +42,7 @@ def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Break
 
 
 def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the saved tensors of a block, which are alive while the block is recomputed."""
+    """Return the bytes of the saved tensors of one block, which exist while it is recomputed."""
     without_stages = replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
     block = activations(
         one_layer(model),

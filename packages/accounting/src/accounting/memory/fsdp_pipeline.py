@@ -1,4 +1,4 @@
-"""The memory of FSDP2 modules in a pipeline, at the moments at which it may be highest."""
+"""The memory of FSDP2 modules in a pipeline at those moments of a step that may be the peak."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -19,9 +19,9 @@ from accounting.workload import Workload
 # - Gradients accumulate unsharded, in the reduction's dtype, from the first backward on.
 # - A backward leaves all weights of the stage unsharded. With `reshard_after_forward` the next
 #   forward reshards them block by block; without it they stay unsharded until the step ends.
-# - So a stage is fullest at the start of a backward (all activations, two blocks gathered), at its
-#   end (one block's activations, all weights and the buffer of the last all-gather), or when
-#   gradients are reduced (all weights but those of a group, and the group's copy).
+# - Therefore a stage peaks at the start of a backward (all activations, two blocks gathered), at
+#   the end of a backward (one block's activations, all weights, and the buffer of the last
+#   all-gather), or while gradients are reduced (all weights except one group, and its copy).
 
 
 class FsdpStage:
@@ -65,10 +65,11 @@ class FsdpStage:
         return max(moments, key=lambda moment: moment.total)
 
     def backward(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the moments of a backward with `alive` micro-batches, from head to embedding.
+        """Return the moments of a backward, from the head to the embedding.
 
-        `accumulated` means that gradients of an earlier backward exist, and `whole` that an earlier
-        backward left all weights unsharded.
+        `alive` is the number of micro-batches whose activations are saved. `accumulated` means that
+        gradients of an earlier backward exist, and `whole` that an earlier backward left all
+        weights unsharded.
         """
         start = self.start(alive, accumulated=accumulated, whole=whole)
         return start + self.end(alive, accumulated=accumulated, whole=whole)
@@ -80,9 +81,9 @@ class FsdpStage:
         block = self._gathered(self.layers if whole else 2)
         moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
-            # At the head no block is gathered yet. The head's gradient is computed as a whole
+            # In the head no block is gathered yet. The complete gradient of the head is computed
             # before it is added to the accumulated one. At that moment the gradient of the logits
-            # exists, and their log-softmax is freed.
+            # exists, and the log-softmax is freed, which has the same size.
             ends = self._gathered(self.layers if whole else 0)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])
@@ -123,9 +124,10 @@ class FsdpStage:
         return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
 
     def _fresh(self, count: int, accumulated: bool) -> Breakdown:
+        """Return a gradient that is not yet added to the accumulated one."""
         # Under mixed precision the first gradient is cast, so two copies exist.
-        there = accumulated or self.kind.cast_weights is not None
-        return product("fresh gradient", "B", parameters=count * there, bytes=self._size)
+        exists = accumulated or self.kind.cast_weights is not None
+        return product("fresh gradient", "B", parameters=count * exists, bytes=self._size)
 
     @property
     def _size(self) -> Fraction:

@@ -50,7 +50,7 @@ def model_states(
 
 
 def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
-    """Return the parameters per device before ZeRO: all except experts, and the experts."""
+    """Return the parameters per device before ZeRO: those outside the experts, and the experts'."""
     dense = routed = 0
     for matrix in matrices(plan.stage_model(model, stage)):
         if matrix.routed:
@@ -69,7 +69,7 @@ def _device_size(matrix: Matrix, model: Transformer, plan: Plan) -> int:
 def cast_weights(
     model: Transformer, plan: Plan, kind: Precision, stage: int = 0
 ) -> Breakdown | None:
-    """Return the copies of the matrices that autocast creates and the graph stores.
+    """Return the bytes of the copies of all matrices that autocast creates and the graph stores.
 
     FSDP has no such copies, because it gathers its weights in the dtype of the copies.
     """
@@ -87,7 +87,7 @@ def cast_weights(
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
-    """Return weights, gradients and optimizer of a device of a stage."""
+    """Return the bytes of weights, gradients and optimizer on a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)
 
     def states(count: int, ranks: int) -> Breakdown:
@@ -107,10 +107,10 @@ def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) ->
 
 
 def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
-    """Return the first stage of each group with the same kinds of layers and the same ends.
+    """Return one stage per group of stages with the same kinds of layers and the same ends.
 
-    The other stages of the same kind have at most as many micro-batches in flight, so one of the
-    returned stages is the fullest.
+    It is the first stage of its group. Later stages have at most as many micro-batches in flight,
+    so one of the returned stages is the fullest.
     """
     kinds = _layer_kinds(model)
     first: dict[Hashable, int] = {}
@@ -123,7 +123,7 @@ def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
 
 @lru_cache
 def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
-    """Return for each layer its components, such as attention, MLP, experts and window."""
+    """Return for each layer which components it has, such as attention, MLP, experts or window."""
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
         model.mlp_layers or (),
@@ -159,7 +159,7 @@ class FsdpGroups(NamedTuple):
     #: Parameters of all blocks.
     blocks: int
 
-    def gathered(self, blocks: int, size: Fraction, *others: Breakdown) -> Breakdown:
+    def gathered(self, blocks: int, size: Fraction, *others: Breakdown | None) -> Breakdown:
         """Return the gathered weights of the ends and of `blocks` blocks, with other tensors."""
         inside = min(blocks * self.block, self.blocks)
         return total(
@@ -172,7 +172,7 @@ class FsdpGroups(NamedTuple):
 
 
 def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:
-    """Return the groups of FSDP on a stage: one per block, and one for the ends."""
+    """Return the sizes of FSDP's groups on a stage: one group per block, and one for the ends."""
     stage_model = plan.stage_model(model, stage)
     block = _blocks_parameters(one_layer(stage_model), plan)
     blocks = _blocks_parameters(stage_model, plan)
@@ -180,7 +180,7 @@ def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:
 
 
 def _blocks_parameters(model: Transformer, plan: Plan) -> int:
-    """Return the parameters per device of all blocks of a model of one stage."""
+    """Return the parameters per device of all blocks, if `model` is the model of a stage."""
     return sum(
         _device_size(matrix, model, plan) for matrix in matrices(model) if matrix.layers is not None
     )

@@ -26,12 +26,14 @@ def training_memory(
     stage: int | None = None,
     **run: Any,
 ) -> Breakdown:
-    """Return the bytes on a device of the fullest stage if all tensors are alive at once.
+    """Return the bytes of training on a device of the fullest pipeline stage.
 
-    `stage` selects one pipeline stage. In a pipeline, the result is the fullest moment of the
-    stage's schedule. `run` contains fields of a `Workload`; `batch` is the whole batch in
-    sequences, and 0 selects the model states between two steps. With ZeRO-3 the result includes the
-    weights and gradients that are gathered and reduced during a step.
+    Without a pipeline, the result is the sum of all tensors of a step, as if all existed at once.
+    In a pipeline, it is the fullest moment of the stage's schedule. `stage` selects one stage.
+    `run` contains fields of a `Workload`; `batch` is the whole batch in sequences, and 0 selects
+    the model states between two steps. With ZeRO-3 the result includes the weights and gradients
+    that are gathered and reduced during a step. Raises `ValueError` if the plan is not valid for
+    the model or the batch.
 
     The optimizer is assumed to be fused. `foreach`, torch's default, needs another copy of the
     second moments after activations are freed; `peak_memory` counts it.

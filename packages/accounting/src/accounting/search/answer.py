@@ -14,7 +14,7 @@ from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
-from accounting.search.plans import AXES, DEGREES, SHARE_OF_MEMORY, FittingPlan, plans_that_fit
+from accounting.search.plans import AXES, DEGREES, MEMORY_FRACTION, FittingPlan, plans_that_fit
 from accounting.time.goodput import Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
@@ -197,7 +197,7 @@ def no_room(
         return contradiction
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
-    capacity = SHARE_OF_MEMORY * device.memory_bytes
+    capacity = MEMORY_FRACTION * device.memory_bytes
     needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
     if needed is None:
         return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"

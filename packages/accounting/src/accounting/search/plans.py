@@ -24,7 +24,7 @@ from accounting.workload import Workload
 #: Fields of a plan that a caller may fix; `devices` is a separate argument.
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 #: Fraction of the memory that a plan may use.
-SHARE_OF_MEMORY = 0.9
+MEMORY_FRACTION = 0.9
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
 
@@ -69,7 +69,7 @@ def plans_that_fit(
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    estimator = Estimator(model, device, devices, work, capacity * SHARE_OF_MEMORY, fixed)
+    estimator = Estimator(model, device, devices, work, capacity * MEMORY_FRACTION, fixed)
     fitting: list[FittingPlan] = []
     estimates = sorted(estimator.estimates(), key=lambda estimate: estimate.seconds)
     for computed, estimate in enumerate(estimates):

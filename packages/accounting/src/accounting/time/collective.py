@@ -33,7 +33,7 @@ class Collective:
     @property
     def payload(self) -> int | float:
         """Return the payload bytes of all calls."""
-        return plain(Fraction(self.count) * self.call_bytes)
+        return plain(self.count * self.call_bytes)
 
     @property
     def phases(self) -> int:
@@ -72,11 +72,11 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """All collectives of one device in a step."""
+    """All collectives of one device in a step; iterating yields each `Collective`."""
 
     name: str
     collectives: tuple[Collective, ...]
-    #: Bytes of one replica across each pipeline boundary, in each direction.
+    #: Bytes that one replica sends across each pipeline boundary, per direction.
     boundaries: Breakdown
 
     def __getitem__(self, name: str) -> Collective:
@@ -106,7 +106,7 @@ class Communication:
                     c.name,
                     "B",
                     f"ring {c.operation} over {c.ranks}",
-                    share=c.wire_fraction,
+                    fraction=c.wire_fraction,
                     calls=c.count,
                     each=c.call_bytes,
                 )

@@ -1,9 +1,9 @@
-"""The fraction of its peak that a device reaches, by the shape of each matrix product.
+"""The time of the matrix products and the other operations of a pipeline stage.
 
 A product of (m, k) by (k, n) takes the time of its operations at a fraction of the peak, plus the
-time to move its three matrices through memory. Large products therefore approach the fraction of
-the peak and thin ones the bandwidth. All other operations are bound by bandwidth: norms,
-activations, residual sums, an unfused softmax, and the optimizer.
+time to move its three matrices through memory. Large products therefore approach that fraction of
+the peak, and thin ones are bound by bandwidth. All other operations are bound by bandwidth: norms,
+activations, residual sums, and an unfused softmax.
 """
 
 from accounting.hardware import Hardware
@@ -12,21 +12,23 @@ from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.workload import Workload
 
-#: Fraction of the dense peak that large matrix products reach, such as 0.8 of an A100's 312 TFLOP/s
-#: in bf16. The fp8 value includes the scaling of tiles.
-MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
+#: Fraction of the dense peak that large matrix products reach, by dtype: 0.8 of the 312 TFLOP/s of
+#: an A100 in bf16. The fp8 value includes the scaling of tiles.
+MATMUL_FRACTION = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
 #: Additional factor for devices that lower their clock under sustained load: large bf16 products on
-#: a 700 W H100 reach 0.8 * 0.88 = 0.7 of the peak. `accounting.time.published` fits all other
-#: losses of a step as one factor.
-POWER_SHARE = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
+#: a 700 W H100 reach 0.8 * 0.88 = 0.7 of the peak. `time/published.py` fits one factor for all
+#: other losses of a step.
+POWER_FACTOR = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
 #: Fraction of the peak that fused attention reaches, forward and backward together. Shah et al.
 #: 2024, FlashAttention-3, figures 5 and 6, report 0.4 to 0.75; Dao 2023, FlashAttention-2, reports
 #: 0.5 to 0.7 on an A100.
-ATTENTION_SHARE = 0.5
-BANDWIDTH_SHARE = 0.8
+ATTENTION_FRACTION = 0.5
+#: Fraction of the memory bandwidth that all operations reach.
+BANDWIDTH_FRACTION = 0.8
 #: Number of times that a training step moves a tensor of the residual stream per layer: two norms,
 #: two residual sums, inputs and outputs of attention, forward and backward.
 STREAM_PASSES = 34
+#: The same for a hidden tensor of the MLP, per matrix of the MLP.
 HIDDEN_PASSES = 8
 #: Number of passes over unfused scores: product of queries and keys, mask, softmax, dropout and
 #: product with values, forward and backward.
@@ -36,32 +38,33 @@ SCORE_PASSES = 14
 def stage_seconds(
     model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
 ) -> tuple[float, float, float]:
-    """Return the seconds of a micro-batch of `tokens` on a stage, in three parts.
+    """Return the seconds of a micro-batch of `tokens` on a stage: forward and backward.
 
-    The parts are the arithmetic of the matrix products, their memory traffic, and the memory
-    traffic of the operations between them.
+    The three numbers are the arithmetic of the matrix products without attention, their memory
+    traffic, and the memory traffic of the operations between them. `model` is the stage's model.
     """
     kind = work.kind
-    utilization = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
+    utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * POWER_FACTOR.get(device.name, 1.0)
     peak = device.peak(kind.compute) * utilization
-    size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
+    size = float(bytes_of(kind.activations))
+    bandwidth = device.memory_bandwidth * BANDWIDTH_FRACTION
     compute = traffic = 0.0
     for matrix in matrices(model):
-        head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
-        if matrix.kind != "matrix" and not head:
+        # A tied head multiplies by the embedding, the only table that is split along its rows.
+        is_head = model.tied and model.lm_head and matrix.split == "rows"
+        if matrix.kind != "matrix" and not (matrix.kind == "table" and is_head):
             continue
         # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
         is_recomputed = plan.recompute == "full" and matrix.layers is not None
         passes = 4.0 if is_recomputed else 3.0
         repeats = passes * matrix.times
-        split = matrix.tensor_ranks(plan.tensor, model.kv_heads)
-        copies = matrix.chosen
-        entries = matrix.entries / split
-        compute += repeats * 2 * tokens * copies * entries
+        ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
+        entries = matrix.entries / ranks
+        compute += repeats * 2 * tokens * matrix.chosen * entries
         # Each product reads its input and its matrix and writes its output.
-        inside = matrix.copies / plan.expert if matrix.routed else 1
-        width = matrix.rows + matrix.columns / split
-        traffic += repeats * size * (tokens * copies * width + entries * inside)
+        stored_copies = matrix.copies / plan.expert if matrix.routed else 1
+        width = matrix.rows + matrix.columns / ranks
+        traffic += repeats * size * (tokens * matrix.chosen * width + entries * stored_copies)
     rest = tokens * _between(model, plan, work, size) * size
     return compute / peak, traffic / bandwidth, rest / bandwidth
 

@@ -22,7 +22,7 @@ from accounting.model.records import MLA, Experts
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.time.efficiency import MATMUL_SHARE
+from accounting.time.efficiency import MATMUL_FRACTION
 from accounting.time.step import OVERLAP, step_time
 from accounting.workload import Workload
 
@@ -200,7 +200,7 @@ def _without_constants(device: Hardware) -> Hardware:
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
-        usual = MATMUL_SHARE["bf16"] / MATMUL_SHARE["fp8"]
+        usual = MATMUL_FRACTION["bf16"] / MATMUL_FRACTION["fp8"]
         peaks["fp8"] = round(peaks["fp8"] * usual)
     return replace(device, name=f"{device.name}, held out", peaks=peaks)
 

@@ -1,11 +1,11 @@
 """Time of a training step: compute, exposed communication, pipeline bubble and optimizer.
 
-A message takes alpha + bytes * beta. Device numbers vary fastest by tensor rank, then by context,
-data and pipeline rank, so that small groups stay inside a node. A group with k members per node
-uses k network ports at once, so its collectives run at min(node link, k ports). Communication
-overlaps with compute as in common frameworks: gradients with the backward; FSDP's gathers, pipeline
-and context traffic with all compute. Tensor and expert parallelism are not hidden. All hidden
-traffic shares the compute time of one step.
+A message takes its latency plus its bytes divided by the bandwidth. Device numbers vary fastest by
+tensor rank, then by context, data and pipeline rank, so that small groups stay inside a node. A
+group with k members per node uses k network ports at once, so its bandwidth is the smaller of the
+node's link and k ports. As in common frameworks, gradients overlap with the backward, and FSDP's
+gathers, pipeline and context traffic overlap with all compute. The traffic of tensor and expert
+parallelism is not hidden. The hidden traffic in total takes at most the compute time of a step.
 """
 
 import math
@@ -23,7 +23,7 @@ from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
-from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
+from accounting.time.efficiency import ATTENTION_FRACTION, BANDWIDTH_FRACTION, stage_seconds
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -44,9 +44,11 @@ def step_time(
     """Return the seconds of one step: compute, bandwidth-bound operations, communication, bubble.
 
     `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
-    multiply in the `compute` dtype of the recipe, and attention in that of its activations.
-    Messages have the dtypes of the tensors. Raises `ValueError` if the device does not list such a
-    dtype. With `flash=False`, attention writes its scores to memory.
+    multiply in the `compute` dtype of the recipe, and attention in the dtype of activations. With
+    `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
+    fraction of the compute time that can hide its traffic. The result is the modeled time;
+    `accounting.time.published.predicted` adds the factor and interval of published runs. Raises
+    `ValueError` if the device does not list a dtype of the recipe.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -74,8 +76,8 @@ def step_time(
         free -= hidden
         if collective.axis in ("tensor", "expert", "context"):
             waits += needs - hidden
-        what = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
-        shown.append(product(collective.name, "s", what, exposed=needs - hidden))
+        note = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
+        shown.append(product(collective.name, "s", note, exposed=needs - hidden))
     idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
     busy = sum(float(part.total) for part in parts) + waits
     bubble = product("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
@@ -93,7 +95,7 @@ def _stage_seconds(
     model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
     attention = _attention_flops(model, plan, work, stage)
-    core = 1 / (device.peak(work.kind.activations) * ATTENTION_SHARE)
+    core = 1 / (device.peak(work.kind.activations) * ATTENTION_FRACTION)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
     busy, thin, rest = stage_seconds(stage_model, plan, work, work.tokens(plan), device)
@@ -110,7 +112,7 @@ def _stage_seconds(
 
 
 def _attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
-    """Return the operations of attention on one device of a stage, with recomputation."""
+    """Return the FLOPs of attention on one device of a stage, with recomputation."""
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
@@ -126,8 +128,8 @@ def _attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int)
 
 
 def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
-    """Return the seconds in which the optimizer reads and writes all states once."""
-    seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
+    """Return the seconds in which the optimizer reads and writes all model states once."""
+    seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
     count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
@@ -174,16 +176,16 @@ def collectives_on(
 def group_link(
     hardware: str | Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
 ) -> Link:
-    """Return the link of a group whose members are `stride` devices apart.
+    """Return the link of a group of `ranks` devices that are `stride` devices apart.
 
-    A ring passes every byte through each member, so k members in a node can each send 1/k of the
-    bytes through k ports. In an all-to-all and in a send, each device sends its own bytes through
-    one port; an all-to-all sends only those bytes that leave the node.
+    `operation` is that of a `Collective`. For a ring collective, k members in a node use k network
+    ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends its bytes
+    through its own port; an all-to-all sends only the bytes that leave the node.
     """
     hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link
     if hardware.pod:
-        # In a torus, rings run along its axes, and a larger group spans all axes.
+        # In a torus, a group of up to four devices uses one axis, and a larger group all axes.
         near = hardware.pod
         axes = hardware.torus_axes if ranks > 4 else 1
         link = replace(link, bandwidth=link.bandwidth * axes)
@@ -206,10 +208,11 @@ def group_link(
 def bucket_overhead_seconds(
     model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
 ) -> float:
-    """Return the time that data parallelism adds after the backward.
+    """Return the seconds that data parallelism adds after the backward.
 
-    For n buckets of s bytes in total, bandwidth w and launch overhead o, T(n) = s / (n w) + n o:
-    the time of the last bucket plus n launches, if the other buckets are hidden.
+    For s = `model_bytes` in n buckets, bandwidth w in bytes per second and launch overhead o =
+    `latency` in seconds, T(n) = s / (n w) + n o: the last bucket plus n launches. All other buckets
+    overlap with the backward.
     """
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
