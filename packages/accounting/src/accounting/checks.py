@@ -30,9 +30,10 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
     """Check the arguments of a function against the types that it declares, before it runs.
 
     An integer must be at least 1, or at least 0 if its default is 0. A float must be greater than
-    0, a bool must be True or False, and a `Literal` must be one of its values. `limits` replace the
-    smallest value of a number or list the allowed values. `forwarded` names keywords that the
-    function forwards. Any other keyword raises a `TypeError` that suggests the nearest name.
+    0, a bool must be True or False, and a `Literal` must be one of its values. `limits` maps an
+    argument to its smallest value or to a tuple of its allowed values. `forwarded` lists the
+    keywords that `**kwargs` accepts. Any other keyword raises a `TypeError` that suggests the
+    nearest name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -41,14 +42,12 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_unknown("argument", kwargs, (*rules, *forwarded))
-            positional = list(args)
-            for index, (name, value) in enumerate(zip(order, args, strict=False)):
-                positional[index] = _typed(name, value, rules[name])
+            named = zip(order, args, strict=False)
+            positional = [_typed(name, value, rules[name]) for name, value in named]
             keywords: dict[str, Any] = dict(kwargs)
-            for name, value in kwargs.items():
-                if name in rules:
-                    keywords[name] = _typed(name, value, rules[name])
-            return function(*positional, **keywords)  # type: ignore[arg-type]
+            for name in rules.keys() & kwargs.keys():
+                keywords[name] = _typed(name, kwargs[name], rules[name])
+            return function(*positional, *args[len(order) :], **keywords)  # type: ignore[arg-type]
 
         return checked
 
@@ -58,7 +57,7 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
 def _rules(
     function: Callable[..., Any], limits: Mapping[str, Any]
 ) -> tuple[dict[str, Rule], list[str]]:
-    """Return the rule of each named argument, and the ordered names of positional arguments."""
+    """Return the rule of each named argument, and the names of positional arguments in order."""
     scope: dict[str, Any] = getattr(function, "__globals__", {})
     rules = {}
     order = []
@@ -88,8 +87,8 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
 def named(kind: type[R]) -> type[R]:
     """Make a dataclass refuse unknown fields with a message that suggests the nearest known name.
 
-    The class may list `derived_sizes`, which are computed if they are not passed. An explicit 0 for
-    such a size is refused, unless the model has no heads.
+    The class may list `derived_sizes`, which it computes if they are not passed. An explicit 0 for
+    such a size is refused, except for a model with `heads=0`.
     """
     original: Any = kind.__init__
 
@@ -107,7 +106,10 @@ def named(kind: type[R]) -> type[R]:
 
 
 def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
-    """Return an integer from `least` to `most`; integers of numpy and torch count, bools do not."""
+    """Return an integer from `least` to `most`; numpy's and torch's are converted, bools refused.
+
+    Raises `TypeError` or `ValueError` otherwise.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -124,7 +126,7 @@ def whole(name: str, value: object, *, least: float = 1, most: float = math.inf)
 def number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
 ) -> float:
-    """Return a finite number above `least` (at least `least` if not `open`) and at most `most`."""
+    """Return a finite number up to `most` that is above `least`, or equal to it if not `open`."""
     if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {value!r}")
     try:
@@ -172,7 +174,7 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return layer indices below `most`, sorted and without duplicates."""
+    """Return layer indices in order and without duplicates; refuse indices from `most` on."""
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
     ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))

@@ -37,7 +37,7 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
 
 
 def by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
-    """Return the matrices of a model grouped by part, in the order of the model."""
+    """Return each part of a model, such as `attention`, with its matrices."""
     order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
     listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]

@@ -34,7 +34,7 @@ class Plan:
     #: trainer that reduces gradients after each micro-batch. torch's schedules do not, so a search
     #: does not propose it.
     zero: int = 0
-    #: Micro-batches per data rank, for the pipeline or for gradient accumulation.
+    #: Micro-batches per step and data rank, for the pipeline or for gradient accumulation.
     microbatches: int = 1
     #: `gpipe`, `1f1b`, or `interleaved` with `virtual_stages` chunks per device.
     schedule: str = "1f1b"
@@ -197,13 +197,16 @@ class Plan:
         )
 
     def in_flight(self, stage: int) -> int:
-        """Return the number of micro-batches, or chunks, whose activations a stage stores."""
+        """Return how many micro-batches a stage stores activations of at once.
+
+        With interleaved stages, it is the number of micro-batches times chunks.
+        """
         if self.schedule == "gpipe" or self.pipeline == 1:
             return self.microbatches if self.pipeline > 1 else 1
         if self.schedule == "1f1b":
             return min(self.microbatches, self.pipeline - stage)
-        # Megatron's interleaved schedule warms up with 2(p - s - 1) + (v - 1)p chunks, then runs
-        # another.
+        # Megatron's interleaved schedule runs 2(p - s - 1) + (v - 1)p forwards of chunks before it
+        # alternates forwards and backwards.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
 
@@ -267,7 +270,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def even(layers: int, chunks: int) -> bool:
     """Return True if all chunks have the same number of layers.
 
-    The embedding and the head may count as one layer each.
+    The embedding and the head may count as one layer each, as in `Plan.stage_layers`.
     """
     return layers >= chunks and layers % chunks in (0, chunks - 2)
 
@@ -281,7 +284,7 @@ def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Pl
 
 
 def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
-    """Return the sizes of the model that a tensor-parallel degree must divide, by name."""
+    """Return by name the sizes of a model that the tensor-parallel degree must divide."""
     sizes = {"heads": model.heads}
     if model.mlp_layers:
         sizes["d_ff"] = model.d_ff

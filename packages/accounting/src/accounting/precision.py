@@ -1,6 +1,6 @@
-"""The dtypes in which models are trained: weights, gradients, master copy and optimizer moments.
+"""Training recipes: dtypes of weights, gradients, master copy, moments and activations.
 
-The recipes are listed in precisions.toml.
+precisions.toml lists the recipes that are known by name.
 """
 
 import tomllib
@@ -47,7 +47,7 @@ _DTYPES = (
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A recipe: the dtypes of all tensors that are stored per parameter."""
+    """A training recipe: the dtypes of model states, activations and matrix products."""
 
     name: str
     weights: str
@@ -61,8 +61,7 @@ class Precision:
     #: Dtype of the residual stream, if it differs from the dtype of the activations.
     stream: str | None = None
     logits: str = "fp32"
-    #: Dtype of a copy of the matrices that the graph stores from the forward to the end of the
-    #: backward.
+    #: Dtype of the copies of the matrices that autocast makes, or that FSDP gathers.
     cast_weights: str | None = None
     #: Dtype in which linear layers multiply, if it differs from the dtype of the activations.
     matmuls: str | None = None
@@ -83,7 +82,7 @@ class Precision:
 
     @property
     def wire_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of communicated tensors; if a smaller copy exists, the copy is sent."""
+        """Return the dtypes of communicated tensors; weights are sent as their cast copies."""
         weights = self.cast_weights or self.weights
         return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
 
@@ -91,7 +90,7 @@ class Precision:
     def bytes_per_parameter(self) -> Fraction:
         """Return the bytes of weights, gradients, master copy and moments per parameter.
 
-        The temporary copy `cast_weights` is not included.
+        The temporary copies in `cast_weights` are not included.
         """
         return (
             bytes_of(self.weights)
@@ -102,7 +101,7 @@ class Precision:
 
     @property
     def moment_bytes(self) -> Fraction:
-        """Return the bytes of optimizer state per parameter, with scales."""
+        """Return the bytes of all moments per parameter, with their scales."""
         scale = Fraction(4, self.moment_block) if self.moment_block else Fraction(0)
         return sum((bytes_of(moment) + scale for moment in self.moments), Fraction(0))
 

@@ -1,4 +1,4 @@
-"""The workload of a training step: batch, precision, and fused kernels."""
+"""The work of a training step: its batch, its precision, and its kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +13,16 @@ from accounting.precision import Precision, recipe
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step of training; functions accept these fields as keywords, or a `Workload`."""
+    """The work of one training step.
+
+    Functions accept a `Workload`, or its fields as keywords.
+    """
 
     #: Number of sequences per step over all devices; 0 selects only the model states.
     batch: int
+    #: Tokens per sequence.
     seq: int
+    #: A recipe, or its name in `PRECISIONS`.
     precision: str | Precision = "fp32"
     #: True if attention saves its log-sum-exp and never writes its scores to memory.
     flash: bool = True
@@ -26,8 +31,8 @@ class Workload:
     fused_norm: bool = True
     #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
-    #: True for `torch.compile`, whose partitioner saves the same tensors as all fused kernels
-    #: together, and whose autocast makes one copy of the input of several matrices.
+    #: True for `torch.compile`. Its partitioner saves the same tensors as fused norms and gates,
+    #: and several matrices share one copy of their input under autocast.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
     #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window of at
@@ -73,7 +78,7 @@ WORKLOAD = tuple(Workload.__dataclass_fields__)
 
 
 def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
-    """Return a `Workload` built from keywords, or `work` with these fields replaced."""
+    """Return `work` with the fields in `run` replaced, or a new `Workload` if it is None."""
     if work is None:
         return Workload(**defaults | dict(run))
     checks.instance("work", work, Workload, "a Workload or None")

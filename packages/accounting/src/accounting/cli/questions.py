@@ -1,4 +1,4 @@
-"""Comparison of two models, and parsing of models and amounts."""
+"""Comparison of two models, and parsing of the arguments of commands."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Difference:
 def differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
-    """Yield each cost of two models and each part that at least one of them has."""
+    """Yield each cost of two models, followed by those of its parts."""
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, readable),
         ("active", lambda model: parameters(model, active=True), readable),

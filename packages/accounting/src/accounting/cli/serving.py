@@ -48,18 +48,20 @@ def serving(
     batch: int = 1,
     pipeline: int = 1,
 ) -> dict[str, float]:
-    """Return memory and time of inference with tensor parallelism in each of `pipeline` stages.
+    """Return memory and time of inference, with tensor parallelism in each of `pipeline` stages.
 
-    Weights and cache have the same layout. Tensors that tensor parallelism copies (norms, routers,
-    latents, key heads if there are fewer than devices) are on every device. Bytes are summed over
-    all devices. A tenth of the memory is left free. `devices_needed` is the smallest number of
-    devices with enough memory for `batch` sequences, or 0 if no number suffices. Raises
-    `ValueError` if `pipeline` does not divide `gpus`, or if the other degrees do not divide the
-    model.
+    Weights and cache have the same layout. Every device of a stage stores a copy of the tensors
+    that tensor parallelism does not split: norms, routers, latents, and key heads if there are
+    fewer than devices. Bytes are summed over all devices. A tenth of the memory is left free.
+    `sequences_at_once` is the number of caches of `seq` tokens that fit beside the weights.
+    `devices_needed` is the smallest number of devices with enough memory for `batch` sequences, or
+    0 if no number suffices. `bytes_per_token` is the memory traffic of a decode step with one
+    sequence.
 
-    Prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
-    Each time is an `Interval`: the lower end is the roofline of every stage at the full peak and
-    bandwidth, and the upper end adds the widest known error of training steps.
+    A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
+    `_low` is the roofline of all stages at the full peak and bandwidth, and `_high` adds the widest
+    known error of training steps. Raises `ValueError` if `pipeline` does not divide `gpus`, or if
+    the tensor-parallel degree does not divide the model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -100,21 +102,17 @@ def serving(
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes,
         "cache_bytes_per_sequence": cache_bytes,
-        "cache_bytes_per_token": cache_bytes / seq,
         "sequences_at_once": int(room),
         "devices_needed": _devices_needed(model, usable, stages, batch),
-        "flops_per_token": float(flops(model, seq=seq, phase="decode").total),
         "bytes_per_token": read * tensor,
-        "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
-        "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
         "batch": batch,
-        **_ends("prefill_seconds", prefill),
-        **_ends("decode_step_seconds", decode),
-        **_ends("tokens_per_second", decode.rate(batch)),
+        **_bounds("prefill_seconds", prefill),
+        **_bounds("decode_step_seconds", decode),
+        **_bounds("tokens_per_second", decode.rate(batch)),
     }
 
 
-def _ends(name: str, interval: Interval) -> dict[str, float]:
+def _bounds(name: str, interval: Interval) -> dict[str, float]:
     return {
         f"{name}_low": interval.low,
         f"{name}": interval.middle,
@@ -132,7 +130,7 @@ def _inference_seconds(
     seq: int,
     weights: str,
 ) -> Interval:
-    """Return the seconds of a prefill or decode step, in which the stages run in sequence."""
+    """Return the seconds of a prefill or a decode step, in which one stage runs after another."""
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
     wire = 2 if dtype != "fp32" else 4

@@ -25,7 +25,11 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 
 
 class Ledger(LiveMemory):
-    """A context that lists live tensors in `table()` and adds the list to out-of-memory errors."""
+    """A context around a training step that lists the live tensors.
+
+    `table()` returns the list, and an out-of-memory error receives it as a note. `rounding` is the
+    granularity of the allocator in bytes.
+    """
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__(rounding=rounding)
@@ -38,7 +42,11 @@ class Ledger(LiveMemory):
             error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
     def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
-        """Return a table of the live blocks by kind, module and operator, the largest first."""
+        """Return the live bytes by kind, module and operator as text, the largest first.
+
+        `blocks` replaces the live blocks, for example by those at the peak. `rows` is the maximum
+        number of rows.
+        """
         sizes: Counter[tuple[str, str, str]] = Counter()
         for block in self._alive.values() if blocks is None else blocks:
             where = "/".join(block.module.split(".")[-2:])
@@ -68,12 +76,14 @@ class Ledger(LiveMemory):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Result of `fits`: the peak of a training step, and the tensors at the peak."""
+    """Result of `fits`: the peak memory of a training step, and the tensors at the peak."""
 
     peak: Breakdown
     #: Phase and operator of the peak.
     when: str
+    #: Memory of the device.
     memory_bytes: int
+    #: The largest blocks at the peak, as text.
     table: str
 
     @property
@@ -109,17 +119,18 @@ def fits(
 ) -> Fit:
     """Trace two training steps on fake tensors and return their peak memory; nothing is allocated.
 
-    `sample` is the input of the module: a tensor, a tuple of arguments or a dictionary of them.
-    `optimizer` is a class, or a partial of one for its options, and trains all parameters that
-    require gradients; None traces forward and backward only. `loss` computes a scalar from the
-    output; the default is its `.loss` or its sum. `autocast` is the dtype of mixed precision.
-    `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are plain
-    attributes of the module are labeled `attributes`.
+    `sample` is the input of the module: a tensor, a tuple of arguments, or a dictionary of keyword
+    arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and trains all
+    parameters that require gradients; None traces forward and backward only. `device` provides the
+    memory with which the peak is compared. `loss` computes a scalar from the output; the default is
+    the output's `.loss`, or else the sum of its first tensor. `autocast` is the dtype of mixed
+    precision. `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are
+    plain attributes of the module have the label `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
-    or if a copy of the module would behave differently because it has sharded parameters, sparse
-    tensors, hooks on parameters, hooks that close over tensors, modules or containers, or
-    parameters of another module.
+    or if a copy of the module would behave differently: because of sharded parameters, sparse
+    tensors, hooks on gradients, hooks that close over tensors, modules or containers, or parameters
+    of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -259,7 +270,10 @@ _HIDE_MEMORY = ("quantized.", "aten.mkldnn_rnn_layer.", "aten._cudnn_rnn.", "ate
 
 
 class _FakeLedger(Ledger):
-    """A ledger that also counts real tensors that a step reads, and refuses foreign parameters."""
+    """A ledger of fake tensors that counts also the real tensors which a step reads.
+
+    It refuses a step that reads parameters of another module.
+    """
 
     def __torch_dispatch__(
         self,
@@ -343,7 +357,7 @@ def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
 
 
 def _autocast(devices: Iterable[str], dtype: torch.dtype | None) -> ExitStack:
-    """Return a context with autocast to `dtype` on each kind of device, or without autocast."""
+    """Return a context with autocast to `dtype` on each kind of device; None disables autocast."""
     stack = ExitStack()
     for device in devices:
         stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))

@@ -1,7 +1,8 @@
 """The live bytes of a computation after each operator, on any device.
 
-A dispatch mode records every tensor that an operator creates; a weak reference records its
-deletion. On the meta device nothing is allocated, so a 2.7B model can be traced on a laptop.
+A dispatch mode records the storage of every tensor that an operator creates, and a finalizer of the
+storage records its deletion. On the meta device nothing is allocated, so a 2.7B model can be traced
+on a laptop.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Allocation:
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context that records the live bytes after each operator in `timeline`.
+    """A context that records the live bytes after each operator.
 
+    `timeline` lists the phase and the live bytes after each operator. `peak_bytes` is their
+    maximum, `when` names its phase and operator, and `at_peak` lists the blocks of that moment.
     `add` counts tensors that existed before. `phase` labels the following allocations. The size of
     each storage is rounded up to a multiple of `rounding` bytes. Resizes are recorded too, because
     FSDP frees gathered weights by resizing their storages to 0 bytes.
@@ -108,10 +111,10 @@ class LiveMemory(TorchDispatchMode):
             self.live_bytes += size
             weakref.finalize(owner, self._free, key)
         elif known.nbytes != size:
-            # A storage that is reallocated is attributed to the phase and the module that resize
-            # it.
-            owner_labels = {"module": ".".join(self._modules), "phase": self.phase}
-            self._alive[key] = replace(known, nbytes=size, **({} if known.nbytes else owner_labels))
+            if not known.nbytes:
+                # A freed storage is reallocated: it belongs to the phase and module that resize it.
+                known = replace(known, module=".".join(self._modules), phase=self.phase)
+            self._alive[key] = replace(known, nbytes=size)
             self.live_bytes += size - known.nbytes
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -172,7 +175,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with storages inside a sparse tensor or a wrapper such as DTensor.
+    """Return the tensors that a sparse tensor or a wrapper such as DTensor consists of.
 
     For a plain tensor, the result is the tensor itself.
     """
@@ -201,7 +204,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def training_step_memory(
     model: torch.nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
 ) -> LiveMemory:
-    """Return the live bytes of one training step, with parameters and optimizer state."""
+    """Return the live memory of one training step, with parameters and optimizer state."""
     memory = LiveMemory()
     memory.add(model.parameters(), "parameter")
     memory.add(model.buffers(), "buffer")

@@ -9,8 +9,8 @@ from accounting import checks
 class Matrix:
     """One kind of parameter: its size, how it is sharded, and which tokens it applies to.
 
-    Parameters, FLOPs, shards, activations and low-rank updates are all derived from these records.
-    `part` and `name` are for display only.
+    Parameters, FLOPs and shards are computed from these records. `part`, such as `attention`, and
+    `name` appear in results.
     """
 
     part: str

@@ -22,7 +22,7 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer described by its sizes; raises `ValueError` for inconsistent sizes."""
+    """A transformer described by its sizes. Raises `ValueError` if they are inconsistent."""
 
     derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
 
@@ -42,7 +42,7 @@ class Transformer:
     #: Width of a value; the default is `head_dim`.
     v_head_dim: int = 0
 
-    #: True if the MLP has three matrices (SwiGLU, GeGLU), False if it has two.
+    #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
     #: `silu`, `gelu`, `relu`, or `gelu_new`, which transformers computes with several operators.
     activation: str = "silu"
@@ -55,8 +55,9 @@ class Transformer:
     #: PaLM).
     parallel_block: bool = False
     final_norm: bool = True
-    #: Norm of queries and keys: True or `head` means one weight of width `head_dim` for all heads,
-    #: `heads` one weight per head, and `all` a single norm over all heads (OLMo 2).
+    #: Norm of queries and keys. True or `head` normalizes each head with one weight of width
+    #: `head_dim`, `heads` normalizes each head with its own weight, and `all` normalizes all heads
+    #: together (OLMo 2).
     qk_norm: bool | str = False
     #: Rows of a learned position table; 0 for rotary positions.
     positions: int = 0

@@ -213,7 +213,7 @@ def no_room(
 
 
 def _indivisible(model: Transformer, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
-    """Return a sentence about the fixed numbers that do not divide the devices or the batch."""
+    """Return a sentence that says which numbers do not divide the devices or the batch."""
     # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
     searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
     ranks = fixed.get("data") or searched // (searched & -searched)

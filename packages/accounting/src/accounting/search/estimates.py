@@ -1,8 +1,8 @@
 """Quick estimates of memory and time, which decide which plans are computed in full.
 
 An estimate is arithmetic on a few numbers per plan, so tens of thousands of plans are sorted in
-less than a second. Estimates are never reported to the user: `search/plans.py` computes the memory
-and the step time of the most promising plans in full.
+less than a second. `search/plans.py` computes the memory and the step time of the most promising
+plans in full, and reports only those.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ MEMORY_TOLERANCE = 1.1
 
 
 class Candidate(NamedTuple):
-    """The degrees and the schedule of a plan, before the plan is built and checked."""
+    """Degrees and schedule of a plan that is not yet built and checked; fields as in `Plan`."""
 
     tensor: int
     pipeline: int
@@ -80,7 +80,7 @@ class Estimate(NamedTuple):
 
 
 class TensorShard(NamedTuple):
-    """Sizes that depend only on the tensor-parallel degree."""
+    """Sizes that depend on the tensor-parallel degree only."""
 
     #: Parameters per device outside the experts, before the pipeline divides them.
     dense: int
@@ -91,7 +91,11 @@ class TensorShard(NamedTuple):
 
 
 class Estimator:
-    """Estimates for one model, batch, number of devices, and set of fixed fields."""
+    """Estimates of all plans for one model and batch on a number of devices.
+
+    `memory_bytes` is the usable memory of a device, and `fixed` contains fields of `Plan` that the
+    search does not vary.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,8 @@ class Estimator:
         for tensor in self._tensor_degrees():
             shard = self._tensor_shard(tensor)
             for candidate in self._candidates(tensor):
-                whole = self._whole_parameters(candidate, shard)
+                # Parameters of a stage per device before ZeRO shards them.
+                whole = (shard.dense + shard.routed / candidate.expert) / candidate.pipeline
                 state_bytes = self._state_bytes(candidate, shard, whole)
                 exposed = self._exposed_seconds(candidate, whole)
                 idle = (candidate.pipeline - 1) / (
@@ -141,9 +146,11 @@ class Estimator:
                 layers = self.model.layers / candidate.pipeline
                 for recompute, token_bytes in shard.activation_bytes.items():
                     saved = token_bytes * stored_tokens * layers
-                    # At the end of the last backward, all weights are gathered and no saved tensors
-                    # are left.
-                    needed = state_bytes + max(saved, self._gathered_bytes(candidate, whole))
+                    # FSDP2 in a pipeline stores all weights at the end of the last backward, when
+                    # no activations are left.
+                    gathered = (self.cast_bytes or self.weight_bytes) * whole
+                    at_end = gathered if candidate.keeps_weights_whole else 0.0
+                    needed = state_bytes + max(saved, at_end)
                     busy = self.compute_seconds * RECOMPUTE_FACTOR[recompute] + exposed
                     yield Estimate(busy * (1 + idle), needed, candidate, recompute)
 
@@ -184,7 +191,7 @@ class Estimator:
         return TensorShard(dense, routed, saved)
 
     def _candidates(self, tensor: int) -> Iterator[Candidate]:
-        """Yield candidates with a tensor-parallel degree; they divide the devices and the batch."""
+        """Yield candidates with this degree whose degrees divide the devices and the batch."""
         model, devices = self.model, self.devices
         most_context = min(devices, max(1, self.work.seq // 1024))
         for pipeline in self._choices("pipeline", powers_of_two(min(model.layers, devices))):
@@ -199,7 +206,7 @@ class Estimator:
     def _schedules(
         self, tensor: int, pipeline: int, context: int, data: int
     ) -> Iterator[Candidate]:
-        """Yield expert degree, micro-batches, chunks and ZeRO stage for four given degrees."""
+        """Vary the expert degree, micro-batches, chunks and ZeRO stage for the given degrees."""
         batch, replicas = self.work.batch // data, data * context
         experts = powers_of_two(replicas) if self.model.experts else [1]
         stages = [0, 1, 2, 3] if replicas > 1 else [0]
@@ -241,10 +248,6 @@ class Estimator:
         sequences = self.work.batch / candidate.data / candidate.microbatches
         return sequences * self.work.seq / candidate.context
 
-    def _whole_parameters(self, candidate: Candidate, shard: TensorShard) -> float:
-        """Return the parameters of a stage per device before ZeRO shards them."""
-        return (shard.dense + shard.routed / candidate.expert) / candidate.pipeline
-
     def _state_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
         """Return the bytes of weights, gradients and optimizer state."""
         sharded = (shard.dense + shard.routed) / candidate.pipeline / candidate.replicas
@@ -259,25 +262,21 @@ class Estimator:
             + self.cast_bytes * cast
         )
 
-    def _gathered_bytes(self, candidate: Candidate, whole: float) -> float:
-        """Return the bytes of gathered weights at the end of a backward."""
-        return (self.cast_bytes or self.weight_bytes) * whole * candidate.keeps_weights_whole
-
     def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:
-        """Return the seconds of traffic not hidden by compute, and of reading the weights."""
+        """Return the seconds of traffic that compute does not hide, and of reading the weights."""
         device, microbatches = self.device, candidate.microbatches
         layers = self.model.layers / candidate.pipeline
         moved = 8 * layers * self._tokens(candidate) * microbatches * self.model.d_model
         seconds = moved / device.node_link.bandwidth if candidate.tensor > 1 else 0.0
-        nodes_share = device.devices_per_node // candidate.tensor
+        replicas_per_node = device.devices_per_node // candidate.tensor
         if candidate.expert > 1 and self.model.experts:
-            inside = candidate.expert <= nodes_share
+            inside = candidate.expert <= replicas_per_node
             link = device.node_link if inside else device.network
             seconds += moved * self.model.experts.per_token / link.bandwidth
         if candidate.tensor * candidate.replicas <= device.devices_per_node:
             bandwidth = device.node_link.bandwidth
         else:
-            bandwidth = device.network.bandwidth * max(1, nodes_share)
+            bandwidth = device.network.bandwidth * max(1, replicas_per_node)
         gathered = 4 * whole / bandwidth * candidate.gathers
         seconds += max(0.0, gathered - 2 / 3 * self.compute_seconds)
         # Every micro-batch reads all weights of the device three times.
@@ -290,9 +289,6 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def microbatch_counts(batch: int) -> list[int]:
-    """Return the numbers of micro-batches that split a rank's batch into 1, 2, 4 or all sequences.
-
-    A micro-batch of `batch` sequences means no accumulation.
-    """
+    """Return the numbers of micro-batches that consist of 1, 2, 4 or all `batch` sequences."""
     sizes = [size for size in (1, 2, 4, batch) if size <= batch and batch % size == 0]
     return sorted({batch // size for size in sizes})

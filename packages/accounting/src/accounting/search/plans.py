@@ -1,4 +1,4 @@
-"""Search for plans that fit in memory, the fastest plan, and the fewest devices.
+"""Search for the fastest plans that fit in memory, and for the fewest devices.
 
 The search varies the tensor, pipeline, context and expert degrees, pipeline chunks, the ZeRO stage,
 recomputation, and the size of a micro-batch. `search/estimates.py` sorts tens of thousands of plans
@@ -61,7 +61,8 @@ def plans_that_fit(
     parallelism inside a node. A tenth of the memory is left for buffers and fragmentation.
     `memory_bytes` replaces the memory of the device. After `time_limit` seconds, the plans found so
     far are returned, or `TimeoutError` is raised if there are none. `progress` is called with the
-    number of plans that were computed in full and the number of all plans.
+    number of plans that were computed in full and the number of all plans. Raises `ValueError` if
+    the fixed degrees do not divide the devices.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
@@ -136,10 +137,10 @@ def fewest_devices(
 ) -> int:
     """Return the smallest number of data-parallel devices on which the model trains.
 
-    Each device processes `batch` sequences, so more devices shard the model states but not the
-    activations. `activation_bytes` is added to the memory of a device; the fraction
-    `sharded_activations` of it is divided among all devices. Raises `ValueError` if `most` devices
-    do not suffice.
+    Each device processes `batch` sequences, so more devices need less memory for model states, but
+    not for activations. `memory_bytes` is the memory of a device. `activation_bytes` is added to
+    the memory that a device needs; the fraction `sharded_activations` of it is divided by the
+    number of devices. Raises `ValueError` if `most` devices do not suffice.
     """
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 

@@ -1,7 +1,7 @@
 """The cost of failures in a long run: lost work, restarts, and checkpoints.
 
-Failures are random with a constant rate per device-hour, so a machine of N devices has one every M
-= 1 / (N rate) hours. The expected time for tau hours of work and the following checkpoint is
+Failures are random with a constant rate per device-hour. N devices together fail every M = 1 / (N
+rate) hours on average. The expected time for tau hours of work and the following checkpoint is
 
     M e^(R/M) (e^((tau + C)/M) - 1)
 
@@ -43,9 +43,10 @@ def goodput(
     restart_hours: float = RESTART_HOURS,
     interval_hours: float | None = None,
 ) -> Goodput:
-    """Return the expected duration and failures of `work_hours` of training without interruptions.
+    """Return the expected duration and failures of a run that takes `work_hours` without failures.
 
-    The default for `interval_hours`, the work between two checkpoints, minimizes the duration.
+    `interval_hours` is the work between two checkpoints; the default minimizes the duration. Raises
+    `ValueError` if failures are so frequent that the run practically never ends.
     """
     hours_between_failures = 1 / (devices * failures_per_device_hour)
     if interval_hours is None:

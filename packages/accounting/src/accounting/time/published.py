@@ -1,9 +1,9 @@
-"""Published training runs (published.toml), and prediction errors for these runs.
+"""Published training runs (published.toml), and the errors of predictions for these runs.
 
-A prediction is the modeled time of a step times the factor of its group: the geometric mean of
-measured over modeled time, with equal weight per source. Its interval is measured on held-out
-sources: the runs of one publication are predicted with the factor of all other publications, and
-without constants that were fitted to this publication.
+A prediction is the modeled time of a step times a factor. The factor is the geometric mean of
+measured over modeled time in a group of runs, with equal weight per source. The interval is
+measured on held-out sources: the runs of each publication are predicted with the factor of all
+other publications, and without constants that were fitted to this publication.
 """
 
 import math
@@ -40,8 +40,7 @@ class Published:
     source: str
     precision: str = "megatron_bf16"
     flash: bool = False
-    #: Overlap of communication and compute; not the default if the publication reports more
-    #: overlap.
+    #: The argument `overlap` of `step_time`, for publications that report more overlap.
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
@@ -154,12 +153,13 @@ LEAST_SOURCES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Logarithm of measured over modeled seconds of a run, with and without fitted constants."""
+    """Logarithms of measured over modeled seconds of a run."""
 
     source: str
     group: Group
+    #: The ratio with all constants of the model.
     usual: float
-    #: The ratio without the constants that were fitted to the source of the run.
+    #: The ratio without constants that were fitted to the source of the run.
     held_out: float
 
 
@@ -196,7 +196,8 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a copy of a device to which the fitted power factor and fp8 fraction do not apply."""
+    """Return a device for which the model uses neither the power factor nor the fp8 fraction."""
+    # The power factor is found by the name of the device.
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
@@ -224,7 +225,10 @@ def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
 
 
 def half_width(errors: Mapping[str, Sequence[float]]) -> float:
-    """Return the `ERROR_QUANTILE` of the errors of all runs, with equal weight per source."""
+    """Return the `ERROR_QUANTILE` of the errors of all runs, with equal weight per source.
+
+    `errors` are logarithms of factors, by source.
+    """
     weighted = sorted((e, 1 / len(listed)) for listed in errors.values() for e in listed)
     goal, reached = ERROR_QUANTILE * len(errors), 0.0
     for error, weight in weighted:
@@ -235,10 +239,11 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 
 
 def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
-    """Return the factor learned from runs, with the interval for a group.
+    """Return the factor that multiplies modeled seconds, and its interval, for a group.
 
-    Both are computed from the group if it has at least `LEAST_SOURCES` sources. Otherwise the
-    factor is computed from all runs, and the interval from the source with the widest errors.
+    Both are computed from the runs of the group if these have at least `LEAST_SOURCES` sources.
+    Otherwise the factor is computed from all runs, and the interval from the source with the widest
+    errors.
     """
     of_group = [ratio for ratio in seen if ratio.group == group]
     if len({ratio.source for ratio in of_group}) >= LEAST_SOURCES:
@@ -280,8 +285,8 @@ def predicted(
     """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
     The interval is that of runs with this device, this dtype, and dense or MoE. Without these
-    arguments, or with too few sources, it is the widest known interval. `basis` describes the
-    interval and the number of held-out runs that such intervals contained.
+    arguments, or with too few sources, it is the widest known interval. `basis` of the result says
+    which runs the interval comes from, and how many held-out runs such intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:

@@ -1,7 +1,7 @@
 """The roofline model, which shows if an operation is bound by compute or by memory.
 
-The intensity is the number of operations per byte moved. Operations above the ridge, at `peak /
-bandwidth`, can be compute-bound.
+The intensity of an operation is its FLOPs per byte of memory traffic. An operation is bound by
+compute if its intensity is at least the ridge, `peak / bandwidth`.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Roofline:
     bytes: float | Fraction
     #: FLOP per byte.
     intensity: float
-    #: Smallest compute-bound intensity on the device.
+    #: Smallest intensity that is bound by compute on the device.
     ridge: float
     #: `compute` or `memory`.
     bound: str
-    #: The roof at this intensity, in FLOP/s.
+    #: Upper bound of the FLOP/s at this intensity.
     attainable_flops: float
     #: Lower bound of the time: the larger of compute time and memory traffic time.
     seconds: float
@@ -64,7 +64,11 @@ def roofline(
     shape: tuple[int, int, int] | None = None,
     dtype: str = "fp16",
 ) -> Roofline:
-    """Return the roofline of an operation, from its counts or from a matmul's `shape` (m, k, n)."""
+    """Return the roofline of an operation on a device.
+
+    The operation is given by its `flops` and `bytes`, or as the product of an (m, k) and a (k, n)
+    matrix by `shape` = (m, k, n).
+    """
     device = find(hardware)
     if shape is not None:
         if flops is not None or bytes is not None:
