@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Transformer, Workload, training_memory
+from accounting import Transformer, Workload, fits, training_memory
 from accounting.memory.activations import activations, head_activations
 from reference import Model
 from torch.nn import functional as F
@@ -53,3 +53,12 @@ def test_compiled_step_needs_less_memory() -> None:
     model = Transformer(layers=2, d_model=256, heads=4, vocab_size=50_000)
     run: dict[str, Any] = {"batch": 4, "seq": 1024, "precision": "mixed_bf16"}
     assert training_memory(model, **run, compiled=True).total < training_memory(model, **run).total
+
+
+def test_fits_refuses_compiled_modules() -> None:
+    """Under a dispatch mode they run eagerly, so the peak would be that of the eager module."""
+    inner = torch.nn.Linear(4, 4)
+    inner.compile()
+    for module in (torch.compile(torch.nn.Linear(4, 4)), torch.nn.Sequential(inner)):
+        with pytest.raises(ValueError, match=r"expected a module without torch\.compile"):
+            fits(module, torch.ones(2, 4))

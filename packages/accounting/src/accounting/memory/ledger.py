@@ -129,8 +129,8 @@ def fits(
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
     or if a copy of the module would behave differently: because of sharded parameters, sparse
-    tensors, hooks on gradients, hooks that close over tensors, modules or containers, or parameters
-    of another module.
+    tensors, `torch.compile`, hooks on gradients, hooks that close over tensors, modules or
+    containers, or parameters of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -148,6 +148,7 @@ def fits(
     # whose threads can abort a process at exit.
     torch.ones(1, requires_grad=True).backward()
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    _refuse_compiled(module)
     _refuse_hooks(module)
     fakes = _FakeTensors(mode)
     shadow = _copy_with(fakes, module)
@@ -306,6 +307,17 @@ class _FakeLedger(Ledger):
                     "use Ledger around a real step"
                 )
         return out
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raise `ValueError` for compiled modules, which run eagerly under a dispatch mode."""
+    for name, part in module.named_modules():
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            raise ValueError(
+                f"expected a module without torch.compile, but {name or type(part).__name__} is "
+                "compiled; pass the module before torch.compile, whose step usually needs more "
+                "memory"
+            )
 
 
 def _refuse_hooks(module: nn.Module) -> None:
