@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Transformer, Workload, fits, training_memory
+from accounting import Plan, Transformer, Workload, fits, training_memory
 from accounting.memory.activations import activations, head_activations
 from reference import Model
 from torch.nn import functional as F
@@ -44,7 +44,7 @@ def test_compiled_activations_equal_partitioner_saves(more: dict[str, Any]) -> N
     torch._dynamo.reset()
     result = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
     saved = activations(shape, None, work, compiled=True).total
-    head = head_activations(shape, tokens=64, precision="fp32", compiled=True)
+    head = head_activations(shape, Plan(), Workload(batch=2, seq=32, compiled=True))
     later = ("token ids and targets", "gradient of the logits")
     assert result == saved + head.total - sum(head[part].total for part in later)
 

@@ -48,10 +48,6 @@ TAKES: dict[str, dict[str, Any]] = {
     "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
     "kv_cache.kv_entries": RUN,
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
-    "memory.activations.head_activations": {
-        **{"model": MODEL, "tokens": 8, "precision": "fp32", "tensor": 1},
-        "fused_norm": True,
-    },
     "memory.ledger.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
@@ -109,6 +105,7 @@ INSIDE = {
     *("time.efficiency", "workload"),
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
     *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
+    "memory.activations.head_activations",
     *("search.answer.no_room",),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),

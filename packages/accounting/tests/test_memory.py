@@ -68,7 +68,8 @@ def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
 def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
     saved = activations(shape, batch=batch, seq=seq, fused_norm=False, **options)
     precision = options.get("precision", "fp32")
-    head = head_activations(shape, tokens=batch * seq, precision=precision, fused_norm=False)
+    work = Workload(batch=batch, seq=seq, precision=precision, fused_norm=False)
+    head = head_activations(shape, Plan(), work)
     later = ("its gradient", "gradient of the logits", "logits before the cast")
     return saved.total + sum(part.total for part in head if part.name not in later)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, fits, peak_memory
+from accounting import Plan, Transformer, Workload, fits, peak_memory
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.ledger import Ledger
 from reference import Model, world_of
@@ -125,7 +125,8 @@ def test_tensor_parallel_activations_equal_parallelize_module(ranks: int) -> Non
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
             saved = ledger.live_bytes - actual - loss.nbytes
     predicted = activations(shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False)
-    head = head_activations(shape, tokens=batch * seq, precision="fp32", fused_norm=False)
+    work = Workload(batch=batch, seq=seq, fused_norm=False)
+    head = head_activations(shape, Plan(), work)
     # After the forward the head has no gradients yet.
     later = ("token ids and targets", "its gradient", "gradient of the logits")
     assert saved == predicted.total + sum(part.total for part in head if part.name not in later)

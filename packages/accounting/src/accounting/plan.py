@@ -29,10 +29,10 @@ class Plan:
     context: int = 1
     expert: int = 1
     #: ZeRO stage: data ranks shard the optimizer from stage 1 on, gradients from 2 on, and weights
-    #: at 3 (FSDP). In a pipeline, stage 3 means FSDP2 under torch's schedules, which store a
-    #: stage's weights and gradients unsharded during a step. Stage 2 in a pipeline assumes a
-    #: trainer that reduces gradients after each micro-batch. torch's schedules do not, so a search
-    #: does not propose it.
+    #: at 3 (FSDP). Stage 0 is DDP with `gradient_as_bucket_view=True`. In a pipeline, stage 3 means
+    #: FSDP2 under torch's schedules, which store a stage's weights and gradients unsharded during a
+    #: step. Stage 2 in a pipeline assumes a trainer that reduces gradients after each micro-batch.
+    #: torch's schedules do not, so a search does not propose it.
     zero: int = 0
     #: Micro-batches per step and data rank, for the pipeline or for gradient accumulation.
     microbatches: int = 1

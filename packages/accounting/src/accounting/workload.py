@@ -55,14 +55,6 @@ class Workload:
         """Return True if a norm of the model is one operator."""
         return self.fused_norm and not (self.transformers and model.norm == "rmsnorm")
 
-    def head(self, model: Transformer) -> dict[str, Any]:
-        """Return the arguments of `head_activations` for a model."""
-        return {
-            "fused_norm": self.has_fused_norm(model),
-            "compiled": self.compiled,
-            "precision": self.kind,
-        }
-
     @property
     def kind(self) -> Precision:
         """Return the recipe of dtypes."""

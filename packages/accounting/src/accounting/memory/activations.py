@@ -15,7 +15,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.model.formulas import Table, tables, value
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
-from accounting.precision import Precision, bytes_of, recipe
+from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
 _TENSORS = tables("memory/activations.toml")
@@ -61,28 +61,23 @@ def activations(
     return total(f"activations of {model.name}", "B", *parts)
 
 
-@checks.entry()
-def head_activations(
-    model: Transformer,
-    *,
-    tokens: int,
-    precision: str | Precision,
-    tensor: int = 1,
-    fused_norm: bool = True,
-    compiled: bool = False,
-) -> Breakdown:
+def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
-    `tokens` is the number of tokens of a micro-batch on one device. The cross-entropy saves the
-    log-softmax in the dtype of the logits. Its gradient and the gradient of the logits are
-    allocated at the start of the backward, where many training steps peak.
+    The result is for a micro-batch on one device. The cross-entropy saves the log-softmax in the
+    dtype of the logits. Its gradient and the gradient of the logits are allocated at the start of
+    the backward, where many training steps peak.
     """
-    kind = recipe(precision)
+    kind = work.kind
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
-    names = _sizes(model, kind, fused_norm) | {"t": tokens, "logit": bytes_of(kind.logits)}
-    names["final"] = model.final_norm and model.norm != "none"
-    names |= {"compiled": compiled, "V": Fraction(model.vocab_size, tensor)}
+    names = _sizes(model, kind, work.has_fused_norm(model)) | {
+        "t": work.tokens(plan),
+        "logit": bytes_of(kind.logits),
+        "final": model.final_norm and model.norm != "none",
+        "compiled": work.compiled,
+        "V": Fraction(model.vocab_size, plan.tensor),
+    }
     return total("head and loss", "B", *_rows("head and loss", names))
 
 

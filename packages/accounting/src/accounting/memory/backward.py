@@ -1,7 +1,6 @@
 """Tensors that exist only in the backward: the loss, temporary gradients, a recomputed block."""
 
 from dataclasses import replace
-from typing import Any
 
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
@@ -14,8 +13,7 @@ from accounting.workload import Workload
 
 def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the activations of the end of the model; GPipe saves them for every micro-batch."""
-    options: dict[str, Any] = work.head(model)
-    end = head_activations(model, tokens=work.tokens(plan), tensor=plan.tensor, **options)
+    end = head_activations(model, plan, work)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
     parts = (
         part if "gradient" in part.name else times(part.name, part, micro_batches=often)

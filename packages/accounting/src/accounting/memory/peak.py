@@ -86,7 +86,7 @@ class _Step:
         """Yield the moments from the end of the forward to the backward of the final norm."""
         unsharded, cast = self.unsharded, self.cast_weights
         saved = replace(self.saved, name="activations")
-        head = head_activations(self.model, tokens=self.tokens, **self.work.head(self.model))
+        head = head_activations(self.model, self.plan, self.work)
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
         ends = unsharded.gathered(0, unsharded.buffer)

@@ -63,13 +63,11 @@ def content_of(config: object) -> dict[str, Any]:
     if isinstance(config, str | PathLike):
         path = Path(config)
         file = path / "config.json" if path.is_dir() and str(config) else path
-        if path.is_dir() and not file.exists():
-            raise FileNotFoundError(f"{file} does not exist; pass a folder with a config.json")
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} does not exist; this package does not use the network: download the "
-                f"config.json (`hf download {config} config.json --local-dir FOLDER`) and pass "
-                "its folder"
+                f"{file} does not exist; pass a config.json or its folder. This package does not "
+                f"use the network: `hf download {config} config.json --local-dir FOLDER` "
+                "downloads the file of a model on the hub"
             )
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
