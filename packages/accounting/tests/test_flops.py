@@ -51,7 +51,8 @@ JUDGED = {
 @pytest.mark.parametrize("name", JUDGED)
 def test_flops_equal_formula_of_megatron_lm(name: str) -> None:
     """Its `num_floating_point_operations` counts full attention, and does not count routers."""
-    model, batch, seq = JUDGED[name], 4, 24
+    model = JUDGED[name]
+    batch, seq = 4, 24
     experts = model.experts or Experts(count=1, per_token=1, width=model.d_ff)
     d, gate = model.d_model, 3 if model.gated_mlp else 2
     attention = 2 * d * (1 + model.kv_heads / model.heads) + 2 * seq

@@ -44,7 +44,7 @@ class Answer:
     seconds: Interval
     mfu: Interval
     days: Interval
-    #: None if the price of the device is unknown.
+    #: Price of the training, or None if the price of the device is unknown.
     usd: Interval | None
     megawatt_hours: Interval
     failures: Goodput
