@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from accounting import HARDWARE, fermi, roofline
+from accounting import HARDWARE, Plan, Transformer, fermi, roofline, step_time
 from accounting.cli.main import main
 from accounting.hardware import find
 from accounting.time.mesh import best_mesh, compute_bound_batch
@@ -94,6 +94,15 @@ def test_file_may_replace_the_peaks_of_a_known_device(known: str, tmp_path: Path
         file.write_text(f'[mine]\nlike = "{known}"\npublished = {{ bf16 = {rate} }}\n')
         with pytest.raises(ValueError, match="to have one table with the fields"):
             find(str(file))
+
+
+def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[mine]\nlike = "H100"\n')
+    model = Transformer(layers=2, d_model=1024, heads=8, vocab_size=1000)
+    run = {"batch": 8, "seq": 512}
+    copied, known = (step_time(model, Plan(), hardware=x, **run) for x in (str(file), "H100"))
+    assert copied.total == known.total
 
 
 @pytest.mark.parametrize(

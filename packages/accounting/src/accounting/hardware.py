@@ -46,6 +46,9 @@ class Hardware:
     power_watts: float
     #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
+    #: Factor of the rate of large matrix products, for devices that lower their clock under
+    #: sustained load. `time/published.py` fits one factor for all other losses of a step.
+    power_factor: float = 1.0
     source: str
     #: Number of devices that one torus connects across hosts; 0 without a torus.
     pod: int = 0
@@ -57,6 +60,7 @@ class Hardware:
             raise TypeError(f"expected peaks to map dtypes to operations/s, got {self.peaks!r}")
         for dtype, flops in self.peaks.items():
             checks.number(f"the peak of {dtype} in peaks", flops)
+        checks.number("power_factor", self.power_factor, most=1)
         checks.instance("node_link", self.node_link, Link, "a Link")
         checks.instance("network", self.network, Link, "a Link")
 

@@ -19,7 +19,6 @@ from accounting.time.efficiency import (
     ATTENTION_FRACTION,
     BANDWIDTH_FRACTION,
     MATMUL_FRACTION,
-    POWER_FACTOR,
     STREAM_PASSES,
 )
 from accounting.time.published import Interval, predicted
@@ -134,7 +133,7 @@ def _inference_seconds(
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
     wire = 2 if dtype != "fp32" else 4
-    utilization = MATMUL_FRACTION.get(dtype, 0.8) * POWER_FACTOR.get(device.name, 1.0)
+    utilization = MATMUL_FRACTION.get(dtype, 0.8) * device.power_factor
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
     for part, _, cache_bytes, read_bytes in loads:

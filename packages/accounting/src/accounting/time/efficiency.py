@@ -15,10 +15,6 @@ from accounting.workload import Workload
 #: Fraction of the dense peak that large matrix products reach, by dtype: 0.8 of the 312 TFLOP/s of
 #: an A100 in bf16. The fp8 value includes the scaling of tiles.
 MATMUL_FRACTION = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
-#: Additional factor for devices that lower their clock under sustained load: large bf16 products on
-#: a 700 W H100 reach 0.8 * 0.88 = 0.7 of the peak. `time/published.py` fits one factor for all
-#: other losses of a step.
-POWER_FACTOR = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
 #: Fraction of the peak that fused attention reaches, forward and backward together. Shah et al.
 #: 2024, FlashAttention-3, figures 5 and 6, report 0.4 to 0.75; Dao 2023, FlashAttention-2, reports
 #: 0.5 to 0.7 on an A100.
@@ -44,7 +40,7 @@ def stage_seconds(
     traffic, and the memory traffic of the operations between them. `model` is the stage's model.
     """
     kind = work.kind
-    utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * POWER_FACTOR.get(device.name, 1.0)
+    utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * device.power_factor
     peak = device.peak(kind.compute) * utilization
     size = float(bytes_of(kind.activations))
     bandwidth = device.memory_bandwidth * BANDWIDTH_FRACTION

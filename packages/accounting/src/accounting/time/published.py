@@ -196,14 +196,13 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a device for which the model uses neither the power factor nor the fp8 fraction."""
-    # The power factor is found by the name of the device.
+    """Return a device without the power factor and with the bf16 fraction of the peak in fp8."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
         usual = MATMUL_FRACTION["bf16"] / MATMUL_FRACTION["fp8"]
         peaks["fp8"] = round(peaks["fp8"] * usual)
-    return replace(device, name=f"{device.name}, held out", peaks=peaks)
+    return replace(device, power_factor=1.0, peaks=peaks)
 
 
 def mean_log_ratio(seen: Iterable[Ratio]) -> float:
