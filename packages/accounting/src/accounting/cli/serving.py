@@ -58,6 +58,8 @@ def serving(
     sequence.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
+    Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16 or
+    fp16.
     `_low` is the roofline of all stages at the full peak and bandwidth, and `_high` adds the widest
     known error of training steps. Raises `ValueError` if `pipeline` does not divide `gpus`, or if
     the tensor-parallel degree does not divide the model.

@@ -38,12 +38,12 @@ def communication(
     if batch:
         stream = tokens * model.d_model * size
         # A device sends the stream, or its part of the sequence, to the next stage.
-        hop = stream / (plan.tensor if plan.sequence_parallel else 1)
+        sent_bytes = stream / (plan.tensor if plan.sequence_parallel else 1)
         collectives += _tensor(stage_model, model, plan, stream, stage)
         collectives += _experts(stage_model, plan, stream)
         collectives += _context(stage_model, model, plan, tokens * size)
-        collectives += _pipeline(plan, hop, stage)
-        boundaries = _boundaries(plan, hop)
+        collectives += _pipeline(plan, sent_bytes, stage)
+        boundaries = _boundaries(plan, sent_bytes)
     nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
     return Communication(name=model.name, collectives=tuple(nonempty), boundaries=boundaries)
 
@@ -130,15 +130,18 @@ def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator
 
 
 def _context(
-    stage_model: Transformer, model: Transformer, plan: Plan, token: Fraction
+    stage_model: Transformer, model: Transformer, plan: Plan, column_bytes: Fraction
 ) -> Iterator[Collective]:
-    """Yield the traffic of ring attention: keys and values, and their gradients."""
+    """Yield the traffic of ring attention: keys and values, and their gradients.
+
+    `column_bytes` is the size of one feature of all tokens of a device.
+    """
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
     if model.mla:
         width = model.mla.kv_rank + model.mla.rope_head_dim
     # A ring pass sends each device's block to all other devices, like an all-gather of all blocks.
-    all_blocks = token * plan.context * width
+    all_blocks = column_bytes * plan.context * width
     calls_per_pass = len(stage_model.attention_layers or ()) * plan.microbatches
     forward_passes = 2 if plan.recompute != "none" else 1
     for name, passes in (("keys and values", forward_passes), ("keys, values and gradients", 2)):
@@ -147,18 +150,18 @@ def _context(
         )
 
 
-def _pipeline(plan: Plan, hop: int | Fraction, stage: int) -> Iterator[Collective]:
+def _pipeline(plan: Plan, sent_bytes: int | Fraction, stage: int) -> Iterator[Collective]:
     forward = plan.virtual_stages - (stage == plan.pipeline - 1)
     backward = plan.virtual_stages - (stage == 0)
     for name, calls in (
         ("activations to the next stage", forward),
         ("gradients to the previous stage", backward),
     ):
-        yield _over("pipeline", plan.pipeline, name, "send", calls * plan.microbatches, hop)
+        yield _over("pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes)
 
 
-def _boundaries(plan: Plan, hop: int | Fraction) -> Breakdown:
-    boundary_bytes = hop * plan.context * (plan.tensor if plan.sequence_parallel else 1)
+def _boundaries(plan: Plan, sent_bytes: int | Fraction) -> Breakdown:
+    boundary_bytes = sent_bytes * plan.context * (plan.tensor if plan.sequence_parallel else 1)
     parts = []
     for left in range(plan.pipeline * plan.virtual_stages - 1 if plan.pipeline > 1 else 0):
         stage, next_stage = left % plan.pipeline, (left + 1) % plan.pipeline

@@ -61,11 +61,11 @@ def stage_seconds(
         stored_copies = matrix.copies / plan.expert if matrix.routed else 1
         width = matrix.rows + matrix.columns / ranks
         traffic += repeats * size * (tokens * matrix.chosen * width + entries * stored_copies)
-    rest = tokens * _between(model, plan, work, size) * size
-    return compute / peak, traffic / bandwidth, rest / bandwidth
+    elementwise = tokens * _elementwise_values(model, plan, work, size) * size
+    return compute / peak, traffic / bandwidth, elementwise / bandwidth
 
 
-def _between(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
+def _elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
     """Return the number of values per token that norms, activations, sums and the loss move."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff

@@ -68,25 +68,25 @@ def step_time(
     # Sharded weights are also gathered during the forward, so all compute can hide them.
     overlap = {**OVERLAP, **overlap}
     can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
-    free, waits = compute, 0.0
-    shown = []
+    unused_compute, blocking_seconds = compute, 0.0
+    exposed_parts = []
     for collective, link in collectives_on(model, plan, work, hardware=device):
         needs = collective.seconds(link)
-        hidden = min(needs, free, can_hide[collective.axis] * compute)
-        free -= hidden
+        hidden = min(needs, unused_compute, can_hide[collective.axis] * compute)
+        unused_compute -= hidden
         if collective.axis in ("tensor", "expert", "context"):
-            waits += needs - hidden
+            blocking_seconds += needs - hidden
         note = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
-        shown.append(product(collective.name, "s", note, exposed=needs - hidden))
+        exposed_parts.append(product(collective.name, "s", note, exposed=needs - hidden))
     idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
-    busy = sum(float(part.total) for part in parts) + waits
+    busy = sum(float(part.total) for part in parts) + blocking_seconds
     bubble = product("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
     return total(
         f"iteration of {model.name} on {plan.devices} {device.name}",
         "s",
         *parts,
         bubble,
-        total("exposed communication", "s", *shown),
+        total("exposed communication", "s", *exposed_parts),
         _optimizer(model, plan, work.kind, device),
     )
 
@@ -98,15 +98,20 @@ def _stage_seconds(
     core = 1 / (device.peak(work.kind.activations) * ATTENTION_FRACTION)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
-    busy, thin, rest = stage_seconds(stage_model, plan, work, work.tokens(plan), device)
+    arithmetic, traffic, elementwise = stage_seconds(
+        stage_model, plan, work, work.tokens(plan), device
+    )
 
     def per_microbatch(name: str, seconds: float) -> Breakdown:
         return product(name, "s", microbatches=plan.microbatches, each=seconds)
 
     return [
-        total("compute", "s", per_microbatch("matrices", busy), scores),
+        total("compute", "s", per_microbatch("matrices", arithmetic), scores),
         total(
-            "bandwidth", "s", per_microbatch("matrices", thin), per_microbatch("between them", rest)
+            "bandwidth",
+            "s",
+            per_microbatch("matrices", traffic),
+            per_microbatch("between them", elementwise),
         ),
     ]
 
