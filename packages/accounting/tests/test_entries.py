@@ -106,7 +106,7 @@ INSIDE = {
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
     *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
     "memory.activations.head_activations",
-    *("search.answer.no_room",),
+    *("search.answer.no_room", "search.plans.least_memory"),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
     *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *("time.published.errors_by_source", "time.published.coverage"),

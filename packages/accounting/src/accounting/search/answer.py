@@ -14,7 +14,14 @@ from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.estimates import Estimator
-from accounting.search.plans import AXES, DEGREES, MEMORY_FRACTION, FittingPlan, plans_that_fit
+from accounting.search.plans import (
+    AXES,
+    DEGREES,
+    MEMORY_FRACTION,
+    FittingPlan,
+    least_memory,
+    plans_that_fit,
+)
 from accounting.time.goodput import Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
@@ -198,17 +205,14 @@ def no_room(
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = MEMORY_FRACTION * device.memory_bytes
-    needed = Estimator(model, device, gpus, work, capacity, fixed).least_memory()
+    estimator = Estimator(model, device, gpus, work, capacity, fixed)
+    needed = least_memory(model, work, estimator)
     if needed is None:
         return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"
-    short = needed - capacity
-    missing = "every plan that was computed in full needs more than that"
-    if short > 0:
-        missing = f"{binary_size(short)} are missing"
     return (
-        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device and "
-        f"{binary_size(capacity)} are usable, so {missing}; use more devices, a smaller batch or "
-        "fewer options"
+        f"{head}: the plan with the least memory needs {binary_size(needed)} per device and "
+        f"{binary_size(capacity)} are usable, so {binary_size(needed - capacity)} are missing; use "
+        "more devices, a smaller batch or fewer options"
     )
 
 

@@ -127,9 +127,9 @@ class Estimator:
             if estimate.memory_bytes <= MEMORY_TOLERANCE * self.memory_bytes:
                 yield estimate
 
-    def least_memory(self) -> float | None:
-        """Return the least bytes per device over all candidates, or None without candidates."""
-        return min((estimate.memory_bytes for estimate in self._all_estimates()), default=None)
+    def by_memory(self) -> list[Estimate]:
+        """Return the estimates of all plans, also of those that do not fit, the smallest first."""
+        return sorted(self._all_estimates(), key=lambda estimate: estimate.memory_bytes)
 
     def _all_estimates(self) -> Iterator[Estimate]:
         for tensor in self._tensor_degrees():

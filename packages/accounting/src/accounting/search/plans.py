@@ -25,6 +25,8 @@ from accounting.workload import Workload
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 #: Fraction of the memory that a plan may use.
 MEMORY_FRACTION = 0.9
+#: Number of plans that are computed in full to find the least memory.
+PLANS_FOR_LEAST_MEMORY = 100
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
 
@@ -94,6 +96,21 @@ def plans_that_fit(
         if len(fitting) >= max(2 * most, 40):
             break
     return sorted(fitting, key=lambda candidate: candidate.step_seconds)[:most]
+
+
+def least_memory(model: Transformer, work: Workload, estimator: Estimator) -> float | None:
+    """Return the least memory of a device over all plans, or None if no plan is valid.
+
+    The valid plans with the smallest estimates are computed in full.
+    """
+    computed: list[float] = []
+    for estimate in estimator.by_memory():
+        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
+        if plan is not None:
+            computed.append(float(training_memory(model, plan, work).total))
+        if len(computed) == PLANS_FOR_LEAST_MEMORY:
+            break
+    return min(computed, default=None)
 
 
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
