@@ -362,6 +362,16 @@ def test_refusal_says_how_much_memory_is_missing(vocab_size: int) -> None:
         plan_for(model, gpus=2, batch=2, seq=64, memory_bytes=0.999 * needed * 2**20 / 0.9)
 
 
+def test_search_finds_plan_without_gradients_at_its_peak() -> None:
+    """With one micro-batch, gradients and all activations never exist at once in a pipeline."""
+    model = Transformer(layers=60, d_model=512, heads=8, vocab_size=1000)
+    work = {"batch": 32, "seq": 512, "precision": "megatron_bf16"}
+    plan = {"data": 32, "pipeline": 2, "microbatches": 1, "zero": 1, "recompute": "none"}
+    needed = training_memory(model, Plan(**plan), fused_gate=True, **work).total
+    question = {"hardware": "H100", "devices": 64, "memory_bytes": 1.001 * needed / 0.9}
+    assert len(plans_that_fit(model, **question, **work, **plan)) == 1
+
+
 def test_answer_prints_the_memory_that_was_passed() -> None:
     answer = plan_for(SMALL, gpus=2, batch=2, seq=64, memory_bytes=40 * 2**30)
     assert " of 40 GiB" in str(answer)

@@ -89,6 +89,10 @@ class TensorShard(NamedTuple):
     #: Mean bytes of saved activations per token and layer, by kind of recomputation.
     activation_bytes: dict[str, float]
 
+    def sharded(self, candidate: Candidate) -> float:
+        """Return the parameters per device of a stage that ZeRO shards over all replicas."""
+        return (self.dense + self.routed) / candidate.pipeline / candidate.replicas
+
 
 class Estimator:
     """Estimates of all plans for one model and batch on a number of devices.
@@ -137,7 +141,13 @@ class Estimator:
             for candidate in self._candidates(tensor):
                 # Parameters of a stage per device before ZeRO shards them.
                 whole = (shard.dense + shard.routed / candidate.expert) / candidate.pipeline
-                state_bytes = self._state_bytes(candidate, shard, whole)
+                gradient_bytes = self._gradient_bytes(candidate, shard, whole)
+                state_bytes = gradient_bytes + self._other_state_bytes(candidate, shard, whole)
+                # The first backward of a pipeline stage creates the gradients and frees the
+                # activations of a micro-batch, which only another forward replaces.
+                fraction_beside_gradients = 1.0
+                if candidate.pipeline > 1 and candidate.microbatches <= candidate.in_flight:
+                    fraction_beside_gradients -= 1 / candidate.in_flight
                 exposed = self._exposed_seconds(candidate, whole)
                 idle = (candidate.pipeline - 1) / (
                     candidate.microbatches * candidate.virtual_stages
@@ -150,7 +160,10 @@ class Estimator:
                     # no activations are left.
                     gathered = (self.cast_bytes or self.weight_bytes) * whole
                     at_end = gathered if candidate.keeps_weights_whole else 0.0
-                    needed = state_bytes + max(saved, at_end)
+                    needed = max(
+                        state_bytes - gradient_bytes + saved,
+                        state_bytes + max(saved * fraction_beside_gradients, at_end),
+                    )
                     busy = self.compute_seconds * RECOMPUTE_FACTOR[recompute] + exposed
                     yield Estimate(busy * (1 + idle), needed, candidate, recompute)
 
@@ -248,19 +261,18 @@ class Estimator:
         sequences = self.work.batch / candidate.data / candidate.microbatches
         return sequences * self.work.seq / candidate.context
 
-    def _state_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
-        """Return the bytes of weights, gradients and optimizer state."""
-        sharded = (shard.dense + shard.routed) / candidate.pipeline / candidate.replicas
+    def _gradient_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
+        return self.gradient_bytes * (
+            shard.sharded(candidate) if candidate.shards_gradients else whole
+        )
+
+    def _other_state_bytes(self, candidate: Candidate, shard: TensorShard, whole: float) -> float:
+        """Return the bytes of weights with their cast copies, and of optimizer state."""
+        sharded = shard.sharded(candidate)
         weights = sharded if candidate.zero == 3 else whole
-        gradients = sharded if candidate.shards_gradients else whole
         states = sharded if candidate.zero else whole
         cast = whole if candidate.zero < 3 else 0.0
-        return (
-            self.weight_bytes * weights
-            + self.gradient_bytes * gradients
-            + self.optimizer_bytes * states
-            + self.cast_bytes * cast
-        )
+        return self.weight_bytes * weights + self.optimizer_bytes * states + self.cast_bytes * cast
 
     def _exposed_seconds(self, candidate: Candidate, whole: float) -> float:
         """Return the seconds of traffic that compute does not hide, and of reading the weights."""
