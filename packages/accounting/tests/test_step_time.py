@@ -6,6 +6,7 @@ from accounting import HARDWARE, Plan, Transformer, flops
 from accounting.breakdown import Breakdown
 from accounting.hardware import Link
 from accounting.memory.states import device_parameters
+from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from accounting.time.efficiency import ATTENTION_FRACTION, MATMUL_FRACTION
 from accounting.time.step import (
@@ -151,3 +152,14 @@ def test_optimizer_takes_the_time_of_the_largest_stage() -> None:
     stages = [sum(device_parameters(model, plan, stage)) for stage in range(4)]
     step = step_time(model, plan, batch=4, seq=64, hardware=H100)
     assert stages[0] < max(stages) == dict(step["optimizer"].factors)["parameters"]
+
+
+def test_slowest_stage_of_a_pipeline_counts() -> None:
+    model = Transformer(layers=8, d_model=256, heads=4, vocab_size=100)
+    plan = Plan(pipeline=4, microbatches=4)
+    totals = set()
+    for stage in (1, 2):
+        experts = Experts(count=8, per_token=8, layers=plan.stage_layers(model, stage))
+        mixture = replace(model, experts=experts, mlp_layers=None)
+        totals.add(step_time(mixture, plan, hardware="H100", batch=4, seq=512).total)
+    assert len(totals) == 1

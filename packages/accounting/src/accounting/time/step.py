@@ -17,7 +17,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.flops import attention_operations, flops
 from accounting.hardware import Hardware, Link, find
-from accounting.memory.states import device_parameters
+from accounting.memory.states import device_parameters, distinct_stages
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
@@ -57,7 +57,7 @@ def step_time(
     parts = max(
         (
             _stage_seconds(model, plan, work, stage, device)
-            for stage in {0, plan.pipeline // 2, plan.pipeline - 1}
+            for stage in distinct_stages(model, plan)
         ),
         key=lambda parts: sum(float(part.total) for part in parts),
     )
@@ -147,7 +147,7 @@ def _updated_parameters(model: Transformer, plan: Plan) -> int:
     With ZeRO, a device updates one shard.
     """
     largest = 0
-    for stage in {0, plan.pipeline // 2, plan.pipeline - 1}:
+    for stage in distinct_stages(model, plan):
         dense, routed = device_parameters(model, plan, stage)
         if plan.zero:
             dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
