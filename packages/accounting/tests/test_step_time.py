@@ -154,12 +154,13 @@ def test_optimizer_takes_the_time_of_the_largest_stage() -> None:
     assert stages[0] < max(stages) == dict(step["optimizer"].factors)["parameters"]
 
 
-def test_slowest_stage_of_a_pipeline_counts() -> None:
+@pytest.mark.parametrize("expert", [1, 4])
+def test_slowest_stage_of_a_pipeline_counts(expert: int) -> None:
     model = Transformer(layers=8, d_model=256, heads=4, vocab_size=100)
-    plan = Plan(pipeline=4, microbatches=4)
+    plan = Plan(data=4, pipeline=4, expert=expert, microbatches=4)
     totals = set()
     for stage in (1, 2):
         experts = Experts(count=8, per_token=8, layers=plan.stage_layers(model, stage))
         mixture = replace(model, experts=experts, mlp_layers=None)
-        totals.add(step_time(mixture, plan, hardware="H100", batch=4, seq=512).total)
+        totals.add(step_time(mixture, plan, hardware="H100", batch=16, seq=512).total)
     assert len(totals) == 1

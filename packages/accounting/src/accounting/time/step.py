@@ -158,14 +158,12 @@ def _updated_parameters(model: Transformer, plan: Plan) -> int:
 def collectives_on(
     model: Transformer, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
-    """Yield each collective of a device in a middle stage, with the link of its group."""
-    collectives = communication(
-        model,
-        plan,
-        batch=work.batch,
-        seq=work.seq,
-        stage=plan.pipeline // 2,
-        **work.kind.wire_dtypes,
+    """Yield each collective of the inner stage with the most traffic, and the link of its group."""
+    inner = [stage for stage in distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
+    run: dict[str, Any] = {"batch": work.batch, "seq": work.seq, **work.kind.wire_dtypes}
+    collectives = max(
+        (communication(model, plan, stage=stage, **run) for stage in inner or [plan.pipeline // 2]),
+        key=lambda of_stage: sum(float(collective.wire) for collective in of_stage),
     )
     strides = {"tensor": 1, "pipeline": plan.tensor * plan.replicas}
     for collective in collectives:
