@@ -3,8 +3,9 @@
 Note [Exact products]
 Every implementation returns the same integers, so the choice changes the time but never a bit.
 A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. The weights determine
-when this holds: 127 times the sum of |w| along a row bounds every partial sum. It also holds if
-torch rounds the inputs of float32 products to bfloat16 or TF32, which represent all codes.
+when this holds: 127 times the sum of |w| along a row bounds every partial sum. Longer rows are
+summed in parts, whose totals are added as integers. This also holds if torch rounds the inputs of
+float32 products to bfloat16 or TF32, which represent all codes.
 
 Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
 saturates (pytorch issue 136746). It is used only if it returns the right integers for extreme
@@ -28,6 +29,8 @@ from tinyml.conversion import without_autocast
 from tinyml.timing import Timing, measure
 
 EXACT_IN_FLOAT32 = 2**24
+#: Number of products of any codes and inputs whose sum is exact in float32.
+_EXACT_INPUTS = EXACT_IN_FLOAT32 // (128 * 127)
 _SMALLEST = 16  # torch 2.11's int8 product returns uninitialized memory for inner sizes of 1
 
 _chosen: dict[Any, Timing] = {}
@@ -61,8 +64,6 @@ class Int8Weights:
         if key not in _chosen:
             calls: dict[str, Callable[[], Tensor]] = {}
             for name, implementation in IMPLEMENTATIONS.items():
-                if name == "float32" and not self.is_exact_in_float32:
-                    continue
                 if name == "int8" and not self._is_int8_exact(inputs):
                     continue
                 calls[name] = partial(implementation, self, inputs)
@@ -119,7 +120,15 @@ def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
 
 
 def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    return F.linear(inputs.float(), weights.dense())
+    inputs, dense = inputs.float(), weights.dense()
+    if weights.is_exact_in_float32:
+        return F.linear(inputs, dense)
+    # The sums of the parts are exact for all codes, and their total is a sum of integers.
+    total = torch.zeros((), dtype=torch.int32, device=inputs.device)
+    for start in range(0, dense.shape[1], _EXACT_INPUTS):
+        part = slice(start, start + _EXACT_INPUTS)
+        total = total + F.linear(inputs[:, part], dense[:, part]).to(torch.int32)
+    return total
 
 
 def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
