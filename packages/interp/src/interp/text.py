@@ -32,9 +32,8 @@ class TextPrompt(dict[str, Tensor]):
 def encode(tokenizer: Tokenizer, texts: str | Sequence[str]) -> TextPrompt:
     """Return the token ids (texts, seq) of one or several texts, padded on the left.
 
-    If the texts differ in length, the result also has an `attention_mask` and `position_ids`. The
-    token id of padding is 0.
-    Delete `position_ids` for models that do not accept them (Bloom).
+    If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
+    Padding has token id 0. Delete `position_ids` for models that do not accept them, such as Bloom.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     rows = [_ids_of(tokenizer, text) for text in texts]

@@ -27,7 +27,7 @@ from scaling.tables.selection import (
     drop_rows_without_loss,
     keep_best_settings,
     require_one_data_set,
-    require_whole_counts,
+    require_unambiguous_counts,
 )
 from scaling.tables.source import read_table
 from scaling.tables.states import keep_finished, refuse_summaries
@@ -152,7 +152,7 @@ def load_runs(
         present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
     reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
-    require_whole_counts(reading, columns)
+    require_unambiguous_counts(reading, columns)
     drop_rows_without_loss(reading)
     refuse_summaries(reading.table)
     reading.values = parse_columns(reading, reading.columns)

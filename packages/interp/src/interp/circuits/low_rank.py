@@ -126,7 +126,7 @@ class LowRank:
         return values
 
     def _decomposable(self) -> LowRank:
-        """Return the matrix with factors in half precision converted to float32."""
+        """Return this matrix with half-precision factors in float32, as `torch.linalg` requires."""
         return LowRank(decomposable(self.a), decomposable(self.b))
 
 

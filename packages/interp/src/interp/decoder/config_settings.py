@@ -137,7 +137,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the value of the first of these options that the configuration sets."""
+    """Return the value of the first of the options `names` that the configuration sets."""
     for name in names:
         if config.get(name) is not None:
             return config[name]

@@ -184,7 +184,7 @@ def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
 
 @functools.cache
 def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None:
-    """Return the role of a module inside a block."""
+    """Return the role, such as `attention.q`, of the module with the name `inner` in a block."""
     if sandwiched and inner == "post_attention_layernorm":
         return "attention_out"
     number = re.search(r"\.experts\.(\d+)\.", inner)

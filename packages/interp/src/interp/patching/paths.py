@@ -228,7 +228,10 @@ def _output_order(node: Node) -> int:
 
 
 def _input_order(node: Node, layers: int, parallel: bool) -> int:
-    """Return the position of a receiver's input in the sequence of attentions and MLPs."""
+    """Return the index of the attention or MLP whose input `node` reads, in order of computation.
+
+    In `parallel` blocks, the MLP reads the same input as the attention.
+    """
     if node.kind == "final":
         return 2 * layers
     return 2 * node.layer + (1 if node.kind == "mlp" and not parallel else 0)

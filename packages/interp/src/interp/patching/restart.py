@@ -10,7 +10,10 @@ from interp.tap import record
 
 
 class Restart:
-    """The recorded run of one prompt, which can be continued from the input of any block."""
+    """A recorded forward pass of one prompt, which can be continued from the input of any block.
+
+    `batch` is the number of streams that callers continue together.
+    """
 
     #: The recorded input of each block, (1, seq, d_model).
     block_inputs: list[Tensor]
@@ -18,22 +21,23 @@ class Restart:
     final_stream: Tensor
     #: Recorded queries, keys and values by site, (1, seq, features).
     projections: dict[str, Tensor]
-    #: The padding, the position embeddings and the position ids that all blocks receive.
+    #: The arguments that every block receives after the stream: the padding (1, seq), the position
+    #: embeddings and the position ids, or None.
     layout: tuple[Tensor | None, Tensor | None, Tensor | None]
 
     def __init__(self, model: Decoder, prompt: Prompt, *, batch: int) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(
-                f"expected a Decoder, got a {type(model).__name__}; describe() the model"
+                f"expected a Decoder, got a {type(model).__name__}; pass describe(model)"
             )
         if batch < 1:
             raise ValueError(f"expected batch >= 1, got {batch}")
         self.model, self.batch = model, batch
-        projections = [f"blocks.*.attention.{part}" for part in "qkv"]
+        projection_sites = [f"blocks.*.attention.{part}" for part in "qkv"]
         # The arguments of the first block: stream, padding, position embeddings, positions.
         received: list[Tensor | None] = []
         hook = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
-        with hook, record(model, "blocks.*:input", "norm:input", *projections) as seen:
+        with hook, record(model, "blocks.*:input", "norm:input", *projection_sites) as seen:
             forward(model, prompt)
         self.layout = received[1], received[2], received[3]
         self.final_stream = seen.pop("norm:input")
@@ -41,7 +45,7 @@ class Restart:
         self.projections = dict(seen)
 
     def __call__(self, stream: Tensor, start: int) -> Tensor:
-        """Return the final stream (n, seq, d_model) for inputs of block `start`."""
+        """Run the blocks from `start` on; return the final stream, (n, seq, d_model)."""
         for block in self.model.layers[start:]:
             stream = block(stream, *self.layout)
         return stream

@@ -70,11 +70,12 @@ class DiskJournal:
 
     @classmethod
     def start(cls, folder: str | Path, core: Core, *, fsync: bool = False) -> "DiskJournal":
-        """Continue the journal in `folder`, or start one with the state of `core`; return it.
+        """Restore `core` from the journal in `folder`, or start a journal with the state of `core`.
 
         Raises:
             RuntimeError: the state cannot be written, or another process uses the journal.
-            JournalError: the journal is damaged. Neither `core` nor the journal has changed.
+            JournalError: the journal is damaged, and `core` is unchanged; or a record cannot be
+                applied, and `core` must not be used. The journal has not changed.
         """
         journal = cls(folder, fsync=fsync)
         if not journal.load(core):
@@ -88,13 +89,14 @@ class DiskJournal:
         return journal
 
     def load(self, core: Core) -> bool:
-        """Restore the journal's state in `core`, and record the further changes of `core`.
+        """Restore the journal's state in `core`, and record later changes of `core`.
 
         Returns:
             False if the journal is empty, otherwise True.
 
         Raises:
-            JournalError: the journal is damaged. Neither `core` nor the journal has changed.
+            JournalError: the journal is damaged, and `core` is unchanged; or a record cannot be
+                applied, and `core` must not be used. The journal has not changed.
             RuntimeError: another process uses the journal.
         """
         # Lock before reading, so that one of two servers that start at the same time is refused.
@@ -292,7 +294,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
-            f"{error}. Nothing was changed. Correct the job, or discard this record and all later "
-            f"ones by `{files.recovery_command(folder)} --before {path}:{start}`"
+            f"{error}. The journal was not changed. Fix the program, or discard this record and "
+            f"later ones by `{files.recovery_command(folder)} --before {path}:{start}`"
         ) from error
     return spans, snapshot is not None or bool(current)

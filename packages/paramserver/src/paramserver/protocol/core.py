@@ -5,7 +5,7 @@ calls it from threads, `transport.zeromq` from one loop, and the tests from a si
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
-passes the request again after every other request, and calls `check` at `next_deadline`.
+retries it after each request that it handles, and calls `check` at `next_deadline`.
 """
 
 import json
@@ -130,7 +130,7 @@ class Core:
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._continues_after_loss and not self._waits_for_rejoin:
                 for w in silent:
-                    self.mark_lost(w, f"it neither pulled nor pushed for {self.waits.timeout:g} s")
+                    self.mark_lost(w, f"it sent no request for {self.waits.timeout:g} s")
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             self.waits.end(worker)
@@ -234,7 +234,8 @@ class Core:
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
             if message.clock < self.ledger.members[worker].clock:
-                # Repeated. The replica has not replayed the push if the journal's disk was full.
+                # Repeated. If the disk of the journal was full, the push is committed, but not
+                # replayed.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)
@@ -345,7 +346,7 @@ class Core:
         try:
             self.replica.replay(log)
         except Exception as error:
-            # The optimizer failed, so this shard has no longer the version of the other shards.
+            # The optimizer failed, so this shard no longer has the version of the other shards.
             self.failure = f"the server is lost: {type(error).__name__}: {error}"
             raise
         if not self.is_first:

@@ -15,21 +15,22 @@ from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_cod
 from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
-#: Number of rows that are searched for unknown settings, because a million would take seconds.
+#: Largest number of rows that are searched for unknown settings: a million would take seconds.
 MOST_ROWS = 5000
 
-#: Largest relative differences between runs of one size and tokens.
+#: Largest relative differences between runs of the same design, which is their size and tokens.
 DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
 
-#: Columns that show that N or D may be counted in two ways: the quantity and its description.
+#: Columns that show that N or D may be counted in two ways: the quantity, the column to add, and
+#: the ambiguity.
 COUNTS = {
     "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
     "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
 }
 
 
-def require_whole_counts(reading: Reading, named: Container[str]) -> None:
-    """Raise `ValueError` for an N that may include idle experts, or a D of only one epoch.
+def require_unambiguous_counts(reading: Reading, named: Container[str]) -> None:
+    """Raise `ValueError` if N may include idle experts, or D may count only one epoch.
 
     C = 6 N D needs the active parameters and all trained tokens.
     """
@@ -39,8 +40,10 @@ def require_whole_counts(reading: Reading, named: Container[str]) -> None:
         if column is None or quantity in named:
             continue
         # Trained tokens already count every epoch, unlike the tokens of a data set.
-        is_whole = "active" in column.kinds or (quantity == "tokens" and "data" not in column.name)
-        if is_whole or not (parse_numbers(reading.table.cells(name)) > 1).any():
+        is_unambiguous = "active" in column.kinds or (
+            quantity == "tokens" and "data" not in column.name
+        )
+        if is_unambiguous or not (parse_numbers(reading.table.cells(name)) > 1).any():
             continue
         raise ValueError(
             f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
@@ -59,7 +62,7 @@ def _counted(name: str) -> str:
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
-    """Leave out the rows whose loss is blank."""
+    """Leave out the rows whose loss is blank; raise `ValueError` if all are."""
     column = reading.columns["loss"].name
     blank = blank_cells(reading.table.columns[column])
     if blank.all():
@@ -75,13 +78,13 @@ def drop_rows_without_loss(reading: Reading) -> None:
 
 def require_one_data_set(reading: Reading) -> None:
     """Raise `ValueError` if the rows use several data sets, whose losses follow different laws."""
-    for name in _unused_columns(reading):
+    for name in _possible_settings(reading):
         word = set_word(name)
         if not word:
             continue
         codes = reading.table.codes([name])
         count = int(codes.max()) + 1
-        # Names that are mostly different are those of runs.
+        # Names that are mostly different identify runs, not data sets.
         if count == 1 or count > len(codes) / 2:
             continue
         if word in WORDS["labels"] and _labels_a_quantity(reading, codes):
@@ -110,6 +113,8 @@ def keep_best_settings(reading: Reading) -> None:
 
     The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
     as seeds, are all kept, because the least loss of several repetitions is biased.
+
+    Raises `ValueError` if another column may be a setting under an unusual name.
     """
     names = setting_columns(reading)
     if not names:
@@ -125,15 +130,15 @@ def keep_best_settings(reading: Reading) -> None:
     keep = np.flatnonzero(np.isin(of_row, best))
     if len(keep) < len(design):
         reading.exclusions.append(
-            f"columns {names} differ between runs of one size and tokens: the setting of least mean"
-            f" loss is read, and {len(design) - len(keep)} runs of other settings are left out"
+            f"columns {names} differ between runs: for each size and tokens, the setting of least"
+            f" mean loss is read, and {len(design) - len(keep)} runs of other settings are left out"
         )
     _require_known_settings(reading, of_row[:MOST_ROWS], names)
     reading.select(keep)
 
 
 def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
-    """Return for each of the first rows the index of its combination of size and tokens."""
+    """Return for each of the first `count` rows the index of its design."""
     keys = []
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
@@ -152,10 +157,10 @@ def setting_columns(reading: Reading) -> list[str]:
     ]
 
 
-def _unused_columns(reading: Reading) -> list[str]:
-    """Return the columns that are not read as parameters, tokens, compute or loss."""
+def _possible_settings(reading: Reading) -> list[str]:
+    """Return the columns that are not read, and sequence lengths even if they are read."""
     factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
-    # At equal tokens, steps and batches differ together, but a sequence length is a setting.
+    # At equal tokens, the batch size determines the steps, but a sequence length is a setting.
     used = {name for name in factors if factor_kind(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
 
@@ -163,17 +168,17 @@ def _unused_columns(reading: Reading) -> list[str]:
 def _require_known_settings(
     reading: Reading, groups: NDArray[np.intp], known: Sequence[str]
 ) -> None:
-    """Raise `ValueError` if a column of few values differs between runs of one setting.
+    """Raise `ValueError` if a column of few values differs in most groups of runs.
 
     The column may be a setting under an unusual name, or the runs may be repetitions. `groups`
-    contains the index of the setting of each of the first rows.
+    contains the number of the group of each of the first rows: of its design and known settings.
     """
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
         return
     table = reading.table.select(np.arange(len(groups)))
     unknown = []
-    for name in _unused_columns(reading):
+    for name in _possible_settings(reading):
         is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
         if name in known or is_repetition:
             continue

@@ -23,8 +23,10 @@ Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
 #: The largest number of tokens that is verified unless the caller passes `context`.
 _DEFAULT_CONTEXT = 1024
-#: The limit of one forward pass in FLOPs; larger models are verified with shorter sequences.
+#: The compute budget of the longest probe in FLOPs: large models are verified on shorter sequences,
+#: of at least `_MIN_CONTEXT` tokens.
 _FORWARD_FLOPS = 3e11
+_MIN_CONTEXT = 128
 _SHORT_LENGTH = 16
 
 _SMALL = Scale("small", stream_std=3e-3)
@@ -115,7 +117,10 @@ def _errors(
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """Return the largest RMS error of a position's logits, over the standard deviation of all."""
+    """Return the largest RMS error of a position, over the standard deviation of `expected`.
+
+    Positions at which `mask` is 0 are ignored.
+    """
     if ours.shape != expected.shape:
         raise ValueError(
             f"the model returns {tuple(expected.shape)} instead of logits {tuple(ours.shape)}; "
@@ -135,7 +140,10 @@ def compute_logits(
     weights: Mapping[str, Tensor] | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Return the model's logits; `weights` replace its parameters, and buffers are then float32."""
+    """Return the model's logits.
+
+    If passed, `weights` replace the parameters, and floating-point buffers are cast to float32.
+    """
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
     with warnings.catch_warnings():
@@ -147,8 +155,9 @@ def compute_logits(
                 name: buffer.float() if buffer.is_floating_point() else buffer
                 for name, buffer in model.named_buffers(remove_duplicate=False)
             }
-            # A module with several names is swapped once: a second swap would save the first
-            # replacement as its original, and the model would keep the random weights.
+            # A module with several names is replaced under its first name only. A second
+            # replacement would be undone to the first one, and the model would keep the random
+            # weights.
             first_names = dict(model.named_modules())
             swapped = {
                 name: tensor
@@ -208,10 +217,12 @@ def _context(
 ) -> int:
     """Return the number of tokens up to which the description is verified."""
     config = getattr(model, "config", None)
-    named = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    configured = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "n_positions", None
+    )
     limits = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
-    if limits and isinstance(named, int):
-        limits.append(named)  # OPT's table has more rows than positions.
+    if limits and isinstance(configured, int):
+        limits.append(configured)  # OPT's table has more rows than positions.
     if limit is not None:
         limits.append(limit)
     if settings.context is not None:
@@ -224,14 +235,14 @@ def _context(
         return settings.context
     parameters = sum(tensor.numel() for tensor in tensors.values())
     affordable = int(_FORWARD_FLOPS / (2 * max(1, parameters)))
-    if isinstance(named, int):
-        limits.append(named)
-    context = min(_DEFAULT_CONTEXT, max(128, affordable), *limits)
+    if isinstance(configured, int):
+        limits.append(configured)
+    context = min(_DEFAULT_CONTEXT, max(_MIN_CONTEXT, affordable), *limits)
     return context if limits else _accepted_length(model, context)
 
 
 def _accepted_length(model: nn.Module, length: int) -> int:
-    """Return the first of `length`, half of it and so on that the model accepts."""
+    """Return the largest of `length`, `length // 2`, `length // 4`, ... that the model accepts."""
     device = next(model.parameters()).device
     try:
         compute_logits(model, torch.zeros(1, length, dtype=torch.long, device=device))
@@ -243,7 +254,7 @@ def _accepted_length(model: nn.Module, length: int) -> int:
 
 
 def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> Tensor:
-    """Return random token ids (rows, length) that include special tokens."""
+    """Return random token ids (rows, length); long sequences include special tokens."""
     generator = torch.Generator("cpu").manual_seed(seed)
     size = (probe.rows, probe.length)
     tokens = torch.randint(vocabulary, size, generator=generator, device="cpu")
@@ -260,8 +271,8 @@ def _padding(probe: Probe, device: torch.device) -> dict[str, Tensor]:
         return {}
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
     mask[0, : probe.length // 3] = 0
-    # Rotary scores do not show a shift of all positions, which is the effect of padding on the
-    # left. Padding between tokens shows which positions and which mask the model uses.
+    # Padding on the left only shifts all positions, which rotary scores do not show. Padding
+    # between tokens shows which positions and which mask the model uses.
     mask[0, 2 * probe.length // 3] = 0
     mask[1, -(probe.length // 4) :] = 0
     if not probe.passes_positions:
