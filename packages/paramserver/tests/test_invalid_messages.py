@@ -96,9 +96,9 @@ def kinds(messages):
 
 
 def fingerprint(server, *, waiting=False):
-    """Return the whole state of a server, its journal, and optionally the waiting workers.
+    """Return the state of a server and its journal, and optionally who was seen and who waits.
 
-    A worker whose new request is refused does not wait for its previous one any more.
+    A worker whose new request is refused was seen, and does not wait for its previous one any more.
     """
     core, folder = server.core, server._journal.folder
     replica = core.replica
@@ -109,10 +109,10 @@ def fingerprint(server, *, waiting=False):
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
     known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
              replica.next_push, core.failure, core.lost, digest.hexdigest(), sizes,
-             sorted(core.waits.last_seen),
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
-        known += sorted(core.waits.waiting), sorted(server._waiting), sorted(server._incoming)
+        known += (sorted(core.waits.waiting), sorted(server._waiting), sorted(server._incoming),
+                  sorted(core.waits.last_seen))  # fmt: skip
     return copy.deepcopy(known)
 
 
