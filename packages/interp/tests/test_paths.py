@@ -255,7 +255,7 @@ def test_unknown_edges_are_refused() -> None:
     metric = logit_difference(None, decoder.unembed, 5, 8)
     with pytest.raises(ValueError, match=r"among the senders: embed, head 0\.0"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
-    with pytest.raises(TypeError, match=r"got a Linear; describe\(\) the model"):
+    with pytest.raises(TypeError, match=r"got a Linear; pass describe\(model\)"):
         patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass exact= to edge_attribution"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018

@@ -212,7 +212,7 @@ def mixed(chance, head, other):
 
 def mutated_data(chance, frames):
     """Return the data frames of a message, truncated or overwritten, and none to two of them."""
-    data = bytearray(frames[2] if len(frames) > 2 else b"x" * 64)
+    data = bytearray(frames[2] if len(frames) > 2 and frames[2] else b"x" * 64)
     if chance.random() < 0.5:
         del data[chance.randrange(len(data)) :]
     else:
