@@ -2,13 +2,14 @@
 
 Note [Variable projection]
 A scaling law y = sum_k a_k g_k(x; exponents) is linear in its amplitudes a_k. For fixed exponents
-the best amplitudes are therefore a small non-negative least-squares problem, and only the exponents
-have to be searched (Golub and Pereyra 1973). For Chinchilla's law, a grid over two exponents finds
+the best amplitudes are therefore a small non-negative least-squares problem, and the search needs
+starts for the exponents only (Golub and Pereyra 1973). The starts are then refined in all constants
+by Newton's method (`search.py`, `newton.py`). For Chinchilla's law, a grid over two exponents finds
 the same basin as 4,500 starts over all five constants.
 
 Note [Centered parameters]
 `Problem` stores the constants as a vector theta: first the amplitudes, then the exponents. The
-amplitude of a term that depends on an exponent is stored as a logarithm, and log g_k is centered,
+amplitude of a term that contains an exponent is stored as a logarithm, and log g_k is centered,
 which means that its mean over the rows is subtracted. Otherwise a larger exponent and a larger
 amplitude would compensate each other and the Hessian would be nearly singular. Other amplitudes are
 stored without a logarithm and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
@@ -43,13 +44,16 @@ LOG_AMPLITUDE_RANGE = 30.0
 
 @dataclass(frozen=True)
 class Term:
-    """The log value of a term: constant + sum_j exponent_j * slope_j, plus its center."""
+    """The log value of a term: constant + sum_j exponent_j * slope_j + center.
+
+    The center is center_constant + sum_j exponent_j * center_slope_j.
+    """
 
     #: Centered slope of each exponent that the term uses, by the exponent's index, (n,).
     slopes: dict[int, Array]
     #: The centered part that does not depend on any exponent, (n,).
     constant: Array
-    #: The derivative of the center with respect to each exponent.
+    #: The derivative of the center with respect to each exponent of the form, (exponents,).
     center_slopes: Array
     #: The part of the center that does not depend on any exponent.
     center_constant: float
@@ -121,7 +125,7 @@ class Problem(ComparesArrays):
 
     @cached_property
     def exponent_grid(self) -> list[Array]:
-        """Grid points of each exponent from which the search starts."""
+        """Grid points of each exponent, inside its bounds."""
         points = round(GRID_POINTS ** (1 / max(len(self.form.exponents), 1)))
         points = min(points, MAX_POINTS_PER_EXPONENT)
         grid = []
@@ -188,6 +192,6 @@ def grid_starts(problem: Problem) -> Array:
         lengths = np.linalg.norm(columns, axis=0)
         theta[i, :k] = nnls(columns / lengths, ones)[0] / lengths
     for j in problem.log_amplitude_terms:
-        # If an amplitude were zero, its exponent would not have a gradient.
+        # A zero amplitude has no logarithm, and the exponent of its term would have no gradient.
         theta[:, j] = np.log(np.maximum(theta[:, j], 0.05 * problem.target_spread))
     return theta
