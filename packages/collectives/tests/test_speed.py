@@ -104,7 +104,7 @@ needs_hosts = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
 
 @needs_hosts
 def test_reduce_scatter_on_a_slow_link_sends_half_of_gloos_bytes(tmp_path):
-    path, size = tmp_path / "rows.json", 16 * MIB
+    path, size = tmp_path / "rows.json", 8 * MIB
     command = [sys.executable, "-m", "collectives.bench", "--json", str(path)]
     command += ["--cases", "reduce_scatter", "all_reduce", "--sizes", str(size)]
     with emulated_hosts(2, "1gbit") as hosts:

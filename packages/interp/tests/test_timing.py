@@ -35,14 +35,16 @@ def test_copying_eigenvalues_are_20_times_faster_than_folding_each_head() -> Non
     assert_at_least(figure, 20, row["ratio_p50"])
 
 
-@pytest.mark.parametrize(("part", "times"), [(":input", 9), ("attention.o:input", 10)])
+@pytest.mark.parametrize(
+    ("part", "length", "times"), [(":input", 15, 9), ("attention.o:input", 8, 10)]
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_patches_are_10_times_faster_than_a_forward_pass_each(
-    family: str, part: str, times: float
+    family: str, part: str, length: int, times: float
 ) -> None:
-    """Compare patches of heads, and 180 patches of streams, of which many reach every block."""
+    """Compare 180 patches of streams, and 1,152 patches of heads."""
     torch.manual_seed(0)
-    row = patching(random_decoder(family, **SIZES), family, part, 15)
+    row = patching(random_decoder(family, **SIZES), family, part, length)
     assert row["error"] < 1e-5
     figure = f"interp: a forward pass per patch over batched patches, {family}{part}"
     assert_at_least(figure, times, row["ratio_p50"])
