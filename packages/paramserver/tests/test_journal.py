@@ -5,6 +5,7 @@ import itertools
 import shutil
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,7 +230,7 @@ def test_a_snapshot_removes_what_a_killed_server_has_written_of_an_earlier_one(t
 def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, caplog):
     server, journal = server_with(tmp_path, snapshot_bytes=1)
     steps(server, 2)
-    assert journal.is_long()
+    assert journal.is_snapshot_due()
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,6 +249,53 @@ def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, capl
     assert not journal.error
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
     assert sorted(p.name.split("-")[0] for p in tmp_path.glob("*-*")) == ["journal", "snapshot"]
+
+
+def test_files_that_a_snapshot_could_not_remove_are_reported_and_removed_later(
+    tmp_path, monkeypatch, caplog
+):
+    server, journal = server_with(tmp_path)
+    steps(server, 1)
+
+    def refused(path, *_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        journal.snapshot(server.core)
+        journal.wait()
+    assert "Operation not permitted" in caplog.text
+    assert isinstance(journal.error, PermissionError)
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    journal.snapshot(server.core)
+    journal.wait()
+    assert not journal.error
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == [
+        "journal-00000002",
+        "snapshot-00000002",
+    ]
+
+
+def test_a_failed_start_of_a_file_does_not_try_again_before_every_record(tmp_path, monkeypatch):
+    server, journal = server_with(tmp_path, snapshot_bytes=100)
+    while not journal.is_snapshot_due():
+        steps(server, 1)
+
+    def refused(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        journal.snapshot(server.core)
+    assert isinstance(journal.error, OSError)
+    assert not journal.is_snapshot_due()
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    while not journal.is_snapshot_due():
+        steps(server, 1)
+    journal.snapshot(server.core)
+    journal.wait()
+    assert not journal.error
+    assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
 def test_record_waits_for_a_snapshot_that_fills_the_disk(tmp_path, monkeypatch):

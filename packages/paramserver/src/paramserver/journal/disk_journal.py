@@ -43,7 +43,7 @@ class DiskJournal:
     Args:
         folder: the folder; it is created if it does not exist.
         fsync: whether each record is written through to the disk before `record` returns.
-        snapshot_bytes: size of the journal in bytes after which `is_long` returns True.
+        snapshot_bytes: number of bytes in a file after which a snapshot is due.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class DiskJournal:
         except OSError as error:
             raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
         self._identity = secrets.token_bytes(files.IDENTITY_BYTES)
+        #: Number of the current file, in which records are written.
         self._number = 0
         self._file: BinaryIO | None = None
         self._lock: BinaryIO | None = None
-        #: End of the last complete record of the file.
+        #: End of the last complete record of the current file.
         self._stop = 0
-        #: Bytes that were written since the last snapshot.
-        self._written = 0
+        #: Size of the current file in bytes above which a snapshot is due.
+        self._max_bytes = snapshot_bytes
         self._writer: threading.Thread | None = None
         #: Error of the last snapshot; the journal continues without that snapshot.
         self.error: Exception | None = None
@@ -111,7 +112,7 @@ class DiskJournal:
             self._number = spans[-1].number
             files.publish_file(self.folder, self._number)
             if spans[-1].kind == files.TORN:
-                self._cut(spans[-1])
+                self._remove_incomplete_record(spans[-1])
         else:
             files.create_file(self.folder, self._identity, 0)
             files.publish_file(self.folder, 0)
@@ -141,9 +142,9 @@ class DiskJournal:
             text = f"cannot write a journal in {self.folder}: {error}"
             raise kind_of_error(text) from error
 
-    def is_long(self) -> bool:
-        """Return True if a snapshot is due and no snapshot is being written."""
-        return self._written > self._snapshot_bytes and not self.is_writing()
+    def is_snapshot_due(self) -> bool:
+        """Return True if the current file is long and no snapshot is being written."""
+        return self._stop > self._max_bytes and not self.is_writing()
 
     def is_writing(self) -> bool:
         """Return True if a snapshot is being written."""
@@ -156,8 +157,9 @@ class DiskJournal:
             raise RuntimeError(f"{self.folder} has a journal; load it before the first snapshot")
         try:
             self._start_next_file()
-        except OSError as error:  # the journal continues in the current file
-            self._written = 0
+        except OSError as error:
+            # Try again later, not before every record.
+            self._max_bytes = self._stop + self._snapshot_bytes
             self._report(error)
             return
         arguments = (core.snapshot(), self._number)
@@ -198,7 +200,6 @@ class DiskJournal:
                 self._discard_incomplete_record()
             raise
         self._stop = self._file.tell()
-        self._written += size
 
     def _discard_incomplete_record(self) -> None:
         assert self._file is not None
@@ -206,29 +207,34 @@ class DiskJournal:
         self._file.seek(self._stop)
 
     def _start_next_file(self) -> None:
-        """Seal the current file and continue in a new one; after an `OSError` nothing changes."""
+        """Seal the current file and continue in a new one.
+
+        Raises:
+            OSError: the new file cannot be created. The journal continues in the current file.
+        """
         number = self._number + 1
         path = files.create_file(self.folder, self._identity, number)
-        stop = self._stop
         file = path.open("r+b", buffering=0)
+        stop = self._stop
         try:
             if self._file:
                 self._append(files.SEAL, [])
             # If the server dies here, the next server reads the seal and renames the file.
             path.rename(files.journal_path(self.folder, "journal", number))
         except OSError:
-            self._stop = stop
-            if self._file:  # discard the seal
-                with suppress(OSError):
-                    self._discard_incomplete_record()
             file.close()
-            path.unlink(missing_ok=True)
+            self._stop = stop
+            with suppress(OSError):
+                if self._file:  # discard the seal; a seal requires the next file
+                    self._discard_incomplete_record()
+                path.unlink()
             raise
+        # If the machine dies before the new name is on the disk, the temporary name is used.
         self._number = number
         self._use(file)
-        files.sync_folder(self.folder)
 
     def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
+        """Write the state at the start of file `number`, and remove the files before it."""
         unfinished = files.journal_path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
@@ -241,16 +247,17 @@ class DiskJournal:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(files.journal_path(self.folder, "snapshot", number))
+            # No file may be removed before the name of the snapshot is on the disk.
             files.sync_folder(self.folder)
+            for name in ("snapshot", "journal", "unfinished"):
+                for old in (n for n in files.file_numbers(self.folder, name) if n < number):
+                    files.journal_path(self.folder, name, old).unlink()
             self.error = None
         except Exception as error:  # torch's writer raises RuntimeError
-            # The journal is complete without this snapshot; the next one is written later.
-            unfinished.unlink(missing_ok=True)
+            # The files that remain are a complete journal; the next snapshot is written later.
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
             self._report(error)
-            return
-        for name in ("snapshot", "journal", "unfinished"):
-            for old in (n for n in files.file_numbers(self.folder, name) if n < number):
-                files.journal_path(self.folder, name, old).unlink(missing_ok=True)
 
     def _report(self, error: Exception) -> None:
         self.error = error
@@ -258,14 +265,16 @@ class DiskJournal:
         free = shutil.disk_usage(self.folder).free
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 
-    def _cut(self, torn: Span) -> None:
+    def _remove_incomplete_record(self, torn: Span) -> None:
         path = files.journal_path(self.folder, "journal", torn.number)
         text = "%s: removed the last %d bytes, which are an incomplete record"
         _LOG.warning(text, path, torn.stop - torn.start)
         os.truncate(path, torn.start)
 
     def _use(self, file: BinaryIO) -> None:
-        self._stop = self._written = file.seek(0, os.SEEK_END)
+        """Write further records at the end of `file`, which becomes the current file."""
+        self._stop = file.seek(0, os.SEEK_END)
+        self._max_bytes = self._snapshot_bytes
         if self._file:
             self._file.close()
         self._file = file

@@ -96,7 +96,7 @@ class Core:
         log = self.validate(worker, message, session)
         # A HEARTBEAT comes from a thread of the worker and does not end a wait of the worker.
         waited = None if message.kind is Kind.HEARTBEAT else self.waits.end(worker)
-        self._admit(worker, message)
+        self._check_losses(worker, message)
         if worker in self.ledger.members:
             self.waits.last_seen[worker] = now
         reply = self._answer(worker, message, log, data, is_known_finite)
@@ -301,7 +301,8 @@ class Core:
         self.answer_data = self.replica.newest
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
-    def _admit(self, worker: int, message: Message) -> None:
+    def _check_losses(self, worker: int, message: Message) -> None:
+        """Raise `PeerLost` if training has ended, or continues without this worker, after a loss."""
         # No worker waits for the answer to a HEARTBEAT.
         if self.failure and message.kind is not Kind.HEARTBEAT:
             raise PeerLost(self.failure)

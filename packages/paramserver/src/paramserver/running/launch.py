@@ -66,7 +66,7 @@ def run(
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
         fsync: whether each record of a journal is written through to the disk before it is
-            answered, so that it continues_after_loss a power failure.
+            answered, so that it survives a power failure.
 
     Raises:
         PeerLost: a process has died; the message names it.

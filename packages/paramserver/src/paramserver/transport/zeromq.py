@@ -124,7 +124,7 @@ class ZeroMQServer:
             if report and now - last_report > 1:
                 last_report = now
                 report(dict(self.core.lost))
-            if self._journal and self._journal.is_long():
+            if self._journal and self._journal.is_snapshot_due():
                 self._journal.snapshot(self.core)
 
     def stop(self) -> None:
