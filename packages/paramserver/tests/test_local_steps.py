@@ -347,10 +347,30 @@ def test_invalid_compressed_data_is_refused():
     policy = LocalSteps(1, OUTER, Integers(4))
     server = Server(dict(nn.Linear(99, 99).named_parameters()), INNER, policy, workers=1)
     bomb = Integers(4).encode(torch.zeros(10**5))
-    with pytest.raises(ValueError, match=r"9900 compressed elements|bytes for 9900 elements"):
+    with pytest.raises(ValueError, match=r"9900 compressed elements|stream of 4950 bytes for 9900"):
         server.core.replica.unpack((0, 0, 0), bomb)
     with pytest.raises(ValueError, match="expected 10 scales of 4 bytes, got 3 bytes"):
         server.core.replica.unpack((0, 0, 0), bomb[:3])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_data_that_encode_cannot_have_returned_are_refused(bits):
+    coding = Integers(bits)
+    data = coding.encode(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    for other in (data[:-1], torch.cat([data, data[:1]])):
+        with pytest.raises(ValueError, match="expected a stream of"):
+            coding.decode(other, 1000)
+    for numel in (998, 1002):
+        with pytest.raises(ValueError, match="expected a stream of"):
+            coding.decode(data, numel)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.zeros(0), torch.zeros(2, 3), torch.ones(4, dtype=torch.float64)], ids=str
+)
+def test_values_that_are_not_a_float32_vector_are_not_encoded(values):
+    with pytest.raises(ValueError, match="expected a vector of float32 elements, got shape"):
+        Integers(8).encode(values)
 
 
 def test_a_worker_of_another_policy_is_refused():

@@ -1,6 +1,8 @@
 """Bulk-synchronous training equals one process, and the staleness bound holds in any order."""
 
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -376,6 +378,32 @@ def test_defaults_of_the_caller_do_not_change_the_result(policy):
             assert torch.equal(trained(), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.01)
+    server = small_server(BulkSynchronous(), workers=2)
+    requests = []
+    handle = server.core.handle
+
+    def count(*arguments, **options):
+        requests.append(arguments)
+        return handle(*arguments, **options)
+
+    fast, slow = nn.Linear(3, 1), nn.Linear(3, 1)
+    first, second = Worker(fast, server, rank=0), Worker(slow, server, rank=1)
+    for worker in (first, second):
+        worker.pull()
+        worker.module(torch.ones(1, 3)).sum().backward()
+    first.push()
+    monkeypatch.setattr(server.core, "handle", count)
+    thread = threading.Thread(target=first.pull)
+    thread.start()
+    time.sleep(0.2)
+    assert len(requests) == 1  # not in a loop
+    second.push()
+    thread.join()
+    assert server.version == 1
 
 
 def test_parameters_without_values_are_refused():

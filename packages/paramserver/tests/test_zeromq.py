@@ -77,14 +77,17 @@ def count(worker, steps, seconds):
     return worker.pushes
 
 
-def run_and_kill(consistency, kills, seed, steps=60, servers=2):
-    """Return the result of a run during which processes are killed, and their names."""
+def run_and_kill(consistency, kills, seed, steps=60, servers=2, longest_pause=1.2):
+    """Return the result of a run during which processes are killed, and their names.
+
+    The pauses before the kills take 0.05 to `longest_pause` seconds.
+    """
     chance = random.Random(seed)
     killed = []
     done = threading.Event()
 
     def killer():
-        while len(killed) < kills and not done.wait(chance.uniform(0.05, 1.2)):
+        while len(killed) < kills and not done.wait(chance.uniform(0.05, longest_pause)):
             children = [
                 p for p in multiprocessing.active_children() if p.name[:6] in ("server", "worker")
             ]
@@ -302,7 +305,8 @@ def test_server_killed_after_all_workers_finished_is_restarted(monkeypatch, name
     ids=["asynchronous", "stale", "bulk", "local"],
 )
 def test_two_hundred_kills(policy, seed):
-    result, killed = run_and_kill(policy, 5, seed=100 + seed, steps=80)
+    # The 80 steps take at least 1.6 s, longer than five pauses.
+    result, killed = run_and_kill(policy, 5, seed=100 + seed, steps=80, longest_pause=0.3)
     assert len(killed) == 5
     assert result.values == [80, 80, 80]
     x = result.parameters["x"]

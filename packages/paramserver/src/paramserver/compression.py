@@ -29,7 +29,16 @@ class Integers:
             raise ValueError(f"expected 4 or 8 bits per element, got {self.bits}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Encode flat float32 values: the scales of all blocks, then the coded integers."""
+        """Encode flat float32 values: the scales of all blocks, then the coded integers.
+
+        Raises:
+            ValueError: `values` are not a vector of float32 elements, or are empty.
+        """
+        if values.dim() != 1 or not len(values) or values.dtype != torch.float32:
+            raise ValueError(
+                f"expected a vector of float32 elements, got shape {tuple(values.shape)} of "
+                f"{values.dtype}; pass values.flatten().float()"
+            )
         largest = 2 ** (self.bits - 1) - 1
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
         # Shape (blocks,). A subnormal scale would have too few bits.
@@ -56,12 +65,16 @@ class Integers:
         scales = _to_tensor(raw[: 4 * blocks]).view(torch.float32)
         # The size limits decompression, so that invalid data cannot fill the memory.
         size = -(-numel * self.bits // 8)
+        decoder = zlib.decompressobj(-15)
         try:
-            packed = zlib.decompressobj(-15).decompress(raw[4 * blocks :], size + 1)
+            packed = decoder.decompress(raw[4 * blocks :], size + 1)
         except zlib.error as error:
             raise ValueError(f"expected {numel} compressed elements: {error}") from error
-        if len(packed) != size:
-            raise ValueError(f"expected {size} bytes for {numel} elements, got {len(packed)}")
+        if len(packed) != size or not decoder.eof or decoder.unused_data:
+            raise ValueError(
+                f"expected a stream of {size} bytes for {numel} elements, got {len(packed)} bytes "
+                "of a stream that is too long or incomplete, or has data after its end"
+            )
         padding = bytes(blocks * _BLOCK * self.bits // 8 - size)
         integers = _to_tensor(packed + padding).view(torch.int8)
         if self.bits == 4:

@@ -19,7 +19,7 @@ from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
-from paramserver.transport.connection import Connection
+from paramserver.transport.connection import LONGEST_WAIT, Connection
 
 #: Seconds between two messages that report to a waiting worker that the server is alive.
 _KEEP_ALIVE = 2.0
@@ -158,8 +158,11 @@ class Server:
                             keep_alive()
                         finally:
                             self._changed.acquire()
-                    until = min(self.core.next_deadline(), last_message + _KEEP_ALIVE)
-                    self._changed.wait(max(0.0, until - time.monotonic()))
+                    until = self.core.next_deadline()
+                    if keep_alive:
+                        until = min(until, last_message + _KEEP_ALIVE)
+                    seconds = max(0.0, until - time.monotonic())
+                    self._changed.wait(min(seconds, LONGEST_WAIT))
             finally:
                 # Other waits may end because of this request, or of its failure.
                 self._changed.notify_all()

@@ -302,7 +302,7 @@ class Core:
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
     def _check_losses(self, worker: int, message: Message) -> None:
-        """Raise `PeerLost` if training has ended, or continues without this worker, after a loss."""
+        """Raise `PeerLost` if a loss has ended the training, or it continues without `worker`."""
         # No worker waits for the answer to a HEARTBEAT.
         if self.failure and message.kind is not Kind.HEARTBEAT:
             raise PeerLost(self.failure)
