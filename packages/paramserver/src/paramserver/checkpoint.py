@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Replace the file at `path` atomically by one with `state`, and sync it to the disk.
 
     Raises:
-        RuntimeError: the disk has no room for the file. The file at `path` has not changed.
+        RuntimeError: the file cannot be written, such as on a full disk. The file at `path` has
+            not changed.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -28,10 +30,12 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         unfinished.rename(path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise RuntimeError(
-            f"cannot write the checkpoint {path}: {error}; free space on its disk and start the "
-            "worker again, which continues from the previous checkpoint"
+            f"cannot write the checkpoint {path}: {error}; free space on its disk, or make its "
+            "folder writable, and start the worker again, which continues from the previous "
+            "checkpoint"
         ) from error
     sync_folder(path.parent)
 
