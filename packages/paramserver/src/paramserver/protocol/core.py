@@ -210,7 +210,7 @@ class Core:
         raise ValueError(f"expected a request, got {message.kind!r}")
 
     def _answer_with_log(self, worker: int, message: Message) -> Message | None:
-        """Return the answer to a request of the log."""
+        """Return the answer to a SYNC, LEAVE or FINISH, which contains the log."""
         if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
         text = self._log(worker, message).to_text()

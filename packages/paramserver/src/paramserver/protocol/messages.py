@@ -28,23 +28,25 @@ class Kind(IntEnum):
     """The kind of a request or an answer."""
 
     JOIN = 1
-    PULL = 2  # READ and FETCH in one message, with a single server
-    PUSH = 3  # STAGE and COMMIT in one message, with a single server
-    STAGE = 4  # store the gradients, to every server
-    COMMIT = 5  # accept the staged gradients, to the first server
-    READ = 6  # fix the version to read, to the first server
-    FETCH = 7  # replay the log and send the fixed version
-    REPLAY = 8  # replay the log
-    SYNC = 9  # send the log
-    LEAVE = 10  # stop pushing without waiting for other workers
-    FINISH = 11  # stop pushing, and wait until all workers have done so
-    END = 12  # replay the log and send the final parameters
-    ABORT = 13  # the worker has failed
-    HEARTBEAT = 14  # the worker's process is alive
-    OK = 15
+    PULL = 2  # with a single server: READ and FETCH in one message
+    PUSH = 3  # with a single server: STAGE and COMMIT in one message
+    STAGE = 4  # to every server: store the gradients
+    COMMIT = 5  # to the first server: accept the staged gradients
+    READ = 6  # to the first server: fix the version to read
+    FETCH = 7  # to every server: replay the log and send the fixed version
+    REPLAY = 8  # to the other servers: replay the log
+    SYNC = 9  # to the first server: send the log
+    LEAVE = 10  # to the first server: stop pushing without waiting for other workers
+    FINISH = 11  # to the first server: stop pushing, and wait until all workers have done so
+    END = 12  # to the other servers, or from an observer: replay the log, send the parameters
+    ABORT = 13  # to every server: the worker has failed
+    HEARTBEAT = 14  # to every server: the worker's process is alive
+    OK = 15  # the first answer; all kinds before it are requests
     FAILED = 16  # the text is the error
     WAIT = 17  # the server is alive, but the answer is not available yet
-    REREAD = 18  # the version of this read is not stored any more: read again
+    # To a FETCH or PULL: the version of this read is not stored any more, so read again. To a JOIN:
+    # the other servers may have lost a part of the log, so request their positions again.
+    REREAD = 18
 
 
 @dataclass(frozen=True)
