@@ -58,7 +58,7 @@ class DiskJournal:
             raise RuntimeError(f"cannot write a journal in {self.folder}: {error}") from error
         self._identity = secrets.token_bytes(files.IDENTITY_BYTES)
         #: Number of the current file, in which records are written.
-        self._number = 0
+        self._file_number = 0
         self._file: BinaryIO | None = None
         self._lock: BinaryIO | None = None
         #: End of the last complete record of the current file.
@@ -109,14 +109,16 @@ class DiskJournal:
             raise
         if spans:
             self._identity = files.read_identity(self.folder, spans)
-            self._number = spans[-1].number
-            files.publish_file(self.folder, self._number)
+            self._file_number = spans[-1].file_number
+            files.publish_file(self.folder, self._file_number)
             if spans[-1].kind == files.TORN:
                 self._remove_incomplete_record(spans[-1])
         else:
             files.create_file(self.folder, self._identity, 0)
             files.publish_file(self.folder, 0)
-        self._use(files.journal_path(self.folder, "journal", self._number).open("r+b", buffering=0))
+        self._use(
+            files.journal_path(self.folder, "journal", self._file_number).open("r+b", buffering=0)
+        )
         core.journal = self
         return has_state
 
@@ -162,7 +164,7 @@ class DiskJournal:
             self._max_bytes = self._stop + self._snapshot_bytes
             self._report(error)
             return
-        arguments = (core.snapshot(), self._number)
+        arguments = (core.snapshot(), self._file_number)
         self._writer = threading.Thread(target=self._write_snapshot, args=arguments)
         self._writer.start()
 
@@ -186,7 +188,9 @@ class DiskJournal:
             checksum = zlib.crc32(part, checksum)
         if self._file.tell() != self._stop:
             self._discard_incomplete_record()
-        head = files.record_head(self._identity, self._number, self._stop, kind, size, checksum)
+        head = files.record_head(
+            self._identity, self._file_number, self._stop, kind, size, checksum
+        )
         try:
             for part in (head, *parts):
                 while part:
@@ -212,7 +216,7 @@ class DiskJournal:
         Raises:
             OSError: the new file cannot be created. The journal continues in the current file.
         """
-        number = self._number + 1
+        number = self._file_number + 1
         path = files.create_file(self.folder, self._identity, number)
         file = path.open("r+b", buffering=0)
         stop = self._stop
@@ -229,9 +233,11 @@ class DiskJournal:
                     self._discard_incomplete_record()
                 path.unlink()
             raise
-        # If the machine dies before the new name is on the disk, the temporary name is used.
-        self._number = number
+        self._file_number = number
         self._use(file)
+        # If the machine dies before the new name is on the disk, the temporary name is used.
+        with suppress(OSError):
+            files.sync_folder(self.folder)
 
     def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
         """Write the state at the start of file `number`, and remove the files before it."""
@@ -266,7 +272,7 @@ class DiskJournal:
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 
     def _remove_incomplete_record(self, torn: Span) -> None:
-        path = files.journal_path(self.folder, "journal", torn.number)
+        path = files.journal_path(self.folder, "journal", torn.file_number)
         text = "%s: removed the last %d bytes, which are an incomplete record"
         _LOG.warning(text, path, torn.stop - torn.start)
         os.truncate(path, torn.start)
@@ -299,7 +305,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
     except Exception as error:
         if not current:  # the snapshot is of another job
             raise
-        path = files.journal_path(folder, "journal", current[-1].number)
+        path = files.journal_path(folder, "journal", current[-1].file_number)
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "

@@ -63,9 +63,9 @@ class JournalError(RuntimeError):
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes `start` to `stop` of file `number`, which have passed the checks."""
+    """Bytes `start` to `stop` of a file of the journal, which have passed the checks."""
 
-    number: int
+    file_number: int
     kind: bytes
     start: int
     stop: int
@@ -154,7 +154,7 @@ def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> It
 
 def read_body(folder: Path, span: Span) -> bytes:
     """Return the body of a record."""
-    with _path_after_seal(folder, span.number).open("rb") as file:
+    with _path_after_seal(folder, span.file_number).open("rb") as file:
         file.seek(span.start + RECORD_HEAD.size)
         return file.read(span.stop - span.start - RECORD_HEAD.size)
 
@@ -197,7 +197,7 @@ def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
 
 def read_identity(folder: Path, spans: list[Span]) -> bytes:
     """Return the identity that the head of the last span's file contains."""
-    with _path_after_seal(folder, spans[-1].number).open("rb") as file:
+    with _path_after_seal(folder, spans[-1].file_number).open("rb") as file:
         return file.read(FILE_HEAD.size)[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
 
 

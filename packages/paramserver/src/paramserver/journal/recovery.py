@@ -123,10 +123,10 @@ def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list
 
 @dataclass(frozen=True)
 class _End:
-    """A possible end of a journal: byte `stop` of file `number`, after `position` log entries."""
+    """A possible end of a journal: byte `stop` of a file, after `position` entries of the log."""
 
     position: int
-    number: int
+    file_number: int
     stop: int
 
 
@@ -158,7 +158,7 @@ class _GoodPart:
                 self._identity = files.check_snapshot(self.folder, snapshot)
                 self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
             for span in files.checked_spans(self.folder, snapshot):
-                name = files.journal_path(self.folder, "journal", span.number).name
+                name = files.journal_path(self.folder, "journal", span.file_number).name
                 if self._before and (name, span.start) >= self._before:
                     self.error = self.error or f"{name} is discarded from byte {span.start} on."
                     return
@@ -167,7 +167,7 @@ class _GoodPart:
                 if span.kind == files.REPLAYED:
                     position = Log.from_text(files.read_body(self.folder, span).decode()).stop
                 if span.kind not in (files.SEAL, files.TORN):
-                    self._ends.append(_End(position, span.number, span.stop))
+                    self._ends.append(_End(position, span.file_number, span.stop))
         except JournalError as error:
             self.error = self.error or str(error)
 
@@ -183,12 +183,12 @@ class _GoodPart:
 
     def cut(self, end: _End) -> list[str]:
         """Truncate at `end`, move the remainder to `discarded-N`; return the lines of a report."""
-        path = files.journal_path(self.folder, "journal", end.number)
+        path = files.journal_path(self.folder, "journal", end.file_number)
         later = [
             files.journal_path(self.folder, name, number)
             for name in ("journal", "snapshot", "next")
             for number in files.file_numbers(self.folder, name)
-            if number > end.number
+            if number > end.file_number
         ]
         if not self.error and not later and path.exists() and path.stat().st_size == end.stop:
             return []
@@ -207,7 +207,7 @@ class _GoodPart:
         if end.stop > files.FILE_HEAD.size:
             os.truncate(path, end.stop)
         else:  # the head may be damaged or missing
-            files.create_file(self.folder, self._identity, end.number).rename(path)
+            files.create_file(self.folder, self._identity, end.file_number).rename(path)
         files.sync_folder(self.folder)
         return lines
 

@@ -37,11 +37,11 @@ class Session:
     Args:
         worker: number of the worker.
         layouts: layout of each server's shard.
-        number: a number that is unique among the sessions of this worker. A server uses it to
-            recognize a join that it receives twice.
+        session_number: a number that is unique among the sessions of this worker. A server uses it
+            to recognize a join that it receives twice.
     """
 
-    def __init__(self, worker: int, layouts: list[str], number: int = 0) -> None:
+    def __init__(self, worker: int, layouts: list[str], session_number: int = 0) -> None:
         self.worker = worker
         self.epoch = 0
         self.clock = 0
@@ -50,7 +50,7 @@ class Session:
         #: Version that was pulled last; -1 before the first pull.
         self.version = -1
         self._layouts = layouts
-        self._number = number
+        self._session_number = session_number
         self._servers = range(len(layouts))
         #: Number of log entries that each server has replayed.
         self._positions = [0] * len(layouts)
@@ -64,7 +64,7 @@ class Session:
         Raises:
             ValueError: the servers store the parameters of another module, or different versions.
         """
-        join = Message(Kind.JOIN, clock=self._number)
+        join = Message(Kind.JOIN, clock=self._session_number)
         first, *others = [
             Request(server, replace(join, number=server, text=layout))
             for server, layout in enumerate(self._layouts)

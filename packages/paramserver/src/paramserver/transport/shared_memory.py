@@ -54,19 +54,19 @@ class SharedMemoryChannel(Channel):
         peer: name of the process at the other end.
         pipe: pipe to that process.
         nbytes: size of each buffer in bytes.
-        number: index of the worker's buffers in the memory.
+        index: index of the worker's buffers in the memory.
     """
 
     def __init__(
-        self, descriptor: int, peer: str, pipe: Connection, nbytes: int, number: int
+        self, descriptor: int, peer: str, pipe: Connection, nbytes: int, index: int
     ) -> None:
         self.peer = peer
         self._pipe = pipe
         self._descriptor = descriptor
         self._nbytes = nbytes
-        self._number = number
-        start = _start(nbytes, number)
-        end = _start(nbytes, number + 1)
+        self._index = index
+        start = _start(nbytes, index)
+        end = _start(nbytes, index + 1)
         memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         self.server_memory: Tensor = memory[:nbytes]
         self.parameters = memory[start : start + nbytes]
@@ -146,25 +146,25 @@ class SharedMemoryChannel(Channel):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         descriptor = DupFd(self._descriptor)
-        return _rebuild, (descriptor, self.peer, self._pipe, self._nbytes, self._number)
+        return _rebuild, (descriptor, self.peer, self._pipe, self._nbytes, self._index)
 
 
 def _rebuild(descriptor: Any, *others: Any) -> SharedMemoryChannel:
     return SharedMemoryChannel(descriptor.detach(), *others)
 
 
-def _start(nbytes: int, number: int) -> int:
-    return nbytes + number * (2 * nbytes + _WORDS_BYTES)
+def _start(nbytes: int, index: int) -> int:
+    return nbytes + index * (2 * nbytes + _WORDS_BYTES)
 
 
 def channel_pairs(workers: list[str], server: str, nbytes: int) -> list[Ends]:
     """Return the worker's end and the server's end of a new connection per worker."""
     descriptor = _anonymous_file(_start(nbytes, len(workers)))
     pairs = []
-    for number, worker in enumerate(workers):
+    for index, worker in enumerate(workers):
         worker_pipe, server_pipe = Pipe()
-        worker_end = SharedMemoryChannel(os.dup(descriptor), server, worker_pipe, nbytes, number)
-        server_end = SharedMemoryChannel(os.dup(descriptor), worker, server_pipe, nbytes, number)
+        worker_end = SharedMemoryChannel(os.dup(descriptor), server, worker_pipe, nbytes, index)
+        server_end = SharedMemoryChannel(os.dup(descriptor), worker, server_pipe, nbytes, index)
         pairs.append((worker_end, server_end))
     os.close(descriptor)
     return pairs

@@ -299,7 +299,7 @@ class _Received:
     name: bytes
     worker: int
     session: int
-    number: int
+    request_number: int
     #: Offset of the piece in the data of the request in bytes.
     offset: int
     message: Message | None
@@ -310,7 +310,7 @@ class _Received:
     @property
     def key(self) -> tuple[int, int]:
         """Number of the session and of the request."""
-        return self.session, self.number
+        return self.session, self.request_number
 
     @staticmethod
     def parse(frames: list[Any], *, has_keys: bool) -> "_Received":

@@ -62,7 +62,7 @@ class ZeroMQConnection(Connection):
         self._worker = worker
         self.session = session
         self._timeout = timeout
-        self._number = 0
+        self._request_number = 0
         self._sent = zmq.MessageTracker()
         self._context = zmq.Context()
         self._keys = keys
@@ -78,7 +78,7 @@ class ZeroMQConnection(Connection):
         Raises:
             PeerLost: the server has been silent for `timeout` seconds.
         """
-        self._number += 1
+        self._request_number += 1
         start = time.monotonic()
         # Seconds without a message. A poll counts as at most its timeout: if this process was
         # suspended, it sends the request again before it gives up.
@@ -98,7 +98,7 @@ class ZeroMQConnection(Connection):
                 continue
             head, *data = self._socket.recv_multipart(copy=False)
             session, number, offset, *fields = json.loads(head.bytes)
-            if (session, number) != (self.session, self._number):
+            if (session, number) != (self.session, self._request_number):
                 continue  # another answer to an earlier request, which was sent twice
             silence = 0.0
             if not offset:
@@ -111,7 +111,7 @@ class ZeroMQConnection(Connection):
 
     def _lost(self, start: float) -> PeerLost:
         # A server does not answer a client whose key it does not know.
-        remedy = "check that it knows this key" if self._number == 1 else "restart it"
+        remedy = "check that it knows this key" if self._request_number == 1 else "restart it"
         return PeerLost(
             f"the server at {self._address} was silent for {self._timeout:g} s, "
             f"{time.monotonic() - start:.0f} s after the request; {remedy}"
@@ -142,7 +142,9 @@ class ZeroMQConnection(Connection):
             while written_bytes < stop:  # the previous piece is sent while this one is written
                 written_bytes = next(written, stop)
             fields = () if start else message.fields()
-            head = json.dumps([self._worker, self.session, self._number, start, *fields]).encode()
+            head = json.dumps(
+                [self._worker, self.session, self._request_number, start, *fields]
+            ).encode()
             # The frame shares the buffer's memory. If the buffer changes before a piece is sent,
             # the server has answered the piece's request and ignores the piece.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
