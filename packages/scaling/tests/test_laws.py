@@ -157,8 +157,9 @@ def test_interval_of_a_function_that_is_infinite_for_some_resamples():
     with np.errstate(divide="ignore"):
         interval = fit.interval(lambda c: np.divide(c["A"], c["E"]))
     assert 0 < interval.low < interval.high == np.inf
+    at_estimate = fit.constants["E"]
     with pytest.raises(ValueError, match="expected a number for every resample, got NaN for 400"):
-        fit.interval(lambda c: np.nan * c["E"])
+        fit.interval(lambda c: 1.0 if c["E"] == at_estimate else np.nan)
     with pytest.raises(ValueError, match=r"a level of at most 0.9875 for 400 resamples, got 0.999"):
         fit.interval("alpha", level=0.999)
 
@@ -196,3 +197,22 @@ def test_masked_cells_are_not_read():
     tokens = np.ma.masked_values([1e9, 2e9, 4e9, 8e9], 4e9)
     with pytest.raises(ValueError, match="column 'tokens' must be positive and finite, but row 3"):
         fit_law("step_batch", {"tokens": tokens, "batch": [1.0, 2.0, 3.0, 4.0]})
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e6, 1e12])
+def test_unit_of_the_target_only_scales_the_amplitudes(unit):
+    runs = isoflop_runs(noise=2e-3, per_budget=4)
+    columns = {"parameters": runs.parameters, "tokens": runs.tokens, "loss": runs.loss}
+    expected = fit_law("chinchilla", columns)
+    scaled = fit_law("chinchilla", columns | {"loss": runs.loss * unit})
+    assert scaled.proof.landed == scaled.proof.starts
+    for name, value in expected.constants.items():
+        factor = unit if name in expected.form.terms else 1
+        assert scaled.constants[name] == pytest.approx(factor * value, rel=1e-6)
+
+
+def test_interval_around_an_infinite_number_is_refused():
+    fit = fit_law("chinchilla", isoflop_runs(noise=1e-3, per_budget=4))
+    for target in (lambda _: np.inf, lambda _: np.nan, lambda c: np.array([c["A"], c["B"]])):
+        with pytest.raises(ValueError, match="expected one finite number for the fitted constants"):
+            fit.interval(target)

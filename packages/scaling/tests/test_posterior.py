@@ -156,7 +156,7 @@ def test_efficiency_of_a_huber_loss_is_that_of_an_integral():
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_posterior_of_many_runs_uses_a_sample_of_them(monkeypatch):
     """900 runs give the intervals of about 300 of them, narrower by sqrt(3)."""
-    monkeypatch.setattr("scaling.uncertainty.posterior.MOST_ROWS", 300)
+    monkeypatch.setattr("scaling.uncertainty.posterior.MAX_SAMPLED_RUNS", 300)
     budgets = np.geomspace(1e18, 1e21, 9)
     many = fit_parametric(isoflop_runs(budgets=budgets, per_budget=100, noise=5e-3))
     few = fit_parametric(isoflop_runs(budgets=budgets, per_budget=33, noise=5e-3))

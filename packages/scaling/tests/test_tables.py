@@ -408,6 +408,19 @@ def test_column_that_rises_during_a_training_shows_a_history(column):
         load_runs(rows)
 
 
+@pytest.mark.parametrize("setting", ["seed", "lr"])
+def test_history_of_several_settings_without_run_names_is_refused(setting):
+    """Rows at equal steps of different seeds or rates do not hide that the steps rise."""
+    rows = [
+        {"N": n, "D": 2e5 * s, "step": s, setting: k, "loss": 4 - s / 1e4 - n / 1e10 + k / 100}
+        for n in (1e8, 3e8)
+        for k in (1, 2, 3)
+        for s in (1000, 1500, 2000, 3000)
+    ]
+    with pytest.raises(ValueError, match="column 'step' rises with the tokens"):
+        load_runs(rows, units={"tokens": 1})
+
+
 THOUSANDS = {"N": [125_000_000, 250_000_000, 500_000_000], "loss": [3.2, 3.0, 2.9]}
 
 
@@ -417,9 +430,8 @@ def test_sequence_length_that_differs_at_equal_tokens_is_a_setting():
         for n in (2**27, 2**28, 2**29)
         for length in (1024, 2048)
     ]
-    with pytest.raises(
-        ValueError, match=r"\['seq_len'\] differ .* where={'seq_len': '1024'}, .*a column of tokens"
-    ):
+    message = r"\['seq_len'\] differ .* where={'seq_len': '1024'}.*, and add a column of tokens"
+    with pytest.raises(ValueError, match=message):
         load_runs(rows)
     assert len(load_runs(rows, where={"seq_len": 2048})) == 3
 

@@ -49,14 +49,14 @@ def require_budget(compute: float) -> None:
         raise ValueError(f"expected a positive and finite compute, got compute = {compute}")
 
 
-def check_level(level: float) -> None:
+def require_level(level: float) -> None:
     """Raise `ValueError` unless 0 < level < 1."""
     if not 0 < level < 1:
         raise ValueError(f"expected 0 < level < 1, got level = {level}")
 
 
 def require_no_nan(values: Array) -> None:
-    """Raise `ValueError` if a value of a resampled or sampled law is NaN."""
+    """Raise `ValueError` if a quantity is NaN for any of the laws behind an interval."""
     if missing := int(np.isnan(values).sum()):
         raise ValueError(
             f"expected a number for every resample, got NaN for {missing} of {len(values)}"

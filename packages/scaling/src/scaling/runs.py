@@ -30,7 +30,7 @@ from scaling.tables.selection import (
     require_unambiguous_counts,
 )
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished, refuse_summaries
+from scaling.tables.states import keep_finished, require_no_summaries
 from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
@@ -154,7 +154,7 @@ def load_runs(
     reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
     require_unambiguous_counts(reading, columns)
     drop_rows_without_loss(reading)
-    refuse_summaries(reading.table)
+    require_no_summaries(reading.table)
     reading.values = parse_columns(reading, reading.columns)
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]

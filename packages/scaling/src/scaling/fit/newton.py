@@ -141,7 +141,7 @@ def _polish_chunk(
     for _ in range(max_steps):
         gradient, hessian = _derivatives(problem, theta, point, weights, delta, damping)
         pinned = ((theta <= lowest) & (gradient > 0)) | ((theta >= highest) & (gradient < 0))
-        trial = np.clip(theta + _newton_step(gradient, hessian, pinned), lowest, highest)
+        trial = np.clip(theta + _newton_step(problem, gradient, hessian, pinned), lowest, highest)
         new = _Evaluation.at(problem, trial, weights, delta)
         expected = -((trial - theta) * gradient).sum(1)
         accepted = (expected > 0) & (new.objective <= point.objective)
@@ -167,7 +167,9 @@ def _polish_chunk(
     result.objective[index] = point.objective
 
 
-def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:
+def _newton_step(
+    problem: Problem, gradient: Array, hessian: Array, pinned: NDArray[np.bool_]
+) -> Array:
     """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move."""
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0
@@ -182,7 +184,7 @@ def _newton_step(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> 
     except np.linalg.LinAlgError:
         # With fewer rows than parameters the Hessian is exactly singular.
         move = -np.linalg.solve(scaled + 1e-10 * identity, right)[..., 0] / scale
-    step: Array = np.clip(move, -2.0, 2.0)
+    step: Array = np.clip(move, -problem.max_step, problem.max_step)
     return step
 
 

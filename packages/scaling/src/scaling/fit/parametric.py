@@ -11,7 +11,15 @@ from functools import cached_property
 
 import numpy as np
 
-from scaling.fit.search import FEWEST_RUNS, Estimate, Loss, Proof, estimate, objective_value
+from scaling.fit.search import (
+    FEWEST_RUNS,
+    Estimate,
+    Loss,
+    Proof,
+    describe_optima,
+    estimate,
+    objective_value,
+)
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Optimum
 from scaling.runs import Runs, ScalingWarning
@@ -104,10 +112,7 @@ def _fit_messages(
 ) -> list[str]:
     messages = []
     if proof.several or not proof.converged:
-        messages.append(
-            f"{proof.landed} of {proof.converged} converged starts reached the best objective: the"
-            " data leave several optima"
-        )
+        messages.append(describe_optima(proof))
     if len(runs) == FEWEST_RUNS:
         messages.append(
             "five runs leave no degrees of freedom for five constants: the law passes through all"

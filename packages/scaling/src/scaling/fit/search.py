@@ -71,6 +71,14 @@ class Proof:
         return self.complete and self.landed == self.converged > 0
 
 
+def describe_optima(proof: Proof) -> str:
+    """Return the warning that the starts of a search did not all reach one optimum."""
+    return (
+        f"{proof.landed} of {proof.converged} converged starts reached the best objective: the data"
+        " leave several optima"
+    )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate(ComparesArrays):
     """A fitted law without intervals, together with the runs and options of the fit."""
@@ -90,7 +98,7 @@ class Estimate(ComparesArrays):
 
 def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
     """Return a fit with its parameters and proof; raise `ValueError` if no law is identified."""
-    validate_objective(loss, delta)
+    require_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
             f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
@@ -197,7 +205,7 @@ def refit(
     return ends
 
 
-def validate_objective(loss: Loss, delta: float) -> None:
+def require_objective(loss: Loss, delta: float) -> None:
     """Raise `ValueError` unless the options of the objective are valid."""
     if loss not in get_args(Loss):
         raise ValueError(f"expected loss to be one of {get_args(Loss)}, got {loss!r}")

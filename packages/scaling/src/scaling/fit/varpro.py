@@ -37,9 +37,24 @@ GRID_POINTS = 289
 #: Largest number of grid points per exponent.
 MAX_POINTS_PER_EXPONENT = 17
 
-#: Range of a log amplitude: from log(spread) - 30 to max(log(spread), 0) + 30, where spread is
-#: `Problem.target_spread`.
+#: The bounds of a log amplitude are this far below the log of `Problem.target_spread` and this far
+#: above the mean log target. A term at the lower bound is 1e-13 times the spread, which rounding
+#: errors hide. Terms are positive, so their amplitudes exceed the target by no more than the
+#: residuals, and the upper bound only prevents overflow.
 LOG_AMPLITUDE_RANGE = 30.0
+
+#: The grid of a positive exponent starts at this multiple of its lower bound and stops at this
+#: multiple of its upper bound.
+GRID_START = 2.0
+GRID_STOP = 1 / 1.5
+
+#: Least amplitude of a start, in units of `Problem.target_spread`.
+LEAST_AMPLITUDE = 0.05
+
+#: Largest change per step of Newton's method: of an exponent, of a log amplitude, and of any other
+#: amplitude in units of the target's geometric mean. Two is more than the distance between grid
+#: points, and less than a step that an almost singular Hessian proposes.
+MAX_NEWTON_STEP = 2.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +124,24 @@ class Problem(ComparesArrays):
 
     @cached_property
     def target_spread(self) -> float:
-        """The standard deviation of the target, which is the scale of a term's amplitude."""
-        return max(float(np.exp(self.log_target).std()), 1e-16)
+        """The standard deviation of the target, which is the scale of a term's amplitude.
+
+        Equal targets count as spread by rounding errors, so that the spread has a logarithm.
+        """
+        mean = self.log_target.mean()
+        relative = float(np.exp(self.log_target - mean).std())
+        return max(relative, 1e-16) * math.exp(mean)
+
+    @cached_property
+    def max_step(self) -> Array:
+        """The largest change of each parameter per step, (P,), in units that scale with the target.
+
+        Targets of any unit are therefore fitted by the same steps.
+        """
+        sizes = np.full(self.num_terms + len(self.form.exponents), MAX_NEWTON_STEP)
+        is_log = np.isin(np.arange(self.num_terms), self.log_amplitude_terms)
+        sizes[: self.num_terms][~is_log] *= math.exp(self.log_target.mean())
+        return sizes
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
@@ -119,7 +150,7 @@ class Problem(ComparesArrays):
         low = np.zeros(self.num_terms)
         high = np.full(self.num_terms, np.inf)
         low[self.log_amplitude_terms] = log_spread - LOG_AMPLITUDE_RANGE
-        high[self.log_amplitude_terms] = max(log_spread, 0.0) + LOG_AMPLITUDE_RANGE
+        high[self.log_amplitude_terms] = self.log_target.mean() + LOG_AMPLITUDE_RANGE
         ranges = np.array([*self.form.exponents.values()], np.float64).reshape(-1, 2)
         return np.concatenate([low, ranges[:, 0]]), np.concatenate([high, ranges[:, 1]])
 
@@ -131,7 +162,7 @@ class Problem(ComparesArrays):
         grid = []
         for low, high in self.form.exponents.values():
             if low > 0:
-                grid.append(np.geomspace(low * 2, high / 1.5, points))
+                grid.append(np.geomspace(low * GRID_START, high * GRID_STOP, points))
             else:
                 grid.append(np.linspace(low, high, points + 2)[1:-1])
         return grid
@@ -162,16 +193,18 @@ class Problem(ComparesArrays):
     def to_constants(self, theta: Array) -> Array:
         """Return the uncentered constants of the form for parameters of shape (…, P)."""
         constants = theta.copy()
-        k = self.log_amplitude_terms
-        log_amplitudes = theta[..., k] - self._centers(theta[..., self.num_terms :])
-        constants[..., k] = np.exp(np.clip(log_amplitudes, -700, 700))
+        logs = self.log_amplitude_terms
+        log_amplitudes = theta[..., logs] - self._centers(theta[..., self.num_terms :])
+        # The exponential of a larger number is inf in float64, and of a smaller number 0.
+        constants[..., logs] = np.exp(np.clip(log_amplitudes, -700, 700))
         return constants
 
     def from_constants(self, constants: Array) -> Array:
         """Return the parameters of constants of shape (…, P): the inverse of `to_constants`."""
         theta = constants.copy()
-        k = self.log_amplitude_terms
-        theta[..., k] = np.log(constants[..., k]) + self._centers(constants[..., self.num_terms :])
+        logs = self.log_amplitude_terms
+        centers = self._centers(constants[..., self.num_terms :])
+        theta[..., logs] = np.log(constants[..., logs]) + centers
         return theta
 
 
@@ -180,18 +213,18 @@ def grid_starts(problem: Problem) -> Array:
 
     The amplitudes minimize the squared relative error of the target and are not negative.
     """
-    k = problem.num_terms
     grid = np.array(list(itertools.product(*problem.exponent_grid)))
-    theta = np.concatenate([np.zeros((len(grid), k)), grid], axis=1)
-    ratios = [np.exp(value - problem.log_target) for value in problem.log_values(theta)]
+    theta = np.concatenate([np.zeros((len(grid), problem.num_terms)), grid], axis=1)
+    # Each term divided by the target, (S, n), or (1, n) if the term does not use an exponent.
+    relative_terms = [np.exp(value - problem.log_target) for value in problem.log_values(theta)]
     ones = np.ones(len(problem.log_target))
     for i in range(len(grid)):
-        terms = [ratio[i if len(ratio) > 1 else 0] for ratio in ratios]
-        columns = np.stack(terms, axis=1)
+        design = np.stack([term[i if len(term) > 1 else 0] for term in relative_terms], axis=1)
         # Columns may differ by many orders of magnitude, so they are normalized first.
-        lengths = np.linalg.norm(columns, axis=0)
-        theta[i, :k] = nnls(columns / lengths, ones)[0] / lengths
-    for j in problem.log_amplitude_terms:
+        norms = np.linalg.norm(design, axis=0)
+        theta[i, : problem.num_terms] = nnls(design / norms, ones)[0] / norms
+    least = LEAST_AMPLITUDE * problem.target_spread
+    for k in problem.log_amplitude_terms:
         # A zero amplitude has no logarithm, and the exponent of its term would have no gradient.
-        theta[:, j] = np.log(np.maximum(theta[:, j], 0.05 * problem.target_spread))
+        theta[:, k] = np.log(np.maximum(theta[:, k], least))
     return theta

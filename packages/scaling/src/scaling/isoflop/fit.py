@@ -124,7 +124,7 @@ def fit_isoflop(
     A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, sizes that do not
     grow with compute, and fewer than four budgets.
     """
-    _check_options(nearest, degree)
+    _require_options(nearest, degree)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
@@ -148,7 +148,7 @@ def fit_isoflop(
         valleys, covariance = common
     if len(valleys) < 2:
         raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(diagnostics))
-    _check_valleys(valleys, diagnostics)
+    _report_valleys(valleys, diagnostics)
     c = np.array([valley.compute for valley in valleys])
     n = np.array([valley.parameters for valley in valleys])
     drift = _drift(c, n, covariance)
@@ -159,14 +159,14 @@ def fit_isoflop(
     return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, messages)
 
 
-def _check_options(nearest: int | None, degree: int | None) -> None:
+def _require_options(nearest: int | None, degree: int | None) -> None:
     if degree not in (None, 2):
         raise ValueError(f"expected degree to be 2, got degree = {degree}")
     if nearest is not None and not (isinstance(nearest, Integral) and nearest >= 3):
         raise ValueError(f"expected nearest to be an integer >= 3, got nearest = {nearest}")
 
 
-def _check_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
+def _report_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
     """Add a message for sizes that fall with compute, and for few budgets."""
     for before, after in itertools.pairwise(valleys):
         if after.parameters <= before.parameters:

@@ -19,9 +19,17 @@ from scaling.fit.identifiability import (
     require_identified,
     singular_values,
 )
-from scaling.fit.search import Loss, Proof, objective_value, refit, search, validate_objective
+from scaling.fit.search import (
+    Loss,
+    Proof,
+    describe_optima,
+    objective_value,
+    refit,
+    require_objective,
+    search,
+)
 from scaling.fit.varpro import Problem
-from scaling.law import Interval, check_level, quantile_ends
+from scaling.law import Interval, quantile_ends, require_level
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.units import COLUMNS, Array
@@ -92,9 +100,10 @@ class LawFit(ComparesArrays):
 
         Raises:
             ValueError: The constant is unknown, the level is too high for 400 resamples, or the
-                function returns NaN for a resample.
+                function does not return a finite number for the fitted constants, or returns NaN
+                for a resample.
         """
-        check_level(level)
+        require_level(level)
         if RESAMPLES * (1 - level) < 5:
             raise ValueError(
                 f"expected a level of at most {1 - 5 / RESAMPLES:g} for {RESAMPLES} resamples, got "
@@ -107,6 +116,11 @@ class LawFit(ComparesArrays):
             return constants[target] if isinstance(target, str) else target(constants)
 
         estimate = evaluate(self.constants)
+        if np.ndim(estimate) or not np.isfinite(np.asarray(estimate, float)):
+            raise ValueError(
+                f"expected one finite number for the fitted constants, got {estimate}; the interval"
+                " is widened around this number"
+            )
         n = len(self.residuals)
         if self.freedom <= 0:
             return Interval(-math.inf, math.inf, level)
@@ -144,11 +158,11 @@ def fit_law(
         ValueError: Columns are missing or of unequal length, a value is not positive, there are
             fewer rows than constants, or sizes and tokens do not identify the law.
 
-    A `ScalingWarning` reports constants at a bound.
+    A `ScalingWarning` reports several optima and constants at a bound.
     """
     form = _resolve_form(form)
     columns, log_target = _columns(form, rows)
-    validate_objective(loss, delta)
+    require_objective(loss, delta)
     needed = len(form.constants)
     if len(log_target) < needed:
         raise ValueError(
@@ -164,6 +178,8 @@ def fit_law(
         )
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
+    if proof.several or not proof.converged:
+        warnings.warn(describe_optima(proof), ScalingWarning, stacklevel=2)
     if at_bound := _constants_at_bound(problem, theta):
         warnings.warn(
             f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"

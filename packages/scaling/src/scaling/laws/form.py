@@ -58,7 +58,7 @@ class Form:
             raise ValueError(f"{self.name}: expected at least one input")
         used = set()
         for text in self.terms.values():
-            used |= self._check_names(text, {*FUNCTIONS, *self.inputs, *self.exponents})
+            used |= self._require_known_names(text, {*FUNCTIONS, *self.inputs, *self.exponents})
         if unused := {*self.exponents} - used:
             raise ValueError(f"{self.name}: no term uses the exponents {sorted(unused)}")
         for name, bounds in self.exponents.items():
@@ -67,9 +67,9 @@ class Form:
                     f"{self.name}: expected a lower and a larger upper bound of {name!r}, got"
                     f" {bounds}"
                 )
-        self._check_linearity()
+        self._require_linearity()
 
-    def _check_linearity(self) -> None:
+    def _require_linearity(self) -> None:
         """Raise `ValueError` unless the logarithm of each term is linear in the exponents."""
         random = np.random.default_rng(0)
         columns = {name: random.uniform(1.5, 3.0, 7) for name in self.inputs}
@@ -86,7 +86,7 @@ class Form:
                             f" exponents, as in '-alpha * log(tokens)', got {text!r}"
                         )
 
-    def _check_names(self, text: str, known: Set[str]) -> set[str]:
+    def _require_known_names(self, text: str, known: Set[str]) -> set[str]:
         """Return the names in an expression; raise `ValueError` if one is not known."""
         try:
             names = _names_in(text)

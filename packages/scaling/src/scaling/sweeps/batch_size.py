@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.extras import require_module
-from scaling.sweeps.sweep import Sweep, build_sweep, sweep_function, validate_grid
+from scaling.sweeps.sweep import Sweep, build_sweep, distinct_settings, sweep_function
 from scaling.units import Array
 
 Task = Literal["linear", "mlp"]
@@ -118,7 +118,7 @@ def sweep_learning_rate(
 
     default = SETTINGS[task, optimizer]
     default_rates = np.geomspace(*default.rates)
-    grid, sizes = validate_grid(
+    grid, sizes = distinct_settings(
         default_rates if rates is None else rates,
         default.batch_sizes if batch_sizes is None else batch_sizes,
     )

@@ -98,7 +98,7 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
     return float(trace / square) if square > 0 else math.inf
 
 
-def validate_grid(
+def distinct_settings(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
     """Return the distinct rates and batch sizes; raise `ValueError` unless all are positive."""
@@ -120,7 +120,7 @@ def sweep_function(
     """Return the sweep of a function of (rate, batch size, seed), called once per setting."""
     if rates is None or batch_sizes is None:
         raise ValueError("a function as task needs rates and batch_sizes, the settings to try")
-    grid, sizes = validate_grid(rates, batch_sizes)
+    grid, sizes = distinct_settings(rates, batch_sizes)
     losses = np.empty((len(sizes), seeds, len(grid)))
     for i, size in enumerate(sizes.tolist()):
         for k in range(seeds):
@@ -189,7 +189,11 @@ def _mean(log_losses: Array) -> Array:
 
 
 def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
-    """Return the interval of a best rate: see `Sweep.intervals`."""
+    """Return the 95 % interval of a best rate, from log losses (seeds, rates).
+
+    The log of the best rate has a Student's t distribution. Its deviation is that of a jackknife
+    for three or more seeds, and otherwise that of a parabola through the mean losses.
+    """
     trained = by_seed[~np.isnan(by_seed).all(1)]
     deviation = math.inf
     freedom = 0
@@ -200,6 +204,7 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
             deviation, freedom = _parabola_deviation(rates, _mean(trained), best)
     if not (math.isfinite(deviation) and freedom > 0):
         return Interval(0.0, math.inf)
+    # A wider interval would exceed the range of float64.
     half = min(float(stdtrit(freedom, 0.975)) * deviation, 600.0)
     return Interval(best * math.exp(-half), best * math.exp(half))
 

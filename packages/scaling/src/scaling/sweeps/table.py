@@ -20,8 +20,9 @@ from scaling.tables.names import (
     set_word,
     split_words,
 )
+from scaling.tables.selection import ROWS_PER_SETTING
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished, refuse_summaries
+from scaling.tables.states import keep_finished, require_no_summaries
 from scaling.tables.table import Table
 from scaling.units import Array
 
@@ -49,9 +50,10 @@ def fit_sweep(
 
     Runs at one batch size and rate are repetitions. The k-th runs of all rates are one repetition,
     in the order of a column such as `seed`, or otherwise in the order of the rows. Rows without a
-    loss and runs that did not finish are left out. Diverged runs are left out too, with a warning
-    and a count. Their loss is nan, inf or "diverged", or a number that no curve through the other
-    rates explains, such as the logarithm of the vocabulary size.
+    loss and runs that did not finish are left out. A rate at which any run diverged is left out
+    too, at the batch size of this run, and a warning counts the diverged runs. Their loss is nan,
+    inf or "diverged", or a number that no curve through the other rates explains, such as the
+    logarithm of the vocabulary size.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
@@ -78,9 +80,11 @@ def fit_sweeps(
     where: Mapping[str, Any] | None = None,
     ignore: str | Sequence[str] = (),
 ) -> dict[tuple[str, ...], Sweep]:
-    """Return the sweep of each setting, keyed by the text of its cells in the columns `by`.
+    """Return one sweep per setting, where the columns `by` distinguish the settings.
 
-    The other arguments and the errors are those of `fit_sweep`.
+    The keys are tuples of text: `by=["N", "D"]` gives keys such as `("1e8", "2e9")`. The other
+    arguments and the errors are those of `fit_sweep`; a column in `by` that the table does not have
+    is a `ValueError` too.
     """
     names = (by,) if isinstance(by, str) else tuple(by)
     table, exclusions = _read(source, where or {}, ignore)
@@ -109,7 +113,7 @@ def _read(
     table = keep_finished(table, where, exclusions)
     if not len(table):
         raise ValueError("; ".join(["the table holds no runs", *exclusions]))
-    refuse_summaries(table)
+    require_no_summaries(table)
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions
@@ -201,7 +205,7 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
     pairs = np.unique(np.stack([within, codes]), axis=1)
     differs = pairs.shape[1] > within.max() + 1
     # Names, dates and measurements differ in almost every row; a setting has few values.
-    return differs and (is_quantity or (codes.max() + 1) * 3 <= len(table))
+    return differs and (is_quantity or (codes.max() + 1) * ROWS_PER_SETTING <= len(table))
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
@@ -214,7 +218,7 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
         count = sum(map(len, runs.values()))
         messages.append(
             f"column {chosen['loss']!r} says that {len(diverged)} of {count} runs diverged (rows"
-            f" {list_some(diverged)}): left out"
+            f" {list_some(diverged)}): their rates are left out at these batch sizes"
         )
         warnings.warn(messages[-1], ScalingWarning, stacklevel=3)
     sizes = np.array(sorted({size for size, _ in runs}))

@@ -67,11 +67,12 @@ def _parse_positive(reading: Reading, name: str, unit: float, is_count: bool) ->
 
 
 def compare_columns(reading: Reading, matched: Match) -> list[str]:
-    """Return the reason why each column was read rather than another candidate.
+    """Return one sentence per column that could have been read instead of the chosen one.
 
-    Raise `ValueError` with both readings if columns that should contain the same numbers differ, if
-    active parameters exceed all parameters, or if parameters without embeddings exceed parameters
-    with them.
+    A rival has the same meaning as the chosen column, so it must contain the same numbers. An
+    alternative has another meaning, such as total instead of active parameters, and must not
+    contradict the chosen column: active parameters are at most the total, and parameters without
+    embeddings at most those with them. Raise `ValueError` with both columns otherwise.
     """
     choices = []
     for quantity, column in matched.chosen.items():

@@ -59,7 +59,11 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
 
 
 def factor_kind(name: str) -> str:
-    """Return the kind of factor of the tokens that a column is, or an empty string."""
+    """Return the kind of factor that a column name stands for, or "" if it is not a factor.
+
+    The kinds are the keys of `PRODUCT_NAMES`, such as "steps" for `train/global_step`. The longest
+    suffix of the name that is known decides.
+    """
     words = split_words(name)
     if {*words} & {*WORDS["no_factors"]}:
         return ""

@@ -61,7 +61,7 @@ def parse_csv(path: Path, text: str) -> Table:
     if not numbered:
         return from_records([])
     names = [name.strip() for name in numbered.pop(0)[1]]
-    _check_header(path, names)
+    _require_header(path, names)
     for line, cells in numbered:
         if len(cells) != len(names):
             raise ValueError(
@@ -122,7 +122,7 @@ def _has_decimal_commas(rows: Sequence[Sequence[str]]) -> bool:
     return has_comma and not any(re.search(r"\d\.\d|,\d+,", cell) for cell in cells)
 
 
-def _check_header(path: Path, names: list[str]) -> None:
+def _require_header(path: Path, names: list[str]) -> None:
     """Raise `ValueError` unless a header consists of two or more distinct names."""
     if all(re.fullmatch(r"[-+]?[\d.,_' ]+(e[-+]?\d+)?", name.lower()) for name in names if name):
         raise ValueError(f"{path}: the first line holds numbers, {names}: put names above them")

@@ -140,7 +140,7 @@ def _find_run_ends(
     has_names = False
     repeated = ""
     for column in candidates:
-        _refuse_parts(reading, column)
+        _require_one_text_per_run(reading, column)
         codes = reading.table.codes([column])
         is_unique = codes.max() + 1 == len(codes)
         # A column `id` of numbers may be an index or the key of a database.
@@ -156,7 +156,7 @@ def _find_run_ends(
         if has_one_size and is_later.any():
             repeated = repeated or column
     if repeated and not has_names:
-        _refuse_repeated_tokens(reading, repeated, progress)
+        _raise_repeated_tokens(reading, repeated, progress)
     if isinstance(named, str) and not has_names:
         raise ValueError(
             f"history={named!r}: the rows of a run must have one size and different tokens; if the"
@@ -164,17 +164,18 @@ def _find_run_ends(
         )
     if not has_names:
         size = _sizes(reading, STRICT_SIZE_TOLERANCE)
-        _refuse_checkpoints(reading, rising + checkpoints, size, progress)
-        _refuse_equal_tokens(reading, candidates, size, progress)
+        _require_no_checkpoints(reading, rising + checkpoints, size, progress)
+        _require_different_tokens(reading, candidates, size, progress)
     return None
 
 
-def _refuse_equal_tokens(
+def _require_different_tokens(
     reading: Reading, candidates: Sequence[str], size: Array, progress: Array
 ) -> None:
-    """Raise `ValueError` if rows of one run name have one size and equal tokens without a reason.
+    """Raise `ValueError` if rows of one run name have one size and equal tokens.
 
-    Reasons are a column such as `seed`, or settings that tell the rows of each name apart.
+    Such rows are accepted if the table has a column such as `seed`, or if the rows of each name
+    have different settings and their losses do not fall from row to row.
     """
     last_words = {"".join(split_words(name)[-1:]) for name in reading.table.columns}
     if last_words & {*WORDS["repetitions"]}:
@@ -190,10 +191,10 @@ def _refuse_equal_tokens(
         # A history may log a decaying rate, but its losses fall from row to row.
         falls = bool((np.diff(reading.values["loss"][order]) < 0)[is_same_run].all())
         if falls or not settings or len({*reading.table.codes([column, *settings])}) < len(codes):
-            _refuse_repeated_tokens(reading, column, progress)
+            _raise_repeated_tokens(reading, column, progress)
 
 
-def _refuse_parts(reading: Reading, column: str) -> None:
+def _require_one_text_per_run(reading: Reading, column: str) -> None:
     """Raise `ValueError` if two names differ only in a last word such as train or val."""
     parts = ("train", *WORDS["held_out"])
     part = re.compile(f"(.*[^a-z]|)(?:{'|'.join(parts)})")
@@ -210,7 +211,7 @@ def _refuse_parts(reading: Reading, column: str) -> None:
             )
 
 
-def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
+def _raise_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
     """Raise `ValueError`, because runs repeat some or all of their token counts."""
     codes = reading.table.codes([column])
     order = np.lexsort((progress, codes))
@@ -225,7 +226,7 @@ def _refuse_repeated_tokens(reading: Reading, column: str, progress: Array) -> N
     )
 
 
-def _refuse_checkpoints(
+def _require_no_checkpoints(
     reading: Reading, rising: Sequence[str], size: Array, progress: Array
 ) -> None:
     """Raise `ValueError` if the rows look like checkpoints of training runs."""
@@ -243,11 +244,15 @@ def _refuse_checkpoints(
 
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if a column rises with the tokens of a size, for at least half of all rows."""
+    """Return True if a column rises with the tokens of a size, for at least half of the rows.
+
+    Rows that differ only in a seed or another setting count once.
+    """
     cells = reading.table.cells(column)
     steps = parse_numbers(cells)
     if np.isnan(steps).all():  # names of checkpoints, such as step_1000
         steps = parse_numbers([re.sub(r"^.*?(\d*)\D*$", r"\1", str(cell)) for cell in cells])
+    size, steps, progress = np.unique(np.stack([size, steps, progress]), axis=1)
     order = np.lexsort((steps, size))
     gain = np.diff(progress[order])
     # Steps may rise at equal tokens, which are then those of the whole training.

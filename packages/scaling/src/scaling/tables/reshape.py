@@ -48,10 +48,11 @@ def flatten_cells(table: Table) -> Table:
 
 
 def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
-    """Return a record whose nested mappings are replaced by names such as "outer.inner".
+    """Return a record without nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
-    Nested mappings may also be text, as JSON or, in exports of wandb's API, as Python literals, or
-    lists of keys and values, as in exports of MLflow's API.
+    A cell is also read as a nested mapping if it is text in JSON, the text of a Python dict
+    (wandb's API), or a list of `{"key": …, "value": …}` (MLflow's API). Raise `ValueError` if two
+    cells would have one name.
     """
     flat: Record = {}
     for name, value in record.items():

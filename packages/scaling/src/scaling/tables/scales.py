@@ -35,11 +35,11 @@ def complete(reading: Reading) -> None:
     for k, other in (("parameters", "tokens"), ("tokens", "parameters")):
         if k not in values:
             values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
-    _check_smallest(reading)
-    _check_ratio(reading, with_unit)
-    _check_ratio_of_rows(reading)
-    _check_compute(reading)
-    _check_loss(reading)
+    _require_smallest(reading)
+    _require_ratio(reading, with_unit)
+    _require_ratio_of_rows(reading)
+    _require_compute(reading)
+    _require_loss(reading)
 
 
 def _columns_with_unit(reading: Reading) -> set[str]:
@@ -53,7 +53,7 @@ def _columns_with_unit(reading: Reading) -> set[str]:
     return known
 
 
-def _check_smallest(reading: Reading) -> None:
+def _require_smallest(reading: Reading) -> None:
     """Raise `ValueError` for fewer than `FEWEST` parameters or tokens: their unit is wrong."""
     for k in ("parameters", "tokens"):
         # A value that was derived from compute is too small if the compute has a wrong scale.
@@ -78,7 +78,7 @@ def _check_smallest(reading: Reading) -> None:
         raise ValueError(f"{cell}: fewer than {FEWEST:g} {k} are not a run; {remedy}")
 
 
-def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:
+def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
     """Raise `ValueError` if the median of a column or of tokens per parameter is implausible."""
     values = reading.values
     chosen = reading.columns
@@ -109,7 +109,7 @@ def _check_ratio(reading: Reading, with_unit: Container[str]) -> None:
             )
 
 
-def _check_ratio_of_rows(reading: Reading) -> None:
+def _require_ratio_of_rows(reading: Reading) -> None:
     """Raise `ValueError` if the tokens per parameter of a few rows are on another scale."""
     values = reading.values
     present = [k for k in COLUMNS if k in reading.columns and k != "loss"]
@@ -135,7 +135,7 @@ def _check_ratio_of_rows(reading: Reading) -> None:
         )
 
 
-def _check_compute(reading: Reading) -> None:
+def _require_compute(reading: Reading) -> None:
     """Raise `ValueError` if the compute differs from 6 N D by more than a factor of ten."""
     values = reading.values
     if "compute" not in values or "compute" in reading.units:
@@ -155,7 +155,7 @@ def _check_compute(reading: Reading) -> None:
     )
 
 
-def _check_loss(reading: Reading) -> None:
+def _require_loss(reading: Reading) -> None:
     """Raise `ValueError` if most losses are worse than guessing or look like counts."""
     loss = reading.values["loss"]
     column = reading.columns["loss"].name

@@ -15,8 +15,14 @@ from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_cod
 from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
-#: Largest number of rows that are searched for unknown settings: a million would take seconds.
-MOST_ROWS = 5000
+#: Maximum number of rows that are searched for unknown settings: a million would take seconds.
+MAX_SEARCHED_ROWS = 5000
+
+#: An unread column may be a setting if its values repeat this often on average, and if it differs
+#: within at least this fraction of the groups of runs that agree in everything else. Names, dates
+#: and measurements have more values, and notes about single runs differ in few groups.
+ROWS_PER_SETTING = 3
+SETTING_FRACTION = 0.5
 
 #: Largest relative differences between runs of the same design, which is their size and tokens.
 DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
@@ -102,8 +108,8 @@ def _labels_a_quantity(reading: Reading, codes: NDArray[np.intp]) -> bool:
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
             groups = cluster(reading.values[k], tolerance, 1 + tolerance)
-            pairs = np.unique(np.stack([codes, groups]), axis=1).shape[1]
-            if pairs == codes.max() + 1 == groups.max() + 1:
+            num_pairs = np.unique(np.stack([codes, groups]), axis=1).shape[1]
+            if num_pairs == codes.max() + 1 == groups.max() + 1:
                 return True
     return False
 
@@ -118,13 +124,14 @@ def keep_best_settings(reading: Reading) -> None:
     """
     names = setting_columns(reading)
     if not names:
-        _require_known_settings(reading, _designs(reading, MOST_ROWS), names)
+        _require_known_settings(reading, _designs(reading, MAX_SEARCHED_ROWS), names)
         return
     design = _designs(reading, len(reading.table))
     setting = setting_codes(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
+    # The settings are sorted by design and then by mean loss, so the first of each design is best.
     by_mean = np.lexsort((mean, pairs[0]))
     best = by_mean[np.diff(pairs[0][by_mean], prepend=-1) > 0]
     keep = np.flatnonzero(np.isin(of_row, best))
@@ -133,7 +140,7 @@ def keep_best_settings(reading: Reading) -> None:
             f"columns {names} differ between runs: for each size and tokens, the setting of least"
             f" mean loss is read, and {len(design) - len(keep)} runs of other settings are left out"
         )
-    _require_known_settings(reading, of_row[:MOST_ROWS], names)
+    _require_known_settings(reading, of_row[:MAX_SEARCHED_ROWS], names)
     reading.select(keep)
 
 
@@ -171,7 +178,8 @@ def _require_known_settings(
     """Raise `ValueError` if a column of few values differs in most groups of runs.
 
     The column may be a setting under an unusual name, or the runs may be repetitions. `groups`
-    contains the number of the group of each of the first rows: of its design and known settings.
+    numbers the groups of runs with the same design and known settings, for each of the first
+    `len(groups)` rows.
     """
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
@@ -183,14 +191,16 @@ def _require_known_settings(
         if name in known or is_repetition:
             continue
         codes = setting_codes(table, [name])
-        values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
-        differs = (values > 1)[is_repeated]
-        if (codes.max() + 1) * 3 <= len(table) and differs.mean() >= 0.5:
+        num_values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
+        differs = (num_values > 1)[is_repeated]
+        repeats = (codes.max() + 1) * ROWS_PER_SETTING <= len(table)
+        if repeats and differs.mean() >= SETTING_FRACTION:
             unknown.append(name)
     if unknown:
         value = str(table.cells(unknown[0])[0])
         factors = reading.columns["tokens"].name.split(TIMES) if "tokens" in reading.columns else []
-        tokens = " and a column of tokens" if {*unknown} & {*factors} else ""
+        # Without the factor, the tokens would no longer be known.
+        tokens = ", and add a column of tokens" if {*unknown} & {*factors} else ""
         raise ValueError(
             f"columns {unknown} differ between runs of one size and tokens, which may be runs of"
             f" several settings or repetitions: select one setting with where={{{unknown[0]!r}:"

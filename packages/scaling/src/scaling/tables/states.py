@@ -41,7 +41,7 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
     return table
 
 
-def refuse_summaries(table: Table) -> None:
+def require_no_summaries(table: Table) -> None:
     """Raise `ValueError` if a column of labels says that a row summarizes other rows."""
     for name in table.columns:
         if not _is_label(name):

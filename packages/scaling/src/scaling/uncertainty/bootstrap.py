@@ -16,7 +16,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, Interval, check_level, quantile_ends
+from scaling.law import CONSTANTS, Interval, quantile_ends, require_level
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import Sample
@@ -75,7 +75,7 @@ def bootstrap(
     """
     if not isinstance(fit, Estimate):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
-    check_level(level)
+    require_level(level)
     if resamples * (1 - level) < 5:
         needed = math.ceil(5 / (1 - level))
         raise ValueError(

@@ -96,7 +96,11 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
 
 
 def _distances(best: Optimum, runs: Runs) -> list[str]:
-    """Return descriptions of how a model is far from all runs."""
+    """Return a phrase for each respect in which a model is far from all runs; empty if near.
+
+    The respects are compute above the largest run, fewer parameters than the smallest run, and a
+    ratio of tokens to parameters outside those of the runs.
+    """
     ratios = runs.tokens / runs.parameters
     ratio = best.tokens / best.parameters
     largest = float((FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens).max())

@@ -96,15 +96,17 @@ class CutError(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drift(ComparesArrays):
-    """Standard deviations of a law's errors, in logarithms, per decade beyond the runs."""
+    """The errors of a law beyond its runs, as standard deviations of logarithms per decade."""
 
     #: Compute above which drift grows: see `drift_start`.
     start: float
     #: Smallest and largest compute, parameters and tokens of the runs.
     ranges: tuple[tuple[float, float], ...]
-    #: The errors of the best size.
+    #: The errors of the best size at the cuts, from which `size` is computed.
     cuts: tuple[CutError, ...]
+    #: Standard deviation of the log best size per decade of compute.
     size: float
+    #: Standard deviation of the log loss per decade of compute.
     loss: float
 
     def widen(self, best: Optimum) -> Optimum:
@@ -147,10 +149,11 @@ def drift_start(compute: Array) -> float:
 
 
 def run_noise(residuals: Array, level: float = 0.95) -> float:
-    """Return the standard deviation of runs about the law.
+    """Return the standard deviation of log losses about the law, from n residuals.
 
-    It is the standard deviation of a normal distribution with the same `level` quantile of
-    |residual|, times sqrt(n / (n - 5)) for the five fitted constants.
+    The standard deviation is that of the normal distribution that has the `level` quantile of the
+    absolute residuals. An interval of this level therefore contains the runs at this rate, even if
+    their errors have heavy tails. The factor sqrt(n / (n - 5)) is for the five fitted constants.
     """
     n = len(residuals)
     quantile = float(np.quantile(np.abs(residuals), level))

@@ -33,7 +33,7 @@ LEVEL = 0.95
 DRAWS = 4000
 
 #: If there are more runs than this, an even sample of this many runs is used.
-MOST_ROWS = 1000
+MAX_SAMPLED_RUNS = 1000
 
 #: Degrees of freedom of the distribution from which exponents are drawn, and its width in standard
 #: deviations of the posterior. Both are wide, so that no weight is large.
@@ -209,7 +209,7 @@ def _draw_amplitudes(
     differences between its predictions, at its best amplitudes, and those of the fit (draws,).
     """
     count = len(fit.runs)
-    rows = np.linspace(0, count - 1, min(count, MOST_ROWS)).astype(int)
+    rows = np.linspace(0, count - 1, min(count, MAX_SAMPLED_RUNS)).astype(int)
     rows = np.argsort(fit.runs.loss, kind="stable")[rows]
     weight = count / len(rows)
     n = fit.runs.parameters[rows]
