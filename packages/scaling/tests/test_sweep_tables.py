@@ -269,3 +269,33 @@ def test_unknown_columns_of_a_sweep_are_refused():
     for by in ((), "size"):
         with pytest.raises(ValueError, match="expected by to name columns"):
             fit_sweeps(rows, by)
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize(
+    ("count", "seeds", "is_random"), [(9, 3, False), (12, 1, True), (25, 1, True)]
+)
+def test_interval_covers_the_best_rate_of_random_rates(count, seeds, is_random):
+    """Rates of a random search, or of seeds that differ slightly, may be arbitrarily close."""
+    random = np.random.default_rng(0)
+    batch_sizes = 2 ** np.arange(3, 9)
+    covered = []
+    for _ in range(20):
+        rows = []
+        for size in batch_sizes.tolist():
+            distances = np.linspace(-2.5, 2.5, count)
+            if is_random:
+                distances = random.uniform(-2.5, 2.5, count)
+            for seed in range(seeds):
+                logs = np.log(1e-3 * size) + distances + seed * 2e-4
+                losses = 2.5 + 0.02 * distances**2 + random.normal(0, 5e-4, count)
+                rows += [
+                    {"lr": rate, "batch_size": size, "seed": seed, "loss": loss}
+                    for rate, loss in zip(np.exp(logs), losses, strict=True)
+                ]
+        intervals = fit_sweep(rows).intervals
+        pairs = zip(batch_sizes, intervals, strict=True)
+        covered += [
+            i.low <= 1e-3 * size * np.exp(1e-4 * (seeds - 1)) <= i.high for size, i in pairs
+        ]
+    assert np.mean(covered) >= (0.86 if is_random else 0.92)

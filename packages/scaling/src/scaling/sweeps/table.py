@@ -35,6 +35,10 @@ RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 #: A run may have diverged if its log loss exceeds the lowest by more than this.
 DIVERGENCE_JUMP = 0.5
 
+#: Rates that differ by at most this fraction count as one rate, because noise exceeds the
+#: difference of their losses. Grids of rates have steps of more than 5 %.
+SAME_RATE = 0.01
+
 #: The (row, loss) pairs of every run, by (batch size, rate).
 RunsBySetting = dict[tuple[float, float], list[tuple[int, float]]]
 
@@ -48,9 +52,9 @@ def fit_sweep(
 ) -> Sweep:
     """Return the sweep of a table whose rows have a rate, a batch size and a final loss.
 
-    Runs at one batch size and rate are repetitions. The k-th runs of all rates are one repetition,
-    in the order of a column such as `seed`, or otherwise in the order of the rows. Rows without a
-    loss and runs that did not finish are left out. A rate at which any run diverged is left out
+    Runs at one batch size and rate are repetitions; rates that differ by at most 1 % are equal. The
+    k-th runs of all rates are one repetition, in the order of a column such as `seed`, or otherwise
+    in the order of the rows. Rows without a loss and runs that did not finish are left out. A rate at which any run diverged is left out
     too, at the batch size of this run, and a warning counts the diverged runs. Their loss is nan,
     inf or "diverged", or a number that no curve through the other rates explains, such as the
     logarithm of the vocabulary size.
@@ -257,7 +261,8 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
                 )
     runs: RunsBySetting = {}
     index = np.flatnonzero(trained)
-    sizes, rates = (_merge_rounded(numbers[k][index]) for k in ("batch_size", "rate"))
+    sizes = _merge_close(numbers["batch_size"][index], SAME_SETTING)
+    rates = _merge_close(numbers["rate"][index], SAME_RATE)
     # The k-th run of each rate is the k-th repetition, so the runs are in the order of their seeds.
     seeds = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
     order = range(len(index))
@@ -269,9 +274,9 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     return runs
 
 
-def _merge_rounded(values: Array) -> Array:
-    """Return values in which numbers that differ by rounding are replaced by the least of them."""
-    codes = cluster(values, SAME_SETTING, 1 + SAME_SETTING)
+def _merge_close(values: Array, tolerance: float) -> Array:
+    """Return values in which numbers that differ by `tolerance` are replaced by the least."""
+    codes = cluster(values, tolerance, 1 + tolerance)
     least = np.full(len(values), np.inf)
     np.minimum.at(least, codes, values)
     merged: Array = least[codes]
