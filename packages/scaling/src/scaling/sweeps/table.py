@@ -54,10 +54,11 @@ def fit_sweep(
 
     Runs at one batch size and rate are repetitions; rates that differ by at most 1 % are equal. The
     k-th runs of all rates are one repetition, in the order of a column such as `seed`, or otherwise
-    in the order of the rows. Rows without a loss and runs that did not finish are left out. A rate at which any run diverged is left out
-    too, at the batch size of this run, and a warning counts the diverged runs. Their loss is nan,
-    inf or "diverged", or a number that no curve through the other rates explains, such as the
-    logarithm of the vocabulary size.
+    in the order of the rows. Rows without a loss and runs that did not finish are left out.
+
+    A rate at which any run diverged is left out at the batch size of this run, and a warning counts
+    the diverged runs. Their loss is nan, inf or "diverged", or a number that no curve through the
+    other rates explains, such as the logarithm of the vocabulary size.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
