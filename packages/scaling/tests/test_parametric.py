@@ -1,12 +1,14 @@
+import functools
 import itertools
 import time
+import warnings
 
 import numpy as np
 import pytest
 from figures import assert_at_most
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scaling import Law, fit_parametric, isoflop_runs, load_runs
+from scaling import Law, fit_law, fit_parametric, isoflop_runs, load_runs
 from scaling.bench import lbfgs
 from scaling.fit import newton, search
 from scaling.fit.varpro import Problem
@@ -65,6 +67,20 @@ def hard_runs(count):
         loss = law.predict(n, d) * noise
         if loss.max() < 19:
             yield load_runs({"N": n, "D": d, "loss": loss}, units={"loss": 1})
+
+
+def test_fit_law_reports_several_optima_as_fit_parametric_does():
+    reports = []
+    for runs in itertools.islice(hard_runs(40), 4, 6):
+        has_several = []
+        for fit in (fit_parametric, functools.partial(fit_law, "chinchilla")):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fit(runs)
+            has_several.append(any("several optima" in str(w.message) for w in caught))
+        assert has_several[0] == has_several[1]
+        reports += has_several
+    assert any(reports)
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")

@@ -44,16 +44,18 @@ MAX_POINTS_PER_EXPONENT = 17
 LOG_AMPLITUDE_RANGE = 30.0
 
 #: The grid of a positive exponent starts at this multiple of its lower bound and stops at this
-#: multiple of its upper bound.
+#: multiple of its upper bound. On twelve tables of `hard_runs` in test_parametric.py, the search
+#: misses no optimum with starts at 1 to 4 and stops at 0.4 to 1 times the bounds.
 GRID_START = 2.0
 GRID_STOP = 1 / 1.5
 
-#: Least amplitude of a start, in units of `Problem.target_spread`.
+#: Least amplitude of a start, in units of `Problem.target_spread`. On the same tables, 1e-6 to 0.05
+#: miss no optimum, and 0.5 misses one.
 LEAST_AMPLITUDE = 0.05
 
 #: Largest change per step of Newton's method: of an exponent, of a log amplitude, and of any other
-#: amplitude in units of the target's geometric mean. Two is more than the distance between grid
-#: points, and less than a step that an almost singular Hessian proposes.
+#: amplitude in units of the target's geometric mean. Without a limit, an almost singular Hessian
+#: proposes steps that overflow. On the same tables, limits of 0.5 to 100 find the same optima.
 MAX_NEWTON_STEP = 2.0
 
 
