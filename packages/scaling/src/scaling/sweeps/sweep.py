@@ -268,16 +268,19 @@ def _degree(near: NDArray[np.bool_]) -> int:
 def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
     """Return the indices of the next lower and higher rate than the best; None if there is none.
 
-    A neighbor differs from the best rate by at least the factor `SMALLEST_STEP`.
+    A neighbor differs from the best rate by at least the factor `SMALLEST_STEP`. If no rate does,
+    the neighbor is the lowest or highest rate.
     """
-    distance = x - x[int(np.argmin(log_loss))]
+    best = int(np.argmin(log_loss))
+    last = len(x) - 1
     step = math.log(SMALLEST_STEP)
-    lower = np.flatnonzero(distance <= -step)
-    upper = np.flatnonzero(distance >= step)
-    return (
-        int(lower[-1]) if len(lower) else None,
-        int(upper[0]) if len(upper) else None,
-    )
+    lower = None
+    upper = None
+    if best > 0:
+        lower = next((i for i in range(best - 1, 0, -1) if x[i] <= x[best] - step), 0)
+    if best < last:
+        upper = next((i for i in range(best + 1, last) if x[i] >= x[best] + step), last)
+    return lower, upper
 
 
 def _bottom(rates: Array, log_loss: Array) -> float:
