@@ -21,6 +21,7 @@ from interp import (
 )
 from interp.bench import random_decoder
 from interp.circuits.induction import repeated_tokens
+from interp.circuits.vocabulary import copying_scores
 from interp.decoder.neurons import neuron_attribution
 from interp.lens import head_outputs
 from interp.patching import drop_heads, edge_attribution, logit_difference, patch_streams
@@ -30,6 +31,7 @@ TOKENS = torch.tensor([[1, 2, 3, 4]])
 EVEN = torch.full((1, 2, 4, 4), 0.25)
 PAIR = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 6))
 DECODER = random_decoder("gpt2", vocabulary=5, d_model=6, layers=1, heads=2, context=4)
+INFINITE = LowRank(torch.full((2, 3, 6, 2), torch.inf), torch.ones(2, 3, 2, 6))
 WIDE = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 5))
 
 
@@ -47,6 +49,11 @@ def model() -> AttentionOnly:
             r"\(3, 2\) and \(3, 4\) do not multiply",
         ),
         (lambda: WIDE.eigenvalues(), "expected square matrices for eigenvalues"),
+        (lambda: INFINITE.eigenvalues(), "expected finite factors .* nan or inf"),
+        (
+            lambda: copying_scores(INFINITE, torch.ones(7, 6), torch.ones(7, 6)),
+            "expected finite factors .* nan or inf",
+        ),
         (
             lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=4),
             "6 rows.* multiple of 4 heads",

@@ -250,6 +250,14 @@ def test_errors_of_the_largest_estimates_are_reported() -> None:
         assert not edge_attribution(decoder, *pair, metric).error[edges.exists].isnan().all()
 
 
+def test_metrics_may_change_their_argument_in_place() -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    effects = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square_()))
+    expected = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square()))
+    torch.testing.assert_close(effects.values, expected.values)
+
+
 def test_unknown_edges_are_refused() -> None:
     decoder = attention_only(1, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)

@@ -156,6 +156,28 @@ def test_records_do_not_change_if_the_model_works_in_place() -> None:
         model(x)
 
 
+@pytest.mark.parametrize("site", ["inner:input", "inner"])
+def test_functions_may_change_their_argument_in_place(site: str) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    def ablate(activation: Tensor) -> Tensor:
+        activation[:, 0] = 0
+        return activation
+
+    model, x = Residual(), torch.ones(2, 3)
+    with patch(model, {site: ablate}):
+        out = model(x)
+    # The residual path reads the tensor that the replaced module received or returned.
+    assert torch.equal(out, torch.tensor([[1.0, 2.0, 2.0]]).expand(2, 3))
+    assert torch.equal(x, torch.ones(2, 3))
+
+
 def test_second_name_of_a_shared_module_is_refused() -> None:
     model = nn.Module()
     model.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -170,7 +170,8 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
 
 def measure(metric: Metric, streams: Tensor) -> Tensor:
     """Evaluate the metric on n final residual streams; return one number per stream, (n,)."""
-    result = metric(streams)
+    # Metrics may change their argument in place, and callers use the streams again.
+    result = metric(streams.clone())
     if not isinstance(result, Tensor) or result.shape != (len(streams),):
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(

@@ -79,9 +79,10 @@ def patch(
 ) -> Iterator[None]:
     """Replace activations while the block runs, by tensors or by functions of the old values.
 
-    Sites and `names` are those of `record`. The new value must broadcast to the shape of the old
-    one, and is converted to its dtype and device. Nested contexts act in the order of entry: a
-    `record` inside a `patch` sees the patched value.
+    Sites and `names` are those of `record`. A function receives a copy, which it may change in
+    place, and returns the new value. The new value must broadcast to the shape of the old one, and
+    is converted to its dtype and device. Nested contexts act in the order of entry: a `record`
+    inside a `patch` sees the patched value.
 
     Raises ValueError for a wrong shape and for two replacements of a site, and RuntimeError at the
     end if a patch never ran.
@@ -91,7 +92,8 @@ def patch(
     def replace(site: str, heads: int, new: Replacement, old: Tensor) -> Tensor:
         reached.add(site)
         old = old.unflatten(-1, (heads, -1)) if heads else old
-        value = new(old) if callable(new) else new
+        # Functions may change their argument in place, which must not change the model's tensors.
+        value = new(old.clone()) if callable(new) else new
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"

@@ -122,8 +122,7 @@ class LowRank:
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
         full = self._decomposable()
-        values: Tensor = torch.linalg.eigvals(full.b @ full.a)
-        return values
+        return finite_eigenvalues(full.b @ full.a)
 
     def _decomposable(self) -> LowRank:
         """Return this matrix with half-precision factors in float32, as `torch.linalg` requires."""
@@ -170,6 +169,21 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
 def decomposable(x: Tensor) -> Tensor:
     """Return `x` in a dtype that supports factorizations: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def finite_eigenvalues(matrix: Tensor) -> Tensor:
+    """Return the eigenvalues of square matrices (..., r, r), complex (..., r).
+
+    Raises ValueError for nan and inf.
+    """
+    if not bool(matrix.isfinite().all()):
+        # LAPACK would end the process with a segmentation fault.
+        raise ValueError(
+            "expected finite factors for eigenvalues, got a product with nan or inf; check the "
+            "weights with isfinite()"
+        )
+    values: Tensor = torch.linalg.eigvals(matrix)
+    return values
 
 
 def require_alike(what: str, *tensors: Tensor) -> None:

@@ -11,10 +11,9 @@ of s if a head attends to t, and the score of query s on key t. All are `LowRank
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, decomposable, require_alike
+from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues, require_alike
 
 
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
@@ -26,11 +25,13 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """
     require_alike("the circuits and the embeddings", ov.a, embed, unembed)
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
-    values: Tensor = torch.linalg.eigvals(decomposable(ov.b) @ through @ decomposable(ov.a))
-    return values
+    return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))
 
 
 def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
-    """Return sum(eigenvalues) / sum(|eigenvalues|) of W_U W_OV W_E; 1 for pure copying."""
+    """Return sum(eigenvalues) / sum(|eigenvalues|) of W_U W_OV W_E per head, (...).
+
+    The score is 1 for pure copying, and nan for a head whose eigenvalues are all 0.
+    """
     values = copying_eigenvalues(ov, embed, unembed)
     return values.real.sum(-1) / values.abs().sum(-1)
