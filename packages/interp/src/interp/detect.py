@@ -91,7 +91,10 @@ class HeadScores:
         return self.top(kind, 1)[0]
 
     def top(self, kind: str, count: int) -> list[DetectedHead]:
-        """Return the `count` heads with the best scores, best first."""
+        """Return the `count` heads with the best scores, best first, or all heads if fewer exist.
+
+        Heads without a score (nan) come last. Raises ValueError for an unknown kind.
+        """
         scores = self._scores_of(kind)
         p_values = self.p_values[kind].flatten()
         values, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))

@@ -24,7 +24,10 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
 class Patterns(dict[str, Tensor]):
-    """Patterns (batch, heads, seq_q, seq_k) by the name of the attention module."""
+    """Attention patterns (batch, heads, seq_q, seq_k) by name of the module that computed them.
+
+    They are in the order of the calls.
+    """
 
     def __missing__(self, name: str) -> Tensor:
         raise KeyError(
@@ -34,7 +37,7 @@ class Patterns(dict[str, Tensor]):
 
 @contextmanager
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
-    """Record the pattern of the latest call of every attention of `model` while the block runs.
+    """Record the latest pattern that each module of `model` computes while the block runs.
 
     A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. A
     sink in the softmax is the last column (gpt-oss). Custom kernels and compiled graphs are not

@@ -117,15 +117,19 @@ class MeanOverPairs:
 
     @property
     def standard_error(self) -> Tensor:
-        """The standard error of `values` over pairs of prompts."""
+        """The standard error of `values` over pairs of prompts, of the shape of `values`."""
         return self.standard_error_of(lambda result: result.values)
 
     def standard_error_of(self, quantity: Callable[[Any], Tensor]) -> Tensor:
-        """Return the standard error over pairs of a quantity of this result.
+        """Return the standard error of `quantity(result)`, of the shape of the quantity.
 
-        `result.standard_error_of(lambda result: result.recovered)` is the standard error of a ratio
-        of means. The metrics of a pair vary together, so it does not follow from that of `values`.
-        The jackknife leaves out each pair once; for a mean, this is the usual standard error.
+        `quantity` is a function of a result, such as `lambda result: result.recovered`. Its
+        standard error cannot be computed from `standard_error`, because the numerator and the
+        denominator of a ratio vary together. It is estimated by the jackknife: the quantity is
+        recomputed without each pair in turn. For a mean, the estimate is the usual standard error.
+
+        Raises ValueError for the result of a single pair. Source: Efron 1982, "The Jackknife, the
+        Bootstrap and Other Resampling Plans".
         """
         count = len(self.pairs)
         if count < 2:

@@ -242,7 +242,11 @@ class Decoder(nn.Module):
         return position_ids.expand(tokens.shape)
 
     def decode(self, stream: Tensor) -> Tensor:
-        """Return the logits of a stream: the final norm, the unembedding and the cap."""
+        """Return the logits (..., vocabulary) of residual streams (..., d_model).
+
+        The final norm, the unembedding and the cap on logits are applied. Raises RuntimeError if
+        the described model has replaced its weights, or changed weights that this decoder copied.
+        """
         self.require_fresh()
         return self._logits(stream)
 
@@ -253,7 +257,7 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> list[DecoderBlock]:
-        """The blocks as `DecoderBlock` modules, for type checkers."""
+        """The modules of `blocks`, typed as `DecoderBlock`."""
         return cast(list[DecoderBlock], list(self.blocks))
 
     def qk(self, distance: int = 0) -> LowRank:

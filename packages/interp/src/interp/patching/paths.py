@@ -65,7 +65,10 @@ class EdgeEffects(MeanOverPairs):
         return self.values - self.exact
 
     def top(self, count: int) -> list[tuple[Node, Node, float]]:
-        """Return the `count` edges with the largest effect, as (sender, receiver, value)."""
+        """Return the edges with the largest absolute values, as (sender, receiver, value).
+
+        The list is in descending order and has `count` edges, or all edges if there are fewer.
+        """
         count = min(count, int(self.exists.sum()))
         sizes = torch.where(self.exists, self.values.abs(), -1.0)
         edges = []

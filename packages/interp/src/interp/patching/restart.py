@@ -13,6 +13,9 @@ class Restart:
     """A recorded forward pass of one prompt, which can be continued from the input of any block.
 
     `batch` is the number of streams that callers continue together.
+
+    Hooks of the model act on the recorded pass and again on a continuation: callers that compute
+    parts of blocks exclude hooks by `require_unchanged_blocks`.
     """
 
     #: The recorded input of each block, (1, seq, d_model).
@@ -34,14 +37,14 @@ class Restart:
             raise ValueError(f"expected batch >= 1, got {batch}")
         self.model, self.batch = model, batch
         projection_sites = [f"blocks.*.attention.{part}" for part in "qkv"]
-        # The arguments of the first block: stream, padding, position embeddings, positions.
+        # The arguments of the first block: stream, padding, position embeddings, positions, cache.
         received: list[Tensor | None] = []
-        hook = model.blocks[0].register_forward_pre_hook(lambda _, args: received.extend(args))
+        hook = model.layers[0].register_forward_pre_hook(lambda _, args: received.extend(args))
         with hook, record(model, "blocks.*:input", "norm:input", *projection_sites) as seen:
             forward(model, prompt)
         self.layout = received[1], received[2], received[3]
         self.final_stream = seen.pop("norm:input")
-        self.block_inputs = [seen.pop(f"blocks.{i}:input") for i in range(len(model.blocks))]
+        self.block_inputs = [seen.pop(f"blocks.{i}:input") for i in range(len(model.layers))]
         self.projections = dict(seen)
 
     def __call__(self, stream: Tensor, start: int) -> Tensor:

@@ -60,7 +60,7 @@ class Settings:
 class Comparison:
     """One comparison of a description with its model, under random weights."""
 
-    #: The kind of random weights, or "padded"; see `interp.decoder.verify`.
+    #: "small", "large", "random", "padded" or "positions"; see `interp.decoder.verify`.
     name: str
     #: The number of tokens.
     length: int

@@ -7,9 +7,12 @@ logits:
 
     small      a residual stream whose mean square is about the norms' epsilon
     large      large scores and activations, which reach caps and clamps
-    padded     padding before, between and after tokens, with position ids and without, if the model
-               accepts them
     random     scores with a standard deviation of 2.5, for one token and for the whole context
+    padded     the same scores, with padding before, between and after tokens, if the model accepts
+               a mask
+    positions  the same padding, with position ids that do not count it, if the model accepts them
+
+A bound that neither these comparisons nor the model's own weights reach is not seen.
 
 Comparisons of equal weights share them, because drawing the weights of a large model takes as long
 as a short forward pass.
