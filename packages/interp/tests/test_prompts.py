@@ -303,6 +303,26 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
         encode(lambda text: [], "")
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("clean", "a b", r"same number of rows, got \{'clean': 3, .* not single strings"),
+        ("right", ["x"], "same number of rows, got .*'right': 1"),
+        ("clean", ["a b", None], "expected a text, got None"),
+        ("right", [3, float("nan")], "expected a text or a token id as an answer, got nan"),
+    ],
+)
+def test_incomplete_tables_are_refused(column: str, values: object, message: str) -> None:
+    table = {"clean": ["a b", "c d"], "corrupted": ["a x", "c y"], "right": [1, 2], "wrong": [3, 4]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        pairs_of({**table, column: values}, words, None, torch.eye(40))
+
+
+def test_batches_of_token_ids_from_a_tokenizer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"token ids of one text, \(seq,\), got \(1, 3\)"):
+        encode(lambda text: {"input_ids": torch.tensor([words(text)])}, "a b")
+
+
 def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
     pandas = pytest.importorskip("pandas", reason="any mapping of columns is accepted")
     frame = pandas.DataFrame(

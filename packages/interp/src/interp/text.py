@@ -64,6 +64,12 @@ def pairs_of(
     metric is the difference of the logits of the two answers at the last position.
     """
     columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
+    rows = {name: len(column) for name, column in columns.items()}
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"expected columns with the same number of rows, got {rows}; pass lists with one entry "
+            "per pair, not single strings"
+        )
     clean, corrupted = (encode(tokenizer, columns[name]) for name in ("clean", "corrupted"))
     for row, texts in enumerate(zip(columns["clean"], columns["corrupted"], strict=True)):
         lengths = [len(_ids_of(tokenizer, text)) for text in texts]
@@ -80,14 +86,21 @@ def pairs_of(
 
 
 def _ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    if not isinstance(text, str):
+        raise TypeError(f"expected a text, got {text!r}; leave out rows without a text")
     encoded = tokenizer(text)
-    ids = encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+    ids = torch.as_tensor(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
+    if ids.ndim != 1:
+        raise ValueError(
+            f"expected the token ids of one text, (seq,), got {tuple(ids.shape)}; use the "
+            "tokenizer without return_tensors="
+        )
     return [int(token) for token in ids]
 
 
 def _token_of(tokenizer: Any, answer: str | int) -> int:
     if not isinstance(answer, str):
-        if answer != int(answer):
+        if not float(answer).is_integer():
             raise ValueError(f"expected a text or a token id as an answer, got {answer!r}")
         return int(answer)
     if hasattr(tokenizer, "convert_ids_to_tokens"):  # transformers, which may add special tokens
