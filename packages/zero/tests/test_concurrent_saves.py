@@ -139,6 +139,21 @@ def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_is_released_even_if_its_file_cannot_be_removed(tmp_path):
+    lock = PathLock(tmp_path / "last")
+    lock.acquire()
+
+    def unlink(*args, **kwargs):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        lock.release()
+    lock.acquire()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
 KILLED_AT = ("before writing", "after writing", "between the renames", "before the clean-up")
 
 
@@ -199,6 +214,8 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, m
 SYSTEM_CALLS = "%file,%desc"
 ERRORS = ("ENOSPC", "EDQUOT", "EROFS", "EIO")
 POINTS = 200
+# Files that do not exist: the calls that ask for them enclose the calls of a save in a log.
+MARKS = "/a-save-starts", "/a-save-ended"
 
 
 def save_traced(path, rank, injections, log):
@@ -213,17 +230,21 @@ def save_traced(path, rank, injections, log):
             command += ["-e", f"inject={injection}"]
         tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.PIPE)
         assert b"attached" in tracer.stderr.readline()
+    os.path.exists(MARKS[0])
     save_checkpoint(path, model)
+    os.path.exists(MARKS[1])
 
 
 def calls_of(log):
-    """Return the names of the system calls of the thread that makes the most kinds: the save's."""
+    """Return the system calls of the thread that saves, and the numbers of those of the save."""
     calls = {}
     for line in log.read_text().splitlines():
         thread, call = line.split(None, 1)
         if "(" in call and "resumed" not in call:
-            calls.setdefault(thread, []).append(call.split("(")[0])
-    return max(calls.values(), key=lambda names: len(set(names)))
+            calls.setdefault(thread, []).append(call)
+    [calls] = [lines for lines in calls.values() if any(MARKS[0] in line for line in lines)]
+    first, last = (next(i for i, line in enumerate(calls) if mark in line) for mark in MARKS)
+    return [call.split("(")[0] for call in calls], range(first + 1, last)
 
 
 @pytest.mark.exhaustive
@@ -237,10 +258,10 @@ def test_a_fault_at_any_system_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
     run_ranks(save_one, 2, str(good), 1.0, timeout=DEADLINE)
     shutil.copytree(good, path)
     run_ranks(save_traced, 2, str(path), rank, [], str(log), timeout=DEADLINE)
-    calls = calls_of(log)
-    assert len(calls) > 50
+    calls, of_the_save = calls_of(log)
+    assert len(of_the_save) > 50
     loaded = {1.0: 0, 2.0: 0}
-    for point in range(0, len(calls), max(1, len(calls) // POINTS)):
+    for point in of_the_save[:: max(1, len(of_the_save) // POINTS)]:
         shutil.rmtree(path.parent)
         shutil.copytree(good, path)
         effect = "signal=KILL" if fault == "kill" else f"error={ERRORS[point % len(ERRORS)]}"

@@ -56,10 +56,10 @@ DIFFERS = {
 }
 
 
-def outcomes(implementation, world, folder):
+def outcomes(implementation, world, folder_of_stores):
     folder = Path(FOLDER, "_composable", "fsdp")
     files = sorted(path.stem for path in folder.glob("test_fully_shard_*.py"))
-    arguments = implementation, world, str(folder), files, WANTED, str(folder)
+    arguments = implementation, world, str(folder), files, WANTED, str(folder_of_stores)
     return run_ranks(judged, world, *arguments, backend="", timeout=3000)
 
 
@@ -81,6 +81,6 @@ def test_torchs_tests_of_fully_shard_pass_on_fsdp(world, tmp_path):
     )
     passed = [name for name in theirs[0] if not any(rank[name] for rank in theirs)]
     assert passed or WANTED, theirs
-    for name in passed:
-        failure = next((rank[name] for rank in ours if rank[name]), "")
-        assert not failure or name.endswith(tuple(DIFFERS)), (name, failure)
+    failures = {name: next((rank[name] for rank in ours if rank[name]), "") for name in passed}
+    unexpected = {n: e for n, e in failures.items() if e and not n.endswith(tuple(DIFFERS))}
+    assert not unexpected, "\n\n".join(f"{name}: {error}" for name, error in unexpected.items())

@@ -64,6 +64,8 @@ def cpu(value):
 class OnRanks(common_utils.TestCase):
     """A test case that replaces torch's classes that start processes: the ranks run already."""
 
+    # torch's default: the number of GPUs.
+    world_size = RANKS
     rank = property(lambda self: dist.get_rank())
     process_group = property(lambda self: dist.group.WORLD)
 

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
@@ -61,13 +62,21 @@ class PathLock:
                     os.close(handle)
 
     def release(self) -> None:
-        """Unlock the path; do nothing if it is not locked."""
-        if self._handle is not None:
+        """Unlock the path; do nothing if it is not locked.
+
+        Errors are ignored: the save has already succeeded or raised, and the next save accepts a
+        lock file that could not be removed.
+        """
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        with suppress(OSError):
             self.file.unlink(missing_ok=True)
+        with suppress(OSError):
             # Forked processes, such as those of a DataLoader, have copies of the handle.
-            fcntl.flock(self._handle, fcntl.LOCK_UN)
-            os.close(self._handle)
-            self._handle = None
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        with suppress(OSError):
+            os.close(handle)
 
 
 def _is_same_file(handle: int, file: Path) -> bool:

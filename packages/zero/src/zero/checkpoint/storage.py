@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -233,9 +234,12 @@ def _check_loadable(objects: dict[str, Any]) -> None:
             torch.load(pickled, weights_only=True)
         except Exception as error:
             kind = "`extra` and the extra state of modules" if name == HEADER else name
+            # torch's message names the class, after several lines of advice about torch.load.
+            refused = re.search(r"GLOBAL (\S+)", str(error))
+            received = refused[1] if refused else f"an object that raises {error!r}"
             raise TypeError(
-                f"expected plain values and tensors in {kind}, got an object that a load would "
-                f"refuse ({str(error).splitlines()[0]}): save the values that it consists of"
+                f"expected plain values and tensors in {kind}, got {received}, which a load would "
+                "refuse: save the values that it consists of"
             ) from error
 
 
