@@ -746,6 +746,14 @@ class Noisy(Signs):
         return super().change(state, parameter) + 1e-9 * torch.rand_like(parameter)
 
 
+class Rounding(Signs):
+    """An optimizer that draws random numbers to round, in bfloat16 only."""
+
+    def change(self, state, parameter):
+        change = super().change(state, parameter)
+        return change + 1e-9 * torch.rand_like(change) if change.dtype == torch.bfloat16 else change
+
+
 class Counting(Signs):
     """An optimizer with state that belongs to no parameter, as MADGRAD has."""
 
@@ -876,6 +884,17 @@ def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage
     assert all(run_ranks(step_unknown, 2, stage, timeout=DEADLINE))
 
 
+def step_in_bfloat16(stage, cls):
+    model = nn.Linear(5, 3).bfloat16()
+    if stage == 3:
+        model = FSDP(model)
+        optimizer = cls(model.parameters())
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), cls, shard_gradients=stage == 2)
+    model(torch.ones(2, 5).bfloat16()).sum().backward()
+    optimizer.step()
+
+
 def refuse_unknown(stage):
     """Refuse optimizers that cannot be sharded or are declared element-wise by mistake."""
     optimizer_trial.STEPS = SHORT_TRIAL
@@ -897,6 +916,8 @@ def refuse_unknown(stage):
     ):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
             stepped(stage, cls, 1)
+    with pytest.raises(error, match="Rounding cannot be sharded: it draws random numbers"):
+        step_in_bfloat16(stage, Rounding)
     for cls in (Wrapping, Bare):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: it wraps another"):
             stepped(stage, cls, 1)

@@ -271,6 +271,7 @@ def _needs_full_tensors(
         elementwise=True if is_declared else None,
         group=options_of(group),
         shapes=[parameter.shape for parameter in parameters],
+        dtypes=[parameter.shard.dtype for parameter in parameters],
         as_columns=True,
     )
     return split == "parameters"

@@ -45,6 +45,7 @@ def how_to_split(
     elementwise: bool | None = None,
     group: Mapping[str, Any] | None = None,
     shapes: Iterable[Sequence[int]] = (),
+    dtypes: Iterable[torch.dtype] = (),
     as_columns: bool = False,
     make: Callable[..., Optimizer] | None = None,
 ) -> Split:
@@ -55,7 +56,8 @@ def how_to_split(
     elementwise: True if the caller declares that the optimizer treats every element by itself,
         which a trial verifies; False if it treats every parameter by itself, which is not
         verified; None if this is unknown.
-    group, shapes: the options of one parameter group, and the shapes of its parameters.
+    group, shapes, dtypes: the options of one parameter group, and its parameters' shapes and
+        dtypes.
     as_columns: construct the optimizer on this rank's elements, as at stage 3.
     make: a function that constructs the optimizer, if it is not `cls` itself.
     """
@@ -70,7 +72,10 @@ def how_to_split(
     if elementwise is False:
         return "parameters"
     shape_list = [tuple(shape) for shape in shapes]
-    description = f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list}"
+    dtype_list = sorted(set(dtypes), key=str)
+    description = (
+        f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list} {dtype_list}"
+    )
     key = cls, description
     if key not in _verified:
         trial = Trial(cls, make or cls, options, group or {}, as_columns)
@@ -80,6 +85,7 @@ def how_to_split(
                 trial.check_elements(shape_list)
             else:
                 trial.check_parameters(shape_list)
+            trial.check_dtypes(dtype_list)
     # The address of an object may belong to another object later.
     if " at 0x" not in description:
         _verified.add(key)

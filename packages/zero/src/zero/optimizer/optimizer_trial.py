@@ -6,7 +6,7 @@ split by element] in `optimizer_kinds.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -78,6 +78,23 @@ class Trial:
                         "parts of it differ; leave out elementwise=True"
                     )
 
+    def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Raise if a step on parameters of one of these dtypes draws random numbers.
+
+        The other checks use float64. An optimizer may round stochastically in bfloat16 only.
+        """
+        values, gradients = self._draw([(6, 4)])
+        # torch has no arithmetic for smaller dtypes, whose parameters are frozen.
+        for dtype in {d for d in dtypes if d.is_floating_point and d.itemsize > 1}:
+            generators = _random_states()
+            # The second step uses state from the first one. The values are not checked, because
+            # they may become infinite in float16.
+            self._steps(
+                [value.to(dtype) for value in values],
+                [[gradient.to(dtype) for gradient in step] for step in gradients[:2]],
+            )
+            self._check_random_states(generators)
+
     def _draw(self, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return values and, for each step, gradients."""
 
@@ -123,20 +140,24 @@ class Trial:
         check_state(optimizer)
         if is_cut:
             _check_state_is_cut(optimizer)
+        self._check_random_states(generators)
+        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
+
+    def _check_random_states(self, generators: Sequence[Tensor]) -> None:
+        """Raise if random numbers were drawn since the generators had these states."""
         if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
                 "in another order than one process; if this is intended, seed each rank "
                 "differently, and pass ShardedOptimizer(..., elementwise=False)"
             )
-        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _steps(
         self,
         values: Sequence[Tensor],
         gradients: Sequence[Sequence[Tensor]],
-        only: int | None,
-        as_columns: bool,
+        only: int | None = None,
+        as_columns: bool = False,
     ) -> tuple[Optimizer, list[Tensor]]:
         chosen = list(range(len(values))) if only is None else [only]
         wholes = [values[index].clone() for index in chosen]

@@ -168,6 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 elementwise=self._elementwise,
                 group=options_of(group),
                 shapes=[parameter.shape for parameter in group["params"]],
+                dtypes=[parameter.dtype for parameter in group["params"]],
                 make=self._optimizer_cls,
             )
         except BaseException:
