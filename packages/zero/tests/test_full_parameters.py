@@ -403,6 +403,11 @@ class Named(NamedTuple):
     more: object
 
 
+@dataclass(slots=True)
+class Slotted:
+    hidden: torch.Tensor
+
+
 class Wrapping(nn.Linear):
     """A sharded layer whose output is an object of a user's class."""
 
@@ -417,6 +422,8 @@ class Wrapping(nn.Linear):
             output.me = output
         elif self.kind == "nested":
             output = Output(None, {"deep": [Output(None, {"x": Named(None, Output(y))})]})
+        elif self.kind == "slots":
+            output = Slotted({y})
         else:
             output = Named(y, None)
         return output
@@ -432,12 +439,12 @@ class UsesObjects(nn.Module):
             output = layer(x)
             if layer.kind == "nested":
                 output = output.more["deep"][0].more["x"].more
-            x = x + output.hidden
+            x = x + (next(iter(output.hidden)) if layer.kind == "slots" else output.hidden)
         return Output(x)
 
 
 def return_objects():
-    for kind in ("dataclass", "nested", "named"):
+    for kind in ("dataclass", "nested", "named", "slots"):
         trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
         assert train(*trained, lambda m, x: m(x).hidden.square().mean())
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
@@ -466,6 +473,34 @@ def hide_output():
 def test_an_output_in_which_no_tensor_is_found_is_refused():
     for outcome in try_ranks(hide_output, 2, timeout=DEADLINE):
         assert "returns a list_iterator in which no tensor is found" in str(outcome.error)
+
+
+class Storing(nn.Module):
+    """A layer that stores a tensor whose backward reads its weight, and returns another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        self.stored = (x * self.weight**2).sum()
+        return x + 1
+
+
+def backward_of_stored_tensor():
+    model = nn.Sequential(Storing(), Storing(), nn.Linear(5, 5))
+    sharded = FSDP(model)
+    loss = sharded(torch.ones(2, 5)).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            model[0].stored.backward()
+    # The error must not change the versions of the other graph.
+    loss.backward()
+    return True
+
+
+def test_a_backward_that_reads_a_freed_parameter_raises():
+    assert all(run_ranks(backward_of_stored_tensor, 2, timeout=DEADLINE))
 
 
 class Reentrant(nn.Module):

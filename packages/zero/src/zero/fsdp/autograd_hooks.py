@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -76,12 +76,25 @@ def find_tensors(values: Any) -> tuple[list[Tensor], bool]:
                 tensors[id(leaf)] = leaf
             elif id(leaf) not in visited and not isinstance(leaf, TYPES_WITHOUT_TENSORS):
                 visited[id(leaf)] = leaf
-                children = list(getattr(leaf, "__dict__", {}).values())
+                children = _attributes(leaf)
                 if isinstance(leaf, Mapping):
                     children += leaf.values()
+                elif isinstance(leaf, Set):
+                    children += leaf
                 has_opaque = has_opaque or not children
                 pending += children
     return list(tensors.values()), has_opaque
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the attributes of an object, also those in `__slots__`."""
+    attributes = list(getattr(value, "__dict__", {}).values())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                attributes.append(getattr(value, name))
+    return attributes
 
 
 def cast(dtype: torch.dtype, values: Any) -> Any:

@@ -26,6 +26,11 @@ The full parameters always have the same storage, which is resized to zero and r
 that autograd saved in forward are therefore valid again in backward, and nothing is copied after an
 all-gather. The full parameters do not share the storage's version counter (`partition.alias`), so
 that a refill is not an in-place change to autograd.
+
+While the storage is empty, the versions of the full parameters are raised by `FREED`. A backward
+that would read a freed parameter therefore raises autograd's error of an in-place change instead of
+accessing memory that does not exist. The hooks that gather a unit before its backward do not run
+for a tensor that its module has stored, for example in an attribute, instead of returning it.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
@@ -44,6 +50,9 @@ from zero.gloo_collectives import Work
 from zero.gradients.shard import plain
 from zero.partition import alias, by_element
 from zero.process_groups import Communicator
+
+#: Added to the versions of freed parameters; more than the number of steps of any program.
+FREED = 1 << 30
 
 
 class UnitState(Enum):
@@ -101,6 +110,8 @@ class Unit:
         #: The full parameters' versions when they were gathered, and the number of checks since.
         self._full_versions: dict[nn.Parameter, int] = {}
         self._num_checks = 0
+        #: True if the versions include FREED: Note [One storage for full parameters].
+        self._is_marked_freed = False
         self._unshard_work: Work | None = None
         self._unshard_input: Tensor | None = None
         #: False keeps the parameters unsharded from forward until backward.
@@ -250,6 +261,7 @@ class Unit:
         work.wait()
         self._unshard_input = None
         self.state = UnitState.UNSHARDED
+        self._mark_freed(False)
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
@@ -261,6 +273,15 @@ class Unit:
             self._check_versions()
             self.full.untyped_storage().resize_(0)
             self.state = UnitState.SHARDED
+            self._mark_freed(True)
+
+    def _mark_freed(self, is_freed: bool) -> None:
+        """Raise the full parameters' versions by FREED, or undo this."""
+        if is_freed != self._is_marked_freed:
+            full = tuple(parameter.full for parameter in self.parameters)
+            change = FREED if is_freed else -FREED
+            _unsafe_set_version_counter(full, tuple(tensor._version + change for tensor in full))
+            self._is_marked_freed = is_freed
 
     def release_and_reshard(self) -> None:
         """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
