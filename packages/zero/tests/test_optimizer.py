@@ -676,6 +676,13 @@ class Signs(torch.optim.Optimizer):
         return state["average"].tanh()
 
 
+class Rated(Signs):
+    """An optimizer that reads an attribute of each parameter, which the caller changes."""
+
+    def change(self, state, parameter):
+        return super().change(state, parameter) * getattr(parameter, "rate", 1.0)
+
+
 class Late(Signs):
     """An optimizer that uses whole tensors after more steps than any trial takes."""
 
@@ -829,7 +836,7 @@ class Forgetful(Signs):
         return self.change_of(state["average"])
 
 
-UNKNOWN = (Signs, Late, Large, Rows, Adam2, Replacing)
+UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing)
 #: The steps of a trial in tests of optimizers that differ from a known one in their first steps.
 SHORT_TRIAL = 10
 
@@ -858,6 +865,8 @@ def stepped(stage, cls, steps, scale=1.0, **options):
             if number == rank:
                 (scale * model(inputs[number]).square().mean()).backward()
             (scale * twin(inputs[number]).square().mean() / world).backward()
+        for parameter in (*model.parameters(), *twin.parameters()):
+            parameter.rate = step + 1.0
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()

@@ -144,8 +144,9 @@ class Unit:
             values = self.shard[shard_offset : shard_offset + stop - start]
             shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
             # Programs group parameters by attributes that models set, such as `_no_weight_decay`.
-            for replacement in (full, shard):
-                replacement.__dict__.update(vars(parameter))
+            # An optimizer also sees attributes that a forward sets later, and a forward those that
+            # the caller sets.
+            full.__dict__ = shard.__dict__ = dict(vars(parameter))
             parameters.append(
                 ShardedParameter(self, name, parameter.shape, start, stop, shard, full, owners)
             )

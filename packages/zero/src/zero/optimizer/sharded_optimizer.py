@@ -336,6 +336,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         used = self.reducer.finish(option_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
+            # The caller may have set attributes since the last step, such as a learning rate.
+            vars(shard).update(vars(parameter))
             shard.grad = None
             if parameter in used and bucket.average is not None:
                 shard.grad = bucket.average_of(piece).view(shard.shape)
