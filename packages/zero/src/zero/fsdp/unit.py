@@ -274,6 +274,7 @@ class Unit:
             self._check_versions()
             self.full.untyped_storage().resize_(0)
             self.state = UnitState.SHARDED
+            self._full_versions = {}
             self._mark_freed(True)
 
     def _mark_freed(self, is_freed: bool) -> None:
