@@ -107,6 +107,9 @@ def change_between_state_dicts():
         "nothing": lambda: None,
         "a step": optimizer.step,
         "a load": lambda: model.module.load_state_dict(loaded),
+        "values of gather_full_params": lambda: model.module.load_state_dict(
+            {name: 2 * value for name, value in model.gather_full_params().items()}
+        ),
         "data": lambda: [p.data.mul_(2) for p in model.parameters()],
     }
     for change in changes.values():

@@ -350,7 +350,7 @@ def torch_files(folder):
     file = Path(folder, "weights.pt")
     torch.save(make().state_dict(), file)
     for path in (folder, file):
-        with pytest.raises(RuntimeError, match=r"model\.load_state_dict\(torch\.load"):
+        with pytest.raises(RuntimeError, match=r"module\.load_state_dict\(torch\.load"):
             load_checkpoint(path, make(1))
     model = FSDP(make(1))
     model.module.load_state_dict(torch.load(file, mmap=True))

@@ -75,7 +75,8 @@ def find_weights(path: Path) -> Weights | None:
     if is_torch or (not files and any(any(path.glob(pattern)) for pattern in TORCH_FILES)):
         raise ValueError(
             f"expected safetensors files, got files of torch.save at {path}: load them with "
-            "model.load_state_dict(torch.load(file, mmap=True)), which FSDP shards"
+            "module.load_state_dict(torch.load(file, mmap=True)), where module is the model before "
+            "or after FSDP(module)"
         )
     if not files:
         return None
