@@ -405,6 +405,69 @@ def test_training_continues_in_another_dtype(tmp_path):
     assert all(run_ranks(continue_in_another_dtype, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
+class Averaging(torch.optim.Optimizer):
+    """An optimizer with a float32 average of gradients in any dtype."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["average"].lerp_(parameter.grad.float(), 0.1)
+                parameter.sub_(state["average"].to(parameter.dtype), alpha=group["lr"])
+
+
+def resume_state_of_another_dtype(path):
+    """Continue after a load as without it, with float32 state of bfloat16 parameters."""
+    for stage, resumed_stage in ((1, 3), (3, 1)):
+        folder = f"{path}-{stage}"
+        model, optimizer = build_bfloat16(stage)
+        train_bfloat16(model, optimizer, range(2))
+        save_checkpoint(folder, model, optimizer)
+        train_bfloat16(model, optimizer, range(2, 4))
+        resumed, resumed_optimizer = build_bfloat16(resumed_stage)
+        load_checkpoint(folder, resumed, resumed_optimizer)
+        train_bfloat16(resumed, resumed_optimizer, range(2, 4))
+        expected = full_values(model)
+        for name, value in full_values(resumed).items():
+            assert torch.equal(value, expected[name]), (stage, name)
+    return True
+
+
+def build_bfloat16(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).bfloat16()
+    if stage == 1:
+        return model, ShardedOptimizer(model.parameters(), Averaging)
+    model = FSDP(model)
+    return model, Averaging(model.parameters())
+
+
+def train_bfloat16(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(4, 5, generator=generator).bfloat16()
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def full_values(model):
+    if isinstance(model, FSDP):
+        return model.gather_full_params()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_state_of_another_dtype_than_its_parameter_is_resumed_exactly(tmp_path):
+    path = str(tmp_path / "last")
+    assert all(run_ranks(resume_state_of_another_dtype, 2, path, timeout=DEADLINE))
+
+
 def save_before_the_first_step(path):
     """Save and load state that an optimizer creates when it is constructed."""
     for stage in (1, 3):

@@ -251,10 +251,30 @@ class Loading:
         groups = number_parameters(all_options, inner.param_groups)
         # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
         inner.load_state_dict({"state": dict(sorted(state.items())), "param_groups": groups})
+        self._restore_dtypes(inner, [(index, key, state[index][key]) for index, key, _ in tensors])
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.expose_inner_state()
         for saved_options, group in zip(options, optimizer.param_groups, strict=True):
             group.update(saved_options)
+
+    def _restore_dtypes(
+        self, optimizer: torch.optim.Optimizer, loaded: list[tuple[int, str, torch.Tensor]]
+    ) -> None:
+        """Restore state that was stored in another dtype than its parameter.
+
+        `Optimizer.load_state_dict` casts all state to the dtype of its parameter. A float32 average
+        of a bfloat16 parameter, for example, would be rounded.
+
+        loaded: each state tensor with its parameter's number and its key.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, key, value in loaded:
+            name = self.states[index][0].name
+            if name in self.contents.model:
+                _, parameter_dtype = self.contents.shape_and_dtype(name)
+                state = optimizer.state[parameters[index]]
+                if value.dtype not in (parameter_dtype, state[key].dtype):
+                    state[key] = value.to(state[key].device)
 
 
 def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
