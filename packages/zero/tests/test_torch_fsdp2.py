@@ -19,6 +19,8 @@ WANTED = os.environ.get("TORCH_TESTS_WANTED", "")
 # Tests that fail with FSDP by the end of their name, with the reason.
 INSIDE = "inspects FSDP2's internal objects"
 DTENSORS = "requires DTensors between steps"
+SUBCLASS = "shards a subclass of Tensor, which is refused"
+INTEGER = "passes an integer as reshard_after_forward, which is refused"
 LATER = "casts, loads or materializes after sharding, which must precede or be part of it here"
 DIFFERS = {
     "param_registration_after_forward": DTENSORS,
@@ -42,9 +44,11 @@ DIFFERS = {
     "submodules_with_external_inputs": "cast_forward_inputs",
     "unshard_async": "requires separate groups per layer, and inputs that belong to no module",
     "clip_grad_norm_1d": DTENSORS,
-    "all_gather_extensions_train_parity": "shards a subclass of Tensor, which is refused",
-    "unused_forward_module": "passes an integer as reshard_after_forward, which is refused",
-    "unused_forward_output": "passes an integer as reshard_after_forward, which is refused",
+    "all_gather_extensions_train_parity": SUBCLASS,
+    "all_gather_extensions_end_to_end": SUBCLASS,
+    "unused_forward_module": INTEGER,
+    "unused_forward_output": INTEGER,
+    "multi_forward_mixed_requires_grad": INTEGER,
     "double_lazy_init": INSIDE,
     "fully_shard_is_root": INSIDE,
     "module_and_param_fqns": INSIDE,
