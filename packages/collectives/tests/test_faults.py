@@ -532,6 +532,9 @@ def pass_bad_arguments():
         collectives.all_reduce(t.cfloat(), dist.ReduceOp.MAX)
     with raises(TypeError, match="BAND of"):
         collectives.all_reduce(t, dist.ReduceOp.BAND)
+    for call in (collectives.all_reduce, collectives.broadcast):
+        with raises(TypeError, match=rf"{call.__name__} expected a tensor, got list"):
+            call([t])
     with raises(ValueError, match="input has 4 elements; 2 ranks with 3 each in output need 6"):
         collectives.reduce_scatter_tensor(torch.ones(3), t)
     with raises(TypeError, match="make them the same"):

@@ -328,6 +328,29 @@ def test_autograd_notices_every_tensor_that_is_overwritten():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
+def from_expanded_tensors(where):
+    """Broadcast a tensor whose elements share one address, and reduce one on other ranks."""
+    if where == "apart":
+        apart()
+    is_root = dist.get_rank() == 0
+    tensor = torch.ones(1).expand(5) if is_root else torch.zeros(5)
+    for async_op in (False, True):
+        work = collectives.broadcast(tensor, 0, async_op=async_op)
+        if work is not None:
+            work.wait()
+    total = torch.ones(5) if is_root else torch.ones(1).expand(5)
+    collectives.reduce(total, 0)
+    with pytest.raises(ValueError, match="pass a clone"):
+        collectives.all_reduce(torch.ones(1).expand(5))
+    return tensor.tolist(), total.tolist()
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_expanded_tensors_can_be_passed_where_they_are_only_read(where):
+    results = run_ranks(from_expanded_tensors, 2, where)
+    assert results == [([1.0] * 5, [total] * 5) for total in (2.0, 1.0)]
+
+
 def in_inference_mode(where):
     """Write to tensors that were created in inference mode, inside and outside of that mode."""
     if where == "apart":

@@ -48,6 +48,19 @@ def for_members(function: Collective[P]) -> Collective[P]:
     return call
 
 
+def is_forwarded(name: str, tensor: Tensor, algorithm: str) -> bool:
+    """Return True if torch's function runs the call, because the tensor is not on the CPU.
+
+    Raise TypeError if `tensor` is not a tensor; `name` is the name of the called function.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} expected a tensor, got {type(tensor).__name__}; pass torch.as_tensor of a "
+            "number or an array, and one tensor per call"
+        )
+    return not tensor.is_cpu and algorithm == "auto"
+
+
 def describe_call(
     comm: Communicator,
     kind: str,
@@ -65,16 +78,17 @@ def describe_call(
 
     Args:
         tensor: a tensor that has the call's dtype, and its shape unless `shape` is passed.
-        outputs: the tensors that the call writes to.
+        outputs: the tensors that the call writes to on the root, or on every rank.
         shapes: the shapes of several tensors, all of which must be the same on all ranks.
         coalesced: the number of tensors that are coalesced into this call.
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
+    if not _writes_outputs(kind, is_root=comm.rank == root):
+        outputs = ()
     check_tensors(kind, tensor, outputs)
-    if _writes_outputs(kind, is_root=comm.rank == root):
-        # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
-        # Tensors that were created in inference mode have no version.
-        increment_version([output for output in outputs if not output.is_inference()])
+    # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
+    # Tensors that were created in inference mode have no version.
+    increment_version([output for output in outputs if not output.is_inference()])
     if shape is None:
         shape = compared_shape(comm, tensor)
     if len(shape) > MAX_DIMS and not shapes:

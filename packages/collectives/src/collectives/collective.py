@@ -30,6 +30,7 @@ from collectives.arguments import (
     describe_call,
     flatten,
     for_members,
+    is_forwarded,
     may_overlap,
     root_rank,
     separate,
@@ -59,7 +60,7 @@ def all_reduce(
     float16, bfloat16 and 8-bit floats are accumulated in float32. AVG needs a floating or complex
     dtype.
     """
-    if not tensor.is_cpu and algorithm == "auto":
+    if is_forwarded("all_reduce", tensor, algorithm):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     comm = communicator(group)
     name = op_name(op)
@@ -82,7 +83,7 @@ def reduce_scatter_tensor(
 
     `input` has `world_size` times as many elements as `output`.
     """
-    if not output.is_cpu and algorithm == "auto":
+    if is_forwarded("reduce_scatter_tensor", output, algorithm):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
     comm = communicator(group)
     name = op_name(op)
@@ -105,7 +106,7 @@ def all_gather_into_tensor(
 
     `output` has `world_size` times as many elements as `input`.
     """
-    if not output.is_cpu and algorithm == "auto":
+    if is_forwarded("all_gather_into_tensor", output, algorithm):
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     comm = communicator(group)
     check_pair("output", output, "input", input, comm.world)
@@ -127,7 +128,7 @@ def broadcast(
 
     `src` is a global rank. `group_src` is the rank in the group and can be passed instead.
     """
-    if not tensor.is_cpu and algorithm == "auto":
+    if is_forwarded("broadcast", tensor, algorithm):
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
     comm = communicator(group)
     root = root_rank(comm, src, group, group_src)
@@ -151,7 +152,7 @@ def all_to_all_single(
     The tensors are split along the first dimension, into equal parts by default. Split sizes are
     numbers of rows per rank. Either all ranks or no rank must pass them.
     """
-    if not output.is_cpu and algorithm == "auto":
+    if is_forwarded("all_to_all_single", output, algorithm):
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
@@ -197,6 +198,10 @@ def run(
     """Run a call that writes to `output`, which is also its input if `input` is None."""
     source = output if input is None else input
     must_copy = input is not None and _overwrites_input(comm, output, input)
+    # A broadcast only reads the root's tensor, and only writes to the tensors of the other ranks.
+    is_broadcast = call.kind == "broadcast"
+    is_read = not is_broadcast or comm.rank == call.root
+    is_written = not is_broadcast or comm.rank != call.root
 
     def flat_tensors() -> list[Tensor]:
         if input is None:
@@ -206,21 +211,22 @@ def run(
     if not async_op and call.packed in comm.gloo.groups:
         tensors = flat_tensors()
         if comm.run_connected(call, *tensors):
-            copy_back(output, tensors[0])
+            if is_written:
+                copy_back(output, tensors[0])
             return None
 
     def body(packed: bytes) -> None:
         # The input is not copied before this point, because earlier calls may still write to it.
         tensors = flat_tensors()
         dispatch.run(comm, call, packed, *tensors)
-        copy_back(output, tensors[0])
+        if is_written:
+            copy_back(output, tensors[0])
 
     def make_job() -> Job | None:
         # The engine cannot copy the input at the time when the call runs.
         return None if must_copy else dispatch.make_job(comm, call, output, source)
 
-    # A broadcast does not read the tensors of the other ranks, so NaNs in them do not matter.
-    is_read = call.kind != "broadcast" or comm.rank == call.root
+    # NaNs in tensors that are not read do not matter.
     inputs = [source] if is_read else []
     return comm.run(call, inputs, body, async_op=async_op, result=output, make_job=make_job)
 
