@@ -1,5 +1,6 @@
 """Collectives with lists and with a root, and tensors with lazy conjugates and negatives."""
 
+import mmap
 import os
 import warnings
 from datetime import timedelta
@@ -328,8 +329,8 @@ def test_autograd_notices_every_tensor_that_is_overwritten():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
-def from_expanded_tensors(where):
-    """Broadcast a tensor whose elements share one address, and reduce one on other ranks."""
+def from_unwritable_tensors(where):
+    """Broadcast from tensors that cannot be written to, and reduce one of another rank."""
     if where == "apart":
         apart()
     is_root = dist.get_rank() == 0
@@ -338,17 +339,21 @@ def from_expanded_tensors(where):
         work = collectives.broadcast(tensor, 0, async_op=async_op)
         if work is not None:
             work.wait()
+        assert tensor.tolist() == [1.0] * 5
     total = torch.ones(5) if is_root else torch.ones(1).expand(5)
     collectives.reduce(total, 0)
+    read_only = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    zeros = torch.frombuffer(read_only, dtype=torch.float32)[::2][:5] if is_root else tensor
+    collectives.broadcast(zeros, 0)
     with pytest.raises(ValueError, match="pass a clone"):
         collectives.all_reduce(torch.ones(1).expand(5))
-    return tensor.tolist(), total.tolist()
+    return zeros.tolist(), total.tolist()
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_expanded_tensors_can_be_passed_where_they_are_only_read(where):
-    results = run_ranks(from_expanded_tensors, 2, where)
-    assert results == [([1.0] * 5, [total] * 5) for total in (2.0, 1.0)]
+def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where):
+    results = run_ranks(from_unwritable_tensors, 2, where)
+    assert results == [([0.0] * 5, [total] * 5) for total in (2.0, 1.0)]
 
 
 def in_inference_mode(where):
