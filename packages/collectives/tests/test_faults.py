@@ -436,6 +436,10 @@ def pass_nan(where):
             collectives.all_reduce(tensor)
         with pytest.raises(collectives.Mismatch, match="rank 0 passed a NaN to broadcast"):
             collectives.broadcast(torch.full((2,), torch.nan), 0)
+        # Shapes that are not compared are not part of the message.
+        message = r"rank 2 passed a NaN to all_to_all\((?!shape \(\))"
+        with pytest.raises(collectives.Mismatch, match=message):
+            collectives.all_to_all_single(torch.empty(999), tensor[:999])
         # The tensors that a broadcast overwrites may contain NaN.
         received = torch.full((2,), torch.nan if dist.get_rank() else 5.0)
         collectives.broadcast(received, 0)

@@ -97,7 +97,12 @@ class Call:
         )
 
     def __str__(self) -> str:
-        parts = [f"shape {self.shape}", str(self.dtype)]
+        if self.kind == "barrier":
+            return "barrier()"
+        parts = [str(self.dtype)]
+        # The shapes of an all-to-all may differ between ranks, so it often has none.
+        if self.kind != "all_to_all" or self.shape:
+            parts.insert(0, f"shape {self.shape}")
         if self.op:
             parts.append(self.op)
         if self.kind in ("broadcast", *STEPS):
