@@ -240,6 +240,53 @@ def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[st
     ]
 
 
+def mixed_memory() -> list[Row]:
+    """Count the peak of a forward pass of the 2.7B model, batch 4, in float32 and bf16 autocast.
+
+    Fake tensors on `cuda` follow the autocast rules of a GPU on any machine.
+    """
+    from accounting.memory.live import LiveMemory
+    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    from llmsys_suite.stages import memory
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def peak_mib(config: ModelConfig, *, autocast: bool, cache: bool) -> float:
+        """Return the peak of a forward pass without gradients in MiB."""
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(memory.ROWS, config.context, dtype=torch.long)
+        live = LiveMemory()
+        live.add([*model.parameters(), *model.buffers()], "parameter or buffer")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_cache_enabled(cache)
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            with torch.no_grad(), live:
+                model(tokens)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_cache_enabled(True)
+            torch.clear_autocast_cache()
+        return live.peak_bytes / memory.MIB
+
+    rows = []
+    for context in (128, 256, 512):
+        config = ModelConfig.named("2.7B", vocabulary=memory.VOCABULARY, context=context)
+        row: Row = {"context": context}
+        for name, autocast, cache in (
+            ("float32", False, True),
+            ("autocast", True, True),
+            ("autocast_uncached", True, False),
+        ):
+            with (
+                FakeTensorMode(),
+                torch.device("cuda"),
+                mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
+            ):
+                row[f"inference_{name}_mib"] = peak_mib(config, autocast=autocast, cache=cache)
+        rows.append(row)
+    return rows
+
+
 def attention_memory() -> list[Row]:
     """Count live bytes of plain attention before its backward pass: batch 8, one head, float32."""
     from accounting.memory.live import LiveMemory
@@ -247,7 +294,7 @@ def attention_memory() -> list[Row]:
 
     rows = []
     for seq in (256, 1024, 4096, 8192, 16384):
-        for width in (16, 128):
+        for width in (16, 32, 64, 128):
             with torch.device("meta"):
                 q, k, v = (torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3))
             memory = LiveMemory()
@@ -452,6 +499,36 @@ def rates() -> list[Row]:
             row[f"batch_{int(size)}"] = None if math.isnan(rate) else round(float(rate), 5)
         row["doubts"] = len(doubts)
         rows.append(row)
+    return rows
+
+
+def rate_curves() -> list[Row]:
+    """Measure the final loss by learning rate and batch size: regression and a network."""
+    from scaling import sweep_learning_rate
+
+    sizes = {"linear": (1, 4, 16, 64, 256), "mlp": (1, 4, 16, 64)}
+    rows = []
+    for task, optimizer, options in (
+        ("linear", "sgd", {}),
+        ("linear", "adam", {"seeds": 32, "noise": 8.0}),
+        ("mlp", "sgd", {"seeds": 4}),
+        ("mlp", "adam", {"seeds": 4}),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sweep = sweep_learning_rate(
+                task,  # type: ignore[arg-type]
+                optimizer,  # type: ignore[arg-type]
+                batch_sizes=sizes[task],
+                **options,  # type: ignore[arg-type]
+            )
+        for size, losses in zip(sweep.batch_sizes, sweep.loss, strict=True):
+            curve = [
+                (float(f"{rate:.4g}"), float(f"{loss:.4g}"))
+                for rate, loss in zip(sweep.rates, losses, strict=True)
+                if math.isfinite(loss)
+            ]
+            rows.append({"task": task, "optimizer": optimizer, "batch": int(size), "curve": curve})
     return rows
 
 
@@ -792,6 +869,7 @@ CASES: dict[str, Callable[..., list[Row]]] = {
         kernels,
         allocator,
         layers,
+        mixed_memory,
         attention_memory,
         attention_time,
         model_compiled,
@@ -799,6 +877,7 @@ CASES: dict[str, Callable[..., list[Row]]] = {
         epoch,
         parallel,
         rates,
+        rate_curves,
         language_rates,
         digits,
         prompt_overfits,

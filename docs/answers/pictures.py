@@ -141,6 +141,10 @@ def drawings() -> dict[str, str]:
         "sensitivity.svg": _sensitivity(),
         "bits.svg": _bits(),
         "rates.svg": _rates(),
+        "curves-linear-sgd.svg": _curves("linear", "sgd", "linear regression, SGD"),
+        "curves-linear-adam.svg": _curves("linear", "adam", "linear regression, Adam, noise 8"),
+        "curves-mlp-sgd.svg": _curves("mlp", "sgd", "network, SGD"),
+        "curves-mlp-adam.svg": _curves("mlp", "adam", "network, Adam"),
         "isoflop.svg": _isoflop(),
     }
     return {name: chart.svg() for name, chart in charts.items()}
@@ -217,6 +221,17 @@ def _rates() -> Chart:
         ]
         lines[f"{row['task']} {row['optimizer']}{noise}, {row['steps']} steps"] = points
     return Chart("best learning rate", "batch size", "rate", lines, log_x=True, log_y=True)
+
+
+def _curves(task: str, optimizer: str, name: str) -> Chart:
+    """Draw the final loss over the rate; rates above which the loss grows are left out."""
+    stored = [r for r in rows("rate_curves") if (r["task"], r["optimizer"]) == (task, optimizer)]
+    first = max(loss for row in stored for _, loss in row["curve"][:1])
+    lines = {
+        f"batch {row['batch']}": [(rate, loss) for rate, loss in row["curve"] if loss < 1.5 * first]
+        for row in stored
+    }
+    return Chart(f"final loss: {name}", "rate", "loss", lines, log_x=True, log_y=True, dots=False)
 
 
 def _isoflop() -> Chart:
