@@ -66,6 +66,31 @@ def rates(optimizer, steps, noise, task="linear"):
     return row("rates", task=task, optimizer=optimizer, steps=steps, label_noise=noise)
 
 
+def gpu_step(size):
+    return result("llmsys-suite", "gpu_steps", case="step", size=size)["step_p50_ms"]
+
+
+def gpu_rate(which):
+    measured = result(
+        "flashattn2",
+        "gpu",
+        case="train",
+        batch=1,
+        seq=16384,
+        dim=128,
+        causal="true",
+        impl="ours triton",
+        **{"pass": which},
+    )
+    return measured["tflops"]
+
+
+def lowest(task, optimizer, batch):
+    """Return the rate of a curve that has the least loss."""
+    curve = row("rate_curves", task=task, optimizer=optimizer, batch=batch)["curve"]
+    return min(curve, key=lambda point: point[1])[0]
+
+
 def swept(workload):
     return [row for row in RESULTS if (row["case"], row["workload"]) == ("sweep", workload)]
 
@@ -131,6 +156,26 @@ SENTENCES = {
     ),
     "under autocast more is held at the end of the forward pass": lambda: all(
         entry["forward_end_autocast_mib"] > entry["forward_end_mib"] for entry in MEMORY.values()
+    ),
+    "autocast raises the peak of a forward pass, and its cache is the reason": lambda: all(
+        entry["inference_autocast_mib"] > 1.4 * entry["inference_float32_mib"]
+        and entry["inference_autocast_uncached_mib"]
+        == NEAR(entry["inference_float32_mib"], rel=0.01)
+        for entry in rows("mixed_memory")
+    ),
+    "the rate with the least loss grows with the batch, with Adam less than with SGD": lambda: (
+        lowest("linear", "sgd", 64) / lowest("linear", "sgd", 1)
+        > lowest("linear", "adam", 64) / lowest("linear", "adam", 1)
+        > 1
+        and lowest("mlp", "sgd", 64) / lowest("mlp", "sgd", 1)
+        > lowest("mlp", "adam", 64) / lowest("mlp", "adam", 1)
+        > 1
+    ),
+    "predictions for a GPU start from the steps and rates of the tables beside them": lambda: (
+        gpu_step("small") == NEAR(63.3, abs=0.05)
+        and gpu_step("medium") == NEAR(137.8, abs=0.05)
+        and gpu_rate("forward") == NEAR(415, abs=0.5)
+        and gpu_rate("backward") == NEAR(333, abs=0.5)
     ),
     "memory climbs, falls, and is flat in the optimizer": lambda: (
         max(STEP, key=lambda point: point[1])
