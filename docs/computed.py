@@ -214,7 +214,9 @@ def _questions(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
     for answer in ANSWERS:
         if answer.id.startswith(tuple(prefixes)):
             value = f"{shown(eval(answer.call, namespace))} {answer.unit}".rstrip()
-            yield f"| {answer.question} | {value} | `{answer.call}` | {answer.derivation} |"
+            # Markdown would show the text between two asterisks in italics, without them.
+            derivation = re.sub(r" *\* *", " × ", answer.derivation)
+            yield f"| {answer.question} | {value} | `{answer.call}` | {derivation} |"
 
 
 def _models(namespace: dict[str, Any]) -> Iterator[str]:
