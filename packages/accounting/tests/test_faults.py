@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accounting import (
     flops,
     kv_cache,
     mfu,
+    parameters,
     plans_that_fit,
     training_memory,
 )
@@ -372,3 +374,31 @@ def test_list_of_many_layers_is_not_the_name_of_a_file() -> None:
     layers = "+".join(map(str, range(100)))
     sizes = "layers=100,d_model=64,heads=4,vocab_size=9,experts.count=4,experts.per_token=2"
     assert read_model(f"{sizes},experts.layers={layers}").expert_layers == set(range(100))
+
+
+def test_replaced_sizes_do_not_leave_layers_of_the_original_model() -> None:
+    with pytest.raises(ValueError, match=r"expected attention, an MLP, .* got none in layer 4"):
+        replace(MODEL, layers=6)
+    with pytest.raises(
+        ValueError, match=r"expected a dense MLP or experts .*, got both in layer 0"
+    ):
+        replace(MODEL, experts=Experts(count=4, per_token=2))
+    larger = replace(MODEL, layers=6, attention_layers=None, mlp_layers=None)
+    assert larger == Transformer(**SIZES | {"layers": 6})
+
+
+def test_config_of_another_type_reports_what_it_is() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return LLAMA
+
+    assert Transformer.from_hf(Config()) == Transformer.from_hf(LLAMA)
+    with pytest.raises(TypeError, match="got the class Config"):
+        Transformer.from_hf(Config)
+    with pytest.raises(ValueError, match=r"got its text; pass json\.loads"):
+        Transformer.from_hf(json.dumps(LLAMA | {"name": "long" * 99}))
+
+
+def test_index_of_a_breakdown_is_a_name() -> None:
+    with pytest.raises(TypeError, match=r"expected the name of a part of .*, got 0"):
+        parameters(MODEL)[0]

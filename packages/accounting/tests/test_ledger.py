@@ -129,7 +129,7 @@ def real_peak(module: nn.Module, sample: Tensor, optimizer: torch.optim.Optimize
     """Return the peak of a second real step, with the tensors of the module."""
 
     def step() -> None:
-        module(sample).float().sum().backward()
+        module(sample).sum().backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -156,6 +156,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Any]] = {
         lambda: torch.nn.utils.weight_norm(nn.Linear(32, 32)),  # type: ignore[no-untyped-call]
         torch.ones(4, 32),
         torch.optim.SGD,
+    ),
+    "bf16": (
+        lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16(),
+        torch.ones(128, 64, dtype=torch.bfloat16),
+        torch.optim.AdamW,
     ),
     "new weight norm": (
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),

@@ -115,7 +115,7 @@ def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
     )
     unknown = predicted(1.0, model=SMALL, hardware="H200", precision="fsdp_bf16")
     assert "nothing published here for H200 in bf16, dense" in unknown.basis
-    sparse = replace(SMALL, experts=Experts(count=4, per_token=2))
+    sparse = replace(SMALL, experts=Experts(count=4, per_token=2), mlp_layers=None)
     assert (
         "1 of 3 necessary sources published here for H800 in fp8, MoE"
         in predicted(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis

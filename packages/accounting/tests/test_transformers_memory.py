@@ -1,11 +1,12 @@
 """Peaks of real training steps of transformers' modules, compared with torch's MemTracker."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, Window, Workload, peak_memory
+from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory, training_memory
 from accounting.memory.activations import activations
 from reference import described
 
@@ -38,6 +39,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Its window of 4,096 keys is wider than the sequences.
     "mistral": LLAMA,
 }
+MAMBA_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+    *("state_size", "conv_kernel", "time_step_rank"),
+)
 #: Sequences, tokens and vocabulary: the step peaks at the logits, in a block, or in the optimizer.
 RUNS = [(2, 128, 4096), (4, 128, 64), (1, 32, 64)]
 
@@ -122,6 +127,7 @@ WIDE = {
         "head_dim": 16,
         "rotary_dim": 8,
         "n_positions": 128,
+        "num_local_experts": 4,
     },
 }
 
@@ -138,6 +144,15 @@ WIDE = {
         ("xglm", False, 0.70, 0.92),
         # xIELU consists of several operators.
         ("apertus", True, 0.69, 0.92),
+        # The backward of a joint matrix concatenates the gradients of its parts.
+        ("glm", True, 0.95, 1.0),
+        ("phi3", True, 0.91, 1.0),
+        # Squared ReLU, and norms that are not in the model.
+        ("bitnet", True, 0.77, 0.94),
+        ("jais2", True, 0.93, 1.0),
+        ("nanochat", True, 0.78, 0.86),
+        # Every expert processes every token.
+        ("llama4_text", True, 0.61, 0.82),
     ],
 )
 @pytest.mark.parametrize("run", RUNS[:2])
@@ -180,6 +195,35 @@ def test_transformers_module_with_sinks_is_refused(flash: bool) -> None:
     with pytest.raises(ValueError, match="expected transformers=False for transformer, got True"):
         peak_memory(model, work=work)
     assert peak_memory(model, work=replace(work, transformers=False)).total
+
+
+@pytest.mark.parametrize("cost", [peak_memory, training_memory])
+def test_transformers_module_with_recurrent_layers_is_refused(cost: Callable[..., Any]) -> None:
+    model = Transformer.from_hf({"model_type": "mamba"} | dict.fromkeys(MAMBA_SIZES, 4))
+    with pytest.raises(ValueError, match=r"expected transformers=False .* its eager scan saves"):
+        cost(model, batch=1, seq=8, transformers=True)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_of_tied_table_and_their_sum_exist_at_once(foreach: bool) -> None:
+    """Most parameters are in the table, so that the step peaks when its gradients are added."""
+    import transformers
+
+    sizes = LLAMA | {"vocab_size": 8000, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=foreach)
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    ledger = Ledger()
+    ledger.hold("weights", *module.parameters(), *module.buffers())
+    with ledger:
+        for _ in range(2):
+            module(tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    work = Workload(batch=1, seq=2, transformers=True)
+    predicted = peak_memory(described(module), work=work, foreach=foreach).total
+    assert predicted == pytest.approx(ledger.peak_bytes, rel=0.001)
 
 
 def test_compiled_step_of_transformers_is_refused() -> None:

@@ -34,6 +34,8 @@ class Breakdown:
 
     def __getitem__(self, name: str) -> Breakdown:
         """Return the part with this name, or with a path such as `"attention/query"`."""
+        if not isinstance(name, str):
+            raise TypeError(f"expected the name of a part of {self.name!r}, got {name!r}")
         first, _, rest = name.partition("/")
         for part in self.parts:
             if part.name == first:

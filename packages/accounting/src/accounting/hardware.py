@@ -117,6 +117,8 @@ def _plain(name: str) -> str:
 
 def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
     """Return a device; it copies fields and peaks of the known device that `like` names."""
+    if "peaks" in entry:
+        raise ValueError("expected peaks as published = { bf16 = ... }, got peaks")
     fields = {key: value for key, value in entry.items() if key not in _DERIVED}
     for key in {"node_link", "network"} & fields.keys():
         label, bandwidth, latency = fields[key]

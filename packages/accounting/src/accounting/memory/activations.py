@@ -40,6 +40,8 @@ def activations(
     work = workload(work, run)
     checks.whole("batch", work.batch)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    if work.transformers:
+        _check_transformers(model)
     stage_model = plan.stage_model(model, stage)
     names = _of_layers(stage_model, plan, work)
     if plan.recompute == "full":
@@ -59,6 +61,22 @@ def activations(
         )
         parts.append(total("mixers", "B", *_mixers(stage_model, names)))
     return total(f"activations of {model.name}", "B", *parts)
+
+
+def _check_transformers(model: Transformer) -> None:
+    """Raise `ValueError` for models whose eager modules in transformers are not modeled."""
+    reasons = {
+        "the tensors of its experts and of attention with sinks are not modeled": model.sinks,
+        "its eager scan saves many times as much as a kernel": any(
+            mixer.scan for mixer in model.mixers
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(
+                f"expected transformers=False for {model.name}, got True; {reason}; trace a step "
+                "with fits"
+            )
 
 
 def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdown:

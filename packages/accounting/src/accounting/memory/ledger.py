@@ -27,8 +27,10 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 class Ledger(LiveMemory):
     """A context around a training step that lists the live tensors.
 
-    `table()` returns the list, and an out-of-memory error receives it as a note. `rounding` is the
-    granularity of the allocator in bytes.
+    `table()` returns the list, and an out-of-memory error receives it as a note. Tensors of all
+    devices count. A tensor that existed before counts only once an operator returns it or a view of
+    it, so pass weights and optimizer state to `hold`. `rounding` is the granularity of the
+    allocator in bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -123,7 +125,9 @@ def fits(
     arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and trains all
     parameters that require gradients; None traces forward and backward only. `device` provides the
     memory with which the peak is compared. `loss` computes a scalar from the output; the default is
-    the output's `.loss`, or else the sum of its first tensor. `autocast` is the dtype of mixed
+    the output's `.loss`, or else the sum of its first tensor. The output is released before the
+    backward, as in `loss(module(sample)).backward()`. A loop that keeps it in a variable needs its
+    bytes in addition, such as the logits of a language model. `autocast` is the dtype of mixed
     precision. `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are
     plain attributes of the module have the label `attributes`.
 
@@ -405,7 +409,7 @@ def _loss(output: Any) -> Tensor:
     if isinstance(output_loss, Tensor):
         return output_loss
     first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return first.float().sum() if first.is_floating_point() else first.sum()
+    return first.sum()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

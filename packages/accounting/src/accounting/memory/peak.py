@@ -10,7 +10,13 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
 from accounting.memory.backward import times
-from accounting.memory.states import cast_weights, fsdp_groups, model_states, one_layer
+from accounting.memory.states import (
+    cast_weights,
+    fsdp_groups,
+    model_states,
+    one_layer,
+    tied_table_gradients,
+)
 from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
@@ -31,7 +37,8 @@ def peak_memory(
     Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
     of the backward, and activations are freed before the optimizer runs. The backward of each block
     frees its activations and allocates its gradients. The peak is therefore at the start of the
-    backward, in a block (the last, the last but one or the first), or in the optimizer.
+    backward, in a block (the last, the last but one or the first), at the sum of the two gradients
+    of a tied table, or in the optimizer.
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
@@ -50,18 +57,13 @@ def peak_memory(
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
         )
-    if model.sinks and work.transformers:
-        raise ValueError(
-            f"expected transformers=False for {model.name}, got True; the tensors of its experts "
-            "and of attention with sinks are not modeled; trace a step with fits"
-        )
     if plan.recompute == "selective":
         raise ValueError(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
             "training_memory for it"
         )
     step = _Step(model, plan, work)
-    moments = [*step.head(), *step.blocks(), step.optimizer(foreach)]
+    moments = [*step.head(), *step.blocks(), *step.tied_table(), step.optimizer(foreach)]
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -150,6 +152,17 @@ class _Step:
                 self._saved_before(self.model.layers - 1 - done),
                 alive,
                 gradients=done * unsharded.groups.block,
+            )
+
+    def tied_table(self) -> Iterator[Breakdown]:
+        """Yield the moment at which the two gradients of a tied table are added."""
+        tables = tied_table_gradients(self.model, self.plan, self.kind)
+        if tables is not None:
+            yield self._moment(
+                "at the gradient of the tied table",
+                self.unsharded.gathered(0),
+                tables,
+                gradients=self.parameters,
             )
 
     def optimizer(self, foreach: bool) -> Breakdown:

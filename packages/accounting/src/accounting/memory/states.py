@@ -86,6 +86,26 @@ def cast_weights(
     return product("cast weights", "B", parameters=count, bytes=bytes_of(kind.cast_weights))
 
 
+def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Breakdown | None:
+    """Return the temporary tensors while the two gradients of a tied table are added, if any.
+
+    The gradient of the head, the gradient of the embedding, and their sum exist at once. The sum
+    becomes the stored gradient, unless ZeRO shards the gradients.
+    """
+    if not (model.tied and model.lm_head):
+        return None
+    is_sharded = plan.zero >= 2 and plan.replicas > 1
+    gathered = kind.cast_weights or kind.weights
+    dtype = gathered if is_sharded and plan.zero == 3 else kind.gradients
+    return product(
+        "gradients of the tied table",
+        "B",
+        tensors=3 if is_sharded else 2,
+        parameters=split(model.vocab_size * model.embedding_dim, plan.tensor),
+        bytes=bytes_of(dtype),
+    )
+
+
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
     """Return the bytes of weights, gradients and optimizer on a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)

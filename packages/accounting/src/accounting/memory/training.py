@@ -9,7 +9,13 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
 from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
 from accounting.memory.fsdp_pipeline import FsdpStage
-from accounting.memory.states import cast_weights, distinct_stages, fsdp_groups, stage_states
+from accounting.memory.states import (
+    cast_weights,
+    distinct_stages,
+    fsdp_groups,
+    stage_states,
+    tied_table_gradients,
+)
 from accounting.memory.states import model_states as model_states
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
@@ -58,6 +64,8 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     saved = activations(model, plan, work, stage=stage)
     unsharded = cast_weights(model, plan, kind, stage), _gathered(model, plan, kind, stage)
     recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
+    # In a pipeline, the embedding and the head are on two stages.
+    tables = tied_table_gradients(model, plan, kind) if plan.pipeline == 1 else None
     if stage == plan.pipeline - 1:
         temporary = end_of_model(model, plan, work)
     else:
@@ -65,7 +73,7 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
 
     def moment(in_flight: int, states: list[Breakdown]) -> Breakdown:
         alive = times("activations", saved, in_flight=Fraction(in_flight, plan.virtual_stages))
-        return total(name, "B", *states, alive, recomputed, *unsharded, temporary)
+        return total(name, "B", *states, alive, recomputed, *unsharded, temporary, tables)
 
     in_flight = plan.in_flight(stage)
     if plan.pipeline == 1:

@@ -60,6 +60,8 @@ def content_of(config: object) -> dict[str, Any]:
     """Return the fields of a configuration: a folder, a file, its content, or a config object."""
     if isinstance(config, Mapping):
         return dict(config)
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        raise ValueError("expected the path of a config.json, got its text; pass json.loads(text)")
     if isinstance(config, str | PathLike):
         path = Path(config)
         file = path / "config.json" if path.is_dir() and str(config) else path
@@ -79,9 +81,10 @@ def content_of(config: object) -> dict[str, Any]:
             )
         return content
     to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
+    if callable(to_dict) and not isinstance(config, type):
         return dict(to_dict())
+    got = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
     raise TypeError(
         f"expected config to be a folder, a config.json, its content as a mapping, or a "
-        f"transformers config, got {type(config).__name__}"
+        f"transformers config, got {got}"
     )

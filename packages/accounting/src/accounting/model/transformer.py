@@ -147,6 +147,32 @@ class Transformer:
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
         for mixer in self.mixers:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Raise `ValueError` if a layer has no block, or both a dense MLP and experts.
+
+        `dataclasses.replace` copies the layers that the original model derived, so a model with
+        more layers or with experts would otherwise have the blocks of the original.
+        """
+        derive = (
+            "pass attention_layers=None and mlp_layers=None, and experts and window without "
+            "layers, to derive them again"
+        )
+        dense = {*(self.mlp_layers or ())}
+        both = sorted(dense & self.expert_layers)
+        if both:
+            raise ValueError(
+                f"expected a dense MLP or experts in a layer, got both in layer {both[0]}; {derive}"
+            )
+        blocks = dense | self.expert_layers | {*(self.attention_layers or ())}
+        blocks = blocks.union(*(mixer.layers for mixer in self.mixers))
+        empty = sorted({*range(self.layers)} - blocks)
+        if empty:
+            raise ValueError(
+                f"expected attention, an MLP, experts or a mixer in each layer, got none in layer "
+                f"{empty[0]}; {derive}"
+            )
 
     def _record(self, name: str, record: type, listed: bool) -> None:
         field = getattr(self, name)
