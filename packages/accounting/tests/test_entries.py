@@ -92,6 +92,7 @@ TAKES: dict[str, dict[str, Any]] = {
 INSIDE = {
     *("memory.backward", "memory.fsdp_pipeline"),
     *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
+    "memory.states.tied_table_gradients",
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
         "model.transformer.matrices",

@@ -147,6 +147,8 @@ WIDE = {
         # The backward of a joint matrix concatenates the gradients of its parts.
         ("glm", True, 0.95, 1.0),
         ("phi3", True, 0.91, 1.0),
+        ("gpt_bigcode", True, 0.97, 1.04),
+        ("starcoder2", True, 0.97, 1.04),
         # Squared ReLU, and norms that are not in the model.
         ("bitnet", True, 0.77, 0.94),
         ("jais2", True, 0.93, 1.0),
