@@ -1,6 +1,7 @@
 """Edges of a decoder: exact effects against a forward pass, estimates against exact effects."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from interp.patching import (
     edge_attribution,
     logit_difference,
     patch_edges,
+    patch_streams,
 )
 from torch import Tensor
 
@@ -256,6 +258,37 @@ def test_metrics_may_change_their_argument_in_place() -> None:
     effects = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square_()))
     expected = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square()))
     torch.testing.assert_close(effects.values, expected.values)
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda values: values - values.mean(),
+        lambda values: values.softmax(0),
+        lambda values: values / values.abs().max(),
+        lambda values: values.roll(1),
+    ],
+)
+def test_metrics_that_mix_streams_are_refused(mixed: Callable[[Tensor], Tensor]) -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    for function in (patch_edges, patch_streams):
+        with pytest.raises(ValueError, match="depends on the other streams of its batch"):
+            function(decoder, CLEAN, CORRUPTED, lambda streams: mixed(metric(streams)))
+
+
+def test_metrics_without_gradients_are_measured() -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    expected = patch_streams(decoder, CLEAN, CORRUPTED, metric).values
+    values = patch_streams(
+        decoder, CLEAN, CORRUPTED, lambda streams: torch.from_numpy(metric(streams).numpy())
+    ).values
+    assert torch.equal(values, expected)
+    with torch.inference_mode():
+        assert torch.equal(patch_streams(decoder, CLEAN, CORRUPTED, metric).values, expected)
+    is_positive = patch_streams(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams) > 0)
+    assert torch.equal(is_positive.values, (expected > 0).float())
 
 
 def test_unknown_edges_are_refused() -> None:

@@ -173,7 +173,10 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
 
 
 def measure(metric: Metric, streams: Tensor) -> Tensor:
-    """Evaluate the metric on n final residual streams; return one number per stream, (n,)."""
+    """Evaluate the metric on n final residual streams; return one number per stream, (n,).
+
+    Raises ValueError for another shape, and if the number of one stream depends on another stream.
+    """
     # Metrics may change their argument in place, and callers use the streams again.
     result = metric(streams.clone())
     if not isinstance(result, Tensor) or result.shape != (len(streams),):
@@ -182,6 +185,28 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             "must return one number per stream"
         )
+    if len(streams) > 1 and _mixes_streams(metric, streams[:2]):
+        raise ValueError(
+            "the metric of one stream depends on the other streams of its batch, which are "
+            "unrelated patches; reduce over the dimensions of positions and features only"
+        )
     # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
     wide = torch.promote_types(streams.dtype, torch.float32)
     return result if result.is_floating_point() else result.to(wide)
+
+
+def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
+    """Return True if the metric of the first of two streams has a gradient in the second one.
+
+    Return False for metrics without a gradient, such as an accuracy or a result of numpy.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = streams.detach().clone().requires_grad_()
+        try:
+            value = metric(leaves.clone())[0]
+        except RuntimeError:  # a tensor with a gradient has no numpy()
+            return False
+        if not value.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(value, leaves, allow_unused=True)
+    return gradient is not None and bool((gradient[1].nan_to_num(0.0) != 0).any())
