@@ -243,3 +243,18 @@ def test_closed_generators_and_nested_records_leave_no_hooks(model: AttentionOnl
     assert both["blocks.0"].shape[0] == 1
     assert hook_count(model) == 0
     assert torch.equal(model(tokens), expected)
+
+
+class TwoAttentions(nn.Module):
+    """Attention to itself and then to another sequence, in one module."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = nn.functional.scaled_dot_product_attention(x, x, x)
+        return nn.functional.scaled_dot_product_attention(x, other, other)
+
+
+def test_two_patterns_in_one_call_of_a_module_are_refused() -> None:
+    x, other = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    module = TwoAttentions()
+    with record_patterns(module), pytest.raises(ValueError, match="got two in one call"):
+        module(x, other)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,28 +38,36 @@ class Patterns(dict[str, Tensor]):
 
 @contextmanager
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
-    """Record the latest pattern that each module of `model` computes while the block runs.
+    """Record the pattern of the latest call of each attention of `model` while the block runs.
 
     A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. A
     sink in the softmax is the last column (gpt-oss). Custom kernels and compiled graphs are not
     visible: RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention`
-    does not use its inference fast path meanwhile, which rounds differently.
+    does not use its inference fast path meanwhile, which rounds differently. A module that computes
+    two patterns in one call raises ValueError, because the name of the module does not tell them
+    apart.
     """
     patterns = Patterns()
-    inside: list[tuple[str, nn.Module]] = []
+    inside: list[_Call] = []
     handles = []
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
-        inside.append((name, module))
+        inside.append(_Call(name, module))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         inside.pop()
 
     def store(pattern: Tensor) -> None:
-        name, module = inside[-1]
-        pattern = _unpack_groups(module, pattern)
-        patterns.pop(name, None)
-        patterns[name] = pattern.detach() if detach else pattern
+        call = inside[-1]
+        if call.has_pattern:
+            raise ValueError(
+                f"expected one attention in module {call.name!r}, got two in one call; call each "
+                "attention in a module of its own"
+            )
+        call.has_pattern = True
+        pattern = _unpack_groups(call.module, pattern)
+        patterns.pop(call.name, None)
+        patterns[call.name] = pattern.detach() if detach else pattern
 
     try:
         for name, module in model.named_modules():
@@ -75,6 +84,15 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
             "no attention was seen: the model was not called inside the block, was compiled, or "
             "uses a custom kernel; switch it to SDPA or eager attention"
         )
+
+
+@dataclass
+class _Call:
+    """A call of a module that has not returned."""
+
+    name: str
+    module: nn.Module
+    has_pattern: bool = False
 
 
 class _AttentionObserver(TorchFunctionMode):
