@@ -306,3 +306,25 @@ def test_interval_covers_the_best_rate_of_random_rates(count, seeds, is_random, 
             i.low <= 1e-3 * size * np.exp(1e-4 * (seeds - 1)) <= i.high for size, i in pairs
         ]
     assert np.mean(covered) >= expected
+
+
+STUCK_RATES = [1e-4, 1.78e-4, 3.16e-4, 5.6e-4, 1e-3, 1.78e-3, 3.16e-3, 5.6e-3, 1e-2]
+
+
+@pytest.mark.parametrize("stuck", [4.0, 5.0, 7.0, 10.8, 50.0])
+def test_losses_of_stuck_runs_do_not_move_the_best_rate(stuck):
+    losses = [4.70, 4.02, 3.56, 3.25, 3.07, 3.00, 3.03, stuck, stuck]
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        sweep = fit_sweep({"lr": STUCK_RATES, "batch_size": [256] * 9, "loss": losses})
+    assert sweep.best_rates[0] == pytest.approx(1.993e-3, rel=1e-3)
+    assert sweep.diverged == {4.0: 0, 5.0: 1}.get(stuck, 2)
+    assert len(messages) == (stuck > 4)
+
+
+def test_losses_that_rise_by_instability_do_not_move_the_best_rate():
+    rates = 1.25e-4 * 2.0 ** np.arange(8)
+    losses = [3.9, 3.5, 3.25, 3.08, 3.00, 3.04, 4.2, 6.0]
+    with pytest.warns(ScalingWarning, match="1 of 8 runs diverged"):
+        sweep = fit_sweep({"lr": rates, "batch_size": [256] * 8, "loss": losses})
+    assert sweep.best_rates[0] == pytest.approx(2.25e-3, rel=0.02)

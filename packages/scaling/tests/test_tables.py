@@ -346,8 +346,33 @@ def test_checkpoints_without_run_names_or_steps_are_refused(spacing, shuffled):
     grid = [row | {"D": 1e9 * 2 ** (row["D"] // 9e8)} for row in rows]
     assert len(load_runs(grid)) == 15
     many = [{"N": n, "D": 1e9 * 1.2**s, "loss": 4 - s / 50} for n in (1e8, 3e8) for s in range(25)]
-    with pytest.raises(ValueError, match="evenly spaced token counts, or many"):
+    with pytest.raises(ValueError, match="evenly spaced token counts, or 20 with any"):
         load_runs(many)
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 4])
+@pytest.mark.parametrize("checkpoints", [4, 5, 8, 10])
+def test_checkpoints_of_trainings_of_two_lengths_are_refused(ratio, checkpoints):
+    rows = [
+        {"N": n, "D": 1e9 * length * k / checkpoints, "loss": 4 - k / 20 - length / 50}
+        for n in (1e8, 4e8, 16e8)
+        for length in (1, ratio)
+        for k in range(1, checkpoints + 1)
+    ]
+    with pytest.raises(ValueError, match="evenly spaced token counts"):
+        load_runs(rows)
+
+
+@pytest.mark.parametrize("name", ["run{0}-step{1}00", "run{0}_ckpt_{1}", "run{0}/epoch={1}"])
+def test_names_of_checkpoints_do_not_name_runs(name):
+    rows = [
+        {"run": name.format(i, s), "N": n, "D": 1e9 * s, "loss": 4 - s / 20 - i / 9}
+        for i, n in enumerate((1e8, 3e8, 1e9))
+        for s in range(1, 6)
+    ]
+    with pytest.raises(ValueError, match="evenly spaced token counts"):
+        load_runs(rows)
+    assert len(load_runs([row | {"run": f"run{i}"} for i, row in enumerate(rows)])) == 15
 
 
 @pytest.mark.parametrize("names", [{}, {"run": "r{}"}])

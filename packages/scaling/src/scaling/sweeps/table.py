@@ -32,8 +32,10 @@ DIVERGED = ("nan", "inf", "infinity", "diverged")
 #: Names of columns that identify a single run rather than a group of repetitions.
 RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 
-#: A run may have diverged if its log loss exceeds the lowest by more than this.
+#: A run may have diverged if its log loss exceeds the lowest by more than this, and by more than
+#: this multiple of the rise at an equal distance on the other side of the best rate.
 DIVERGENCE_JUMP = 0.5
+DIVERGENCE_RATIO = 4.0
 
 #: Rates that differ by at most this fraction count as one rate, because noise exceeds the
 #: difference of their losses. Grids of rates have steps of more than 5 %.
@@ -57,8 +59,9 @@ def fit_sweep(
     in the order of the rows. Rows without a loss and runs that did not finish are left out.
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
-    the diverged runs. Their loss is nan, inf or "diverged", or a number that no curve through the
-    other rates explains, such as the logarithm of the vocabulary size.
+    the diverged runs. Their loss is nan, inf or "diverged", or exceeds the least loss by more than
+    65 % (a difference of 0.5 in log loss) and by more than four times the rise at an equal distance
+    below the best rate, in log loss and log rate.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
@@ -288,8 +291,8 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
     """Set the losses of diverged runs to inf, and return the rows of all diverged runs.
 
     Loss rises smoothly on both sides of the best rate. A run above the best rate has diverged if
-    its log loss exceeds the lowest by more than `DIVERGENCE_JUMP` and by more than four times the
-    rise below the best rate.
+    its log loss exceeds the lowest by more than `DIVERGENCE_JUMP`, and by more than
+    `DIVERGENCE_RATIO` times the rise at an equal distance below the best rate.
     """
     for size in {size for size, _ in runs}:
         curve = {rate: losses for (of_size, rate), losses in runs.items() if of_size == size}
@@ -301,17 +304,36 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
         if not least:
             continue
         best = min(least, key=lambda rate: least[rate])
-        rises = [math.log(loss / least[best]) for rate, loss in least.items() if rate < best]
-        limit = max(DIVERGENCE_JUMP, 4 * max(rises, default=math.inf))
+        rises = {
+            math.log(best / rate): math.log(loss / least[best])
+            for rate, loss in least.items()
+            if rate < best
+        }
         for rate, pairs in curve.items():
             if rate < best:
                 continue
+            limit = max(DIVERGENCE_JUMP, DIVERGENCE_RATIO * _rise_at(math.log(rate / best), rises))
             marked = []
             for row, loss in pairs:
                 has_diverged = math.log(loss / least[best]) > limit
                 marked.append((row, math.inf if has_diverged else loss))
             runs[size, rate] = marked
     return sorted(row for losses in runs.values() for row, loss in losses if loss == math.inf)
+
+
+def _rise_at(distance: float, rises: Mapping[float, float]) -> float:
+    """Return the rise of the log loss at a distance from the best rate, from `rises` by distance.
+
+    The rise is interpolated linearly, and grows with the square of the distance beyond the largest
+    one. It is inf if there are no rises.
+    """
+    if not rises:
+        return math.inf
+    largest = max(rises)
+    if distance > largest:
+        return rises[largest] * (distance / largest) ** 2
+    distances = sorted(rises)
+    return float(np.interp(distance, [0.0, *distances], [0.0, *(rises[d] for d in distances)]))
 
 
 def _normalize(name: str) -> str:

@@ -1,5 +1,6 @@
 """Histories: tables with several rows per training run, of which the last row is kept."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +17,17 @@ from scaling.tables.selection import setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
 
-#: Rows of one size are checkpoints of one training run, rather than runs of several lengths, if at
+#: Rows of one size may be checkpoints of training runs, rather than runs of several lengths, if at
 #: least this many are evenly spaced in tokens, or at least this many have any spacing.
 EVEN_CHECKPOINTS = 4
 ANY_CHECKPOINTS = 20
+
+#: Largest difference of an evenly spaced token count from its place, as a fraction of the spacing.
+#: Rounding to three digits changes a count by up to 0.5 %, which is 2 % of the spacing of four.
+EVEN_TOLERANCE = 0.02
+
+#: The end of a name that contains the time of a checkpoint, such as run0-step100.
+CHECKPOINT_NAME = re.compile(r".*(step|iter|iteration|ckpt|checkpoint|epoch|tokens?)[-_=:]?\d+$")
 
 #: The final loss of a run is missing if its tokens exceed those of its last logged loss by more
 #: than this factor. Evaluation losses are logged at only a few percent of the steps.
@@ -145,7 +153,8 @@ def _find_run_ends(
         is_unique = codes.max() + 1 == len(codes)
         # A column `id` of numbers may be an index or the key of a database.
         is_index = column.lower() in ("id", "uid") and str(reading.table.cells(column)[0]).isdigit()
-        has_names = has_names or (is_unique and not is_index)
+        if is_unique and not is_index and not _names_checkpoints(reading, column):
+            has_names = True
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are one training run at different times.
@@ -234,7 +243,10 @@ def _require_no_checkpoints(
     if rises:
         evidence = f"column {rises[0]!r} rises with the tokens of each size"
     elif _has_checkpoints(size, progress):
-        evidence = "most sizes have evenly spaced token counts, or many"
+        evidence = (
+            f"most sizes have {EVEN_CHECKPOINTS} evenly spaced token counts, or {ANY_CHECKPOINTS}"
+            " with any spacing"
+        )
     else:
         return
     raise ValueError(
@@ -262,6 +274,13 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
     return len(steps) >= 4 and later >= len(steps) / 2
 
 
+def _names_checkpoints(reading: Reading, column: str) -> bool:
+    """Return True if most names of a column end with the time of a checkpoint."""
+    cells = reading.table.cells(column)
+    matches = sum(CHECKPOINT_NAME.fullmatch(str(cell).lower()) is not None for cell in cells)
+    return matches >= len(cells) / 2
+
+
 def _has_checkpoints(size: Array, progress: Array) -> bool:
     """Return True if most rows have a size with many, or with evenly spaced, token counts.
 
@@ -271,10 +290,20 @@ def _has_checkpoints(size: Array, progress: Array) -> bool:
     order = np.argsort(size, kind="stable")
     for group in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
         tokens = np.unique(progress[group])
-        if len(tokens) < EVEN_CHECKPOINTS:
-            continue
-        steps = np.diff(tokens)
-        is_even = np.abs(steps / np.median(steps) - 1) < 0.02
-        if is_even.mean() >= 0.75 or len(tokens) >= ANY_CHECKPOINTS:
+        if len(tokens) >= ANY_CHECKPOINTS or _has_even_spacing(tokens):
             rows_like_checkpoints += len(group)
     return rows_like_checkpoints >= len(size) / 2
+
+
+def _has_even_spacing(tokens: Array) -> bool:
+    """Return True if `EVEN_CHECKPOINTS` of the sorted token counts are evenly spaced.
+
+    Other counts may lie between them, such as those of a training of another length.
+    """
+    for start, second in itertools.combinations(tokens.tolist(), 2):
+        step = second - start
+        places = start + step * np.arange(2, EVEN_CHECKPOINTS)
+        nearest = np.abs(tokens - places[:, None]).min(1)
+        if (nearest <= EVEN_TOLERANCE * step).all():
+            return True
+    return False
