@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -742,6 +743,33 @@ def test_moved_or_converted_weights_are_refused() -> None:
     change_in_place(model.lm_head.weight, "no_grad")
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed in place"):
         converted(tokens)
+
+
+def test_replaced_modules_are_refused() -> None:
+    tokens = torch.zeros(1, 5, dtype=torch.long)
+    model = family("LlamaForCausalLM")
+    decoder = describe(model)
+    expected = decoder(tokens)
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    with pytest.raises(RuntimeError, match=r"module model\.layers\.0\.mlp\.act_fn was added, repl"):
+        decoder(tokens)
+    model = family("LlamaForCausalLM")
+    decoder = describe(model)
+    projection = model.model.layers[1].self_attn.v_proj
+    wrapper = nn.Linear(1, 1, bias=False)
+    wrapper.weight = projection.weight
+    model.model.layers[1].self_attn.v_proj = wrapper
+    with pytest.raises(RuntimeError, match=r"v_proj was added, replaced or removed"):
+        decoder(tokens)
+    model.model.layers[1].self_attn.v_proj = projection
+    torch.testing.assert_close(decoder(tokens), expected)
+
+
+@pytest.mark.parametrize("cls", ["LlamaForCausalLM", "GptOssForCausalLM"])
+def test_descriptions_are_pickled(cls: str) -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    decoder = describe(family(cls))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(decoder))(tokens), decoder(tokens))
 
 
 @pytest.mark.parametrize(

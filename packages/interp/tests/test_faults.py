@@ -112,6 +112,10 @@ def model() -> AttentionOnly:
         ),
         (lambda: knock_out_attention([False, True], [0]), "indices of queries, got torch.bool"),
         (
+            lambda: knock_out_attention([1, 4], [0])(torch.ones(1, 2, 4, 4) / 4),
+            r"expected queries within 0 and 3, got \[1, 4\]; the pattern is \(1, 2, 4, 4\)",
+        ),
+        (
             lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": TOKENS - 4}),
             "attention_mask has values from -3 to 0; each row must be 1",
         ),

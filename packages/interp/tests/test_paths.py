@@ -311,3 +311,12 @@ def test_estimates_are_refused_inside_a_patch_of_patterns() -> None:
             edge_attribution(decoder, CLEAN, CORRUPTED, metric)
         # Exact effects of equal prompts are 0.
         assert not patch_edges(decoder, CLEAN, CLEAN, metric).values.any()
+
+
+def test_equal_prompts_have_no_gap_to_recover() -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    for shift in range(3):
+        result = patch_streams(decoder, CLEAN + shift, CLEAN + shift, metric)
+        with pytest.raises(ValueError, match="no gap to recover"):
+            result.recovered  # noqa: B018

@@ -79,7 +79,8 @@ def knock_out_attention(
     of an attention sink (gpt-oss), are scaled to a sum of 1. This is equivalent to a score of -inf
     before the softmax. `heads` selects the affected heads.
 
-    Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache.
+    Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache,
+    and for queries, keys or heads that the pattern does not have.
     """
     query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
     head_index = None if heads is None else _indices(heads, "heads")
@@ -91,6 +92,16 @@ def knock_out_attention(
                 f"the pattern has {length} queries and {key_count} keys, as with a cache, so their "
                 "positions differ; call the model with the whole text"
             )
+        for what, index, count in (
+            ("queries", query_index, length),
+            ("keys", key_index, length),
+            ("heads", head_index, head_count),
+        ):
+            if index is not None and not bool(((-count <= index) & (index < count)).all()):
+                raise ValueError(
+                    f"expected {what} within 0 and {count - 1}, got {index.tolist()}; the pattern "
+                    f"is {tuple(pattern.shape)}"
+                )
         blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
         blocked_heads = torch.arange(head_count) if head_index is None else head_index
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True

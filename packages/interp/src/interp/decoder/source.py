@@ -24,12 +24,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Source:
-    """The weights of a described model, as they were when it was described."""
+    """The weights and modules of a described model, as they were when it was described."""
 
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, Tensor], copied: Collection[str]
     ) -> None:
         self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors = dict(tensors)
         self.storages = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.fingerprints = {name: _fingerprint(tensors[name]) for name in sorted(copied)}
@@ -44,7 +45,17 @@ class Source:
         return Source(self.model, self.tensors, self.tensors)
 
     def require_fresh(self) -> None:
-        """Raise RuntimeError if the model's weights differ from those of the description."""
+        """Raise RuntimeError if weights or modules of the model have changed.
+
+        Changes of weights that the description does not copy are changes of the description too.
+        """
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for name in self.modules.keys() | modules.keys():
+            if modules.get(name) is not self.modules.get(name):
+                raise RuntimeError(
+                    f"the module {name} was added, replaced or removed after the model was "
+                    "described; describe() the model again"
+                )
         current = weights_of(self.model)
         for name, tensor in self.tensors.items():
             if current.get(name) is not tensor or tensor.data_ptr() != self.storages[name]:

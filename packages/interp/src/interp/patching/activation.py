@@ -24,6 +24,10 @@ from interp.prompts import (
 )
 from interp.tap import record
 
+#: Metrics that differ by at most this many units of rounding are equal: those of equal prompts in
+#: batches of different sizes differ by up to two.
+ROUNDINGS = 64
+
 
 @dataclass(frozen=True, eq=False)
 class PatchingResult(MeanOverPairs):
@@ -36,13 +40,18 @@ class PatchingResult(MeanOverPairs):
 
     @property
     def recovered(self) -> Tensor:
-        """The fraction of the gap that each patch closes: 0 if corrupted, 1 if clean."""
-        if self.clean == self.corrupted:
+        """The fraction of the gap that each patch closes: 0 if corrupted, 1 if clean.
+
+        Raises ValueError if the metrics of the two runs differ by rounding errors only.
+        """
+        gap = self.clean - self.corrupted
+        rounding = torch.finfo(self.values.dtype).eps * max(abs(self.clean), abs(self.corrupted))
+        if abs(gap) <= ROUNDINGS * rounding:
             raise ValueError(
                 f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; pass "
                 "prompts whose metrics differ"
             )
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return (self.values - self.corrupted) / gap
 
 
 @torch.no_grad()

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from interp.decoder.modules.settings import Settings
 from interp.decoder.modules.weights import Weights
 
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(1.702 x), an approximation of GELU."""
+    return x * (1.702 * x).sigmoid()
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
 }
 
