@@ -536,6 +536,22 @@ def test_adjacent_caches_are_not_searched_for_an_overlap(monkeypatch):
             flash_attention_with_kvcache(q, k_cache, v_cache, new, new.clone(), cache_seqlens=17)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("source", [39, 41])
+def test_new_keys_may_be_rows_of_the_cache(interpreter, source, backend):
+    """The rows that accepted tokens of a draft move to may overlap the rows they move from."""
+    q = torch.randn(1, 2, 3, 16) if backend == "torch" else torch.randn(1, 2, 1, 16)
+    for _ in range(2):  # the second call takes the fast path
+        caches = torch.randn(2, 1, 2, 64, 16)
+        expected_caches = caches.clone()
+        expected_caches[..., 40:43, :] = caches[..., source : source + 3, :]
+        k, v = caches[..., source : source + 3, :]
+        out = flash_attention_with_kvcache(q, *caches, k, v, cache_seqlens=40, backend=backend)
+        assert torch.equal(caches, expected_caches)
+        reference = attention_reference(q, *expected_caches[..., :43, :])
+        torch.testing.assert_close(out, reference)
+
+
 def test_one_packed_query_gives_the_same_result_twice():
     """The second call finds the plan of the first."""
     q, cache = torch.randn(1, 2, 16), torch.randn(2, 2, 40, 16)

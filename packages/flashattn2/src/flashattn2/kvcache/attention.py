@@ -210,6 +210,7 @@ def _call_cpu_kernel(
         return None
     if k is not None and v is not None:
         validation.check_memory(k_cache, v_cache, k, v)
+        k, v = validation.copy_aliased_rows(k_cache, v_cache, k, v)
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.

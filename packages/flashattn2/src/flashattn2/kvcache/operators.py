@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashattn2.kvcache import eager
-from flashattn2.kvcache.validation import check_memory, check_values
+from flashattn2.kvcache.validation import check_memory, check_values, copy_aliased_rows
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries
 
@@ -74,6 +74,7 @@ def append(
     waits = _waits(backend, lengths)
     check_values(lengths, k.shape[2], k_cache, block_table, waits, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
+    k, v = copy_aliased_rows(k_cache, v_cache, k, v)
     if backend == "triton":
         from flashattn2.kernels import decode
 

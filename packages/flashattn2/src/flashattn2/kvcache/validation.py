@@ -179,6 +179,23 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
         )
 
 
+def copy_aliased_rows(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the new rows, copied if they share storage with a cache.
+
+    Without the copy, a new row that is also a row of the cache could be overwritten before it is
+    read.
+    """
+    # This function takes less time than a comparison of two `untyped_storage()`.
+    shares_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if shares_storage(k, k_cache) or shares_storage(k, v_cache):
+        k = k.clone()
+    if shares_storage(v, k_cache) or shares_storage(v, v_cache):
+        v = v.clone()
+    return k, v
+
+
 def _addresses(x: Tensor) -> np.ndarray:
     """Return an array with the addresses of a tensor on any device; its values are not readable."""
     size = x.element_size()
