@@ -41,7 +41,7 @@ WITHOUT_CHECKPOINTS = "cpmant ctrl jetmoe openai-gpt xlm xlnet"
 LEFT_PADDED = ("left padding", "generation", "static cache", "beam search", "autocast", "compiled")
 REFUSED_SCENARIOS = {
     **{("recurrent_gemma", name): "read the padding before a sequence" for name in LEFT_PADDED},
-    ("llama4_text", "packed"): "is not built from causal",
+    ("llama4_text", "packed"): "packed sequences with chunks",
     **{(f, "packed"): "position_ids restart within" for f in PACKED_IN_ONE_SEQUENCE.split()},
     **{
         (f, scenario): "does not support activation checkpointing"

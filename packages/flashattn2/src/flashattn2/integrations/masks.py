@@ -199,8 +199,9 @@ class AttentionMask(Tensor):
             if (restarts & within).any():
                 raise ValueError(
                     "position_ids restart within a sequence, as for packed sequences, but "
-                    "transformers made a mask of one sequence; to pack, pass position_ids without "
-                    "attention_mask and with use_cache=False"
+                    f"{self.rule.owner} made a mask of one sequence; to pack, pass position_ids "
+                    "without attention_mask and with use_cache=False, or pad the sequences if the "
+                    "model does not support packing"
                 )
         self._cache["position_ids"] = position_ids
 

@@ -230,9 +230,9 @@ def make_mask(
         found_pattern = find_pattern(function, grid)
         if found_pattern is None:
             refusal = (
-                f"the mask function {getattr(function, '__qualname__', function)} is not built "
-                "from causal, sliding, chunked and packed masks of transformers, and flashattn2 "
-                "would not follow it"
+                f"the mask function {getattr(function, '__qualname__', function)} is not a causal, "
+                "sliding, chunked or packed mask of transformers, or combines them in a way that "
+                "flashattn2 does not support, such as packed sequences with chunks"
             )
         pattern = found_pattern or Pattern()
     sequence = pattern.sequence
