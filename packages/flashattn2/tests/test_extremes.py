@@ -145,7 +145,7 @@ def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
         dtype = torch.bfloat16 if kind == "half" else torch.float32
         for dim in dims:
             x = torch.empty(1, 1, 512, dim, dtype=dtype)
-            plan = launch.plan(
+            plan = launch.plan_launch(
                 kernel, kind, AttentionSpec(1.0, left=9, softcap=2.0), x, x, x, packed=False
             )
             assert not plan.meta.TMA

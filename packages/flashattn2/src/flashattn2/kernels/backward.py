@@ -27,7 +27,7 @@ def backward(
     packed = cu_q is not None
     batch, heads, rows = q.shape[:3]
     kv_heads, seq_k = k.shape[1:3]
-    by_key = launch.plan("dkdv", precision, spec, q, k, v, grad_out, packed=packed)
+    by_key = launch.plan_launch("dkdv", precision, spec, q, k, v, grad_out, packed=packed)
     lse = lse.contiguous()
     is_exact = by_key.meta.EXACT
     if is_exact:
@@ -54,7 +54,7 @@ def backward(
         dk.copy_(to_dk.unflatten(0, (splits, batch)).sum(0))
         dv.copy_(to_dv.unflatten(0, (splits, batch)).sum(0))
 
-    by_query = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=packed)
+    by_query = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=packed)
     tile, splits = by_query.tile, by_query.meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
     to_dq = launch.split_outputs(dq, splits)

@@ -186,7 +186,7 @@ def forward(
         lse.fill_(-math.inf)
         return out.zero_(), lse
     q, k, v = launch.make_rows_contiguous(q, k, v)
-    plan = launch.plan("forward", precision, spec, q, k, v, packed=cu_q is not None)
+    plan = launch.plan_launch("forward", precision, spec, q, k, v, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, meta = plan
     splits = meta.SPLITS

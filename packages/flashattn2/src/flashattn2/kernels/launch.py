@@ -64,7 +64,7 @@ class Meta(NamedTuple):
     EXACT: bool = False
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """The launch parameters of one kernel."""
 
     tile: Tile
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         ]
 
 
-def plan(
+def plan_launch(
     kernel: str,
     precision: str,
     spec: AttentionSpec,
@@ -94,7 +94,7 @@ def plan(
     v: Tensor,
     *others: Tensor,
     packed: bool,
-) -> Plan:
+) -> LaunchPlan:
     """Return the launch parameters of `kernel`: "forward", "dq" or "dkdv".
 
     The `others` are further tensors that the kernel loads, such as the gradient of the output.
@@ -127,7 +127,7 @@ def plan(
         spec.left >= 0, spec.right >= 0, spec.softcap > 0,
         splits, packed, tma, precision, is_exact,
     )  # fmt: skip
-    return Plan(tile, meta)
+    return LaunchPlan(tile, meta)
 
 
 def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def norm_and_delta(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return 1 / rowsum(P) and D, both from sums over P and dP."""
-    plan = launch.plan("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
+    plan = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
