@@ -138,6 +138,15 @@ def test_unsupported_mask_is_an_error(models):
         flash(input_ids=tokens(), output_attentions=True)
 
 
+def test_position_biases_of_t5_are_refused_by_name():
+    config = transformers.T5Config(
+        vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="linear_memory")
+    with pytest.raises(ValueError, match="does not support position_bias of T5Attention"):
+        model.eval().encoder(input_ids=tokens())
+
+
 def test_holes_in_the_padding_are_followed_or_refused(models):
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, 5:7] = 0

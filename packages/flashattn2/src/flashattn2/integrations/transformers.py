@@ -91,7 +91,7 @@ def attention(
         raise ValueError(
             f"expected no attention dropout, got {dropout}; set it to 0.0 in the configuration"
         )
-    _check_options(others)
+    _check_options(module, others)
     # Under autocast, a norm of the queries may leave q, k and v in different dtypes.
     query, key, value = cast_for_autocast(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
@@ -132,7 +132,7 @@ def _check_missing_mask(
         )
 
 
-def _check_options(others: dict[str, Any]) -> None:
+def _check_options(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Raise ValueError for options of the attention function that would change its result."""
     if any(others.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
         raise ValueError(
@@ -144,7 +144,8 @@ def _check_options(others: dict[str, Any]) -> None:
         is_unknown = isinstance(value, Tensor) and option not in IGNORED
         if value is not None and (option in REFUSED or is_unknown):
             raise ValueError(
-                f"flashattn2 does not support {option}; use another attn_implementation"
+                f"flashattn2 does not support {option} of {type(module).__name__}; use another "
+                "attn_implementation"
             )
     if others.get("output_attentions"):
         raise ValueError('flashattn2 returns no attention weights; use attn_implementation="eager"')
