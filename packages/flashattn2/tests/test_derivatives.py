@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention
+from flashattn2 import attention_reference, flash_attention, sdpa
 from flashattn2.backends import tiled
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -148,7 +148,7 @@ def test_gradients_of_dual_numbers_are_refused(options, create_graph):
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(leaf, torch.ones_like(leaf))
             out = flash_attention(dual, dual, dual, **options)
-            with pytest.raises(NotImplementedError, match="jvp"):
+            with pytest.raises(NotImplementedError, match="cannot differentiate a backward pass"):
                 torch.autograd.grad(out.sum(), dual, create_graph=create_graph)
 
 
@@ -182,14 +182,39 @@ def test_jacobians_of_forward_mode_equal_the_reference(backend, is_causal):
 
 
 @pytest.mark.parametrize(
-    "transform", [torch.func.jacrev, torch.func.hessian, torch.vmap], ids=lambda f: f.__name__
+    ("transform", "message"),
+    [
+        (torch.vmap, "the mapped dimension part of the batch"),
+        (lambda f: torch.func.jacrev(torch.func.jacrev(f)), "second derivatives by jacrev"),
+        (torch.func.hessian, "forward mode cannot differentiate"),
+    ],
+    ids=["vmap", "jacrev of jacrev", "hessian"],
 )
-def test_vmap_is_refused(transform):
-    q = torch.randn(3, 2, 2, 5, 3)
+def test_vmap_is_refused(transform, message):
+    q = torch.randn(2, 2, 2, 5, 3)
     if transform is not torch.vmap:
         q = q[0]
-    with pytest.raises(NotImplementedError, match="the mapped dimension part of the batch"):
+    with pytest.raises(NotImplementedError, match=message):
         transform(lambda x: flash_attention(x, x, x))(q)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_jacobians_of_reverse_mode_equal_the_reference(backend):
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 4, 4)
+
+    def run(q, k):
+        return flash_attention(q, k, k, window=(1, 0), return_lse=True, backend=backend)
+
+    def expected(q, k):
+        return attention_reference(q, k, k, window=(1, 0), return_lse=True)
+
+    for results in zip(*(torch.func.jacrev(f, (0, 1))(q, k) for f in (run, expected)), strict=True):
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    jacobians = [
+        torch.func.jacrev(f)(q)
+        for f in (lambda x: sdpa(x, x, x), lambda x: attention_reference(x, x, x))
+    ]
+    torch.testing.assert_close(*jacobians, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -202,7 +227,7 @@ def test_batched_gradients_are_refused(interpreter, backend):
 
     out = run(q)
     cotangents = torch.randn(3, *out.shape)
-    message = "batched gradients, is not supported"
+    message = "and with it batched gradients"
     with pytest.raises(NotImplementedError, match=message):
         torch.autograd.grad(out, q, cotangents, is_grads_batched=True)
     with pytest.raises(NotImplementedError, match=message):

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
-from flashattn2.compilation import is_untransformed, needs_operator
+from flashattn2.compilation import is_mapped, is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
@@ -110,8 +110,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
     """Raise the error of a function that `torch.func.vmap` cannot map."""
     raise NotImplementedError(
-        "torch.func.vmap, and with it jacrev, hessian and batched gradients, is not supported; "
-        "make the mapped dimension part of the batch, or use attention_reference"
+        "torch.func.vmap, and with it batched gradients and second derivatives by jacrev, is not "
+        "supported; make the mapped dimension part of the batch, or use attention_reference"
     )
 
 
@@ -214,7 +214,20 @@ class _AttentionBackward(torch.autograd.Function):
     The inputs `out` and `lse` have no gradient, because they are functions of q, k and v.
     """
 
-    vmap = staticmethod(_refuse_vmap)
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], *inputs: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Run one backward pass per mapped element: `jacrev` maps the cotangents."""
+        results = []
+        for index in range(info.batch_size):
+            element = [
+                x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
+                for x, dim in zip(inputs, in_dims, strict=True)
+            ]
+            results.append(_AttentionBackward.apply(*element))
+        dq, dk, dv = (torch.stack(parts) for parts in zip(*results, strict=True))
+        return (dq, dk, dv), (0, 0, 0)
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,8 +239,18 @@ class _AttentionBackward(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "forward mode cannot differentiate a backward pass, as torch.func.hessian requires; "
+            "use torch.func.grad twice, or attention_reference"
+        )
+
+    @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+        if any(is_mapped(x) for x in tangents):
+            # The second derivatives are written in place, which vmap does not support.
+            _refuse_vmap(None, None)
         t_q, t_k, t_v = tangents
         with torch.no_grad():
             g_q, g_out, g_lse, g_k, g_v = map_sequences(

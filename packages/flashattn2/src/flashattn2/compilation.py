@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
+    _functorch,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -32,6 +33,17 @@ def needs_operator(*tensors: Tensor) -> bool:
 def is_untransformed() -> bool:
     """Return True if neither forward-mode AD nor a `torch.func` transform is active."""
     return forward_ad._current_level < 0 and not _are_functorch_transforms_active()
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Return True if `torch.func.vmap` maps a dimension of `x`."""
+    if is_compiling() or not _are_functorch_transforms_active():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
 
 
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
+from flashattn2.compilation import is_mapped
 from flashattn2.dispatch import select_backend
 from flashattn2.spec import FLOAT32_RANGE, Window, make_spec
 from flashattn2.validation import DTYPES, check_dense, check_sinks, check_tensors, check_varlen
@@ -101,7 +102,7 @@ def find_torch_reason(
             return "sdpa passes tensors without four dense dimensions to torch's own function"
         if 0 in x.shape:
             return "sdpa passes empty tensors to torch's own function"
-        if _is_mapped(x):
+        if is_mapped(x):
             return "sdpa passes tensors inside torch.func.vmap to torch's own function"
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
@@ -119,14 +120,3 @@ def _is_supported_scale(scale: float) -> bool:
         return False
     low, high = FLOAT32_RANGE
     return bool(low <= scale <= high)
-
-
-def _is_mapped(x: Tensor) -> bool:
-    """Return True if `torch.func.vmap` maps a dimension of `x`."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
