@@ -47,8 +47,9 @@ def flash_attention_with_kvcache(
             with a `block_table`.
         v_cache: Values with the shape of `k_cache`, except for the head dim.
         k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
-            the first `cache_seqlens` keys, and are attended to as well.  Sequences may share pages,
-            but not the rows that new keys are written to; an expanded cache is refused.
+            the first `cache_seqlens` keys, and are attended to as well.  They may be rows of the
+            cache.  Sequences may share pages, but not the rows that new keys are written to; an
+            expanded cache is refused.
         v: New values, required with `k`.
         cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
