@@ -38,8 +38,6 @@ FAMILIES = {
     "t5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "decoder_start_token_id": 0},
     "vit": {"image_size": 8, "patch_size": 4},
 }
-#: The families whose float64 models add gradients of several rows in float32.
-SUMS_IN_FLOAT32 = {"gemma", "gemma2", "mamba"}
 
 
 def build(name, dtype=torch.float64):
