@@ -296,6 +296,27 @@ def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
             assert data[: parameter.nbytes] == parameter.detach().numpy().tobytes()
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("size", [1e-8, 1e-7, 1e10])
+def test_gguf_refuses_layers_whose_scales_do_not_fit_in_float16(kind, size, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 8))
+    model[0].weight.data.copy_(size * torch.randn(8, 256))
+    with pytest.raises(ValueError, match=r"weights of '0' whose scales .* protect=\['0'\]"):
+        save_gguf(model, tmp_path / "model.gguf", kind)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+def test_gguf_stores_blocks_that_are_tiny_beside_the_layer_and_constant_ones(kind, tmp_path):
+    model = nn.Sequential(nn.Linear(256, 8))
+    for large in (1.0, -1.0):
+        weight = torch.full((8, 256), large)
+        weight[0, 32:] = -1e-30
+        model[0].weight.data.copy_(weight)
+        stored = save_gguf(model, tmp_path / "model.gguf", kind)[0].weight
+        torch.testing.assert_close(stored, weight, rtol=0, atol=1 / 30)
+
+
 def test_gguf_file_has_every_view(tmp_path):
     model = nn.Linear(32, 32)
     table = torch.randn(4, 8)

@@ -67,6 +67,7 @@ def save_gguf(
     Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4 bits ("Q4_0"), in groups of a
     multiple of 32 inputs and with float16 scales, are stored exactly. Dense weights are rounded.
     All other tensors, and those whose rows blocks do not divide, are stored unchanged.
+    Raise `ValueError` for weights so large or small that the float16 scales of `kind` change them.
 
     `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
     and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
@@ -86,7 +87,7 @@ def save_gguf(
             continue
         check_finite(f"{name}.weight", weight)
         stored = compressed_weight(layer)
-        packed = _rounded(weight, kind) if stored is None else _exact(name, stored, kind)
+        packed = _rounded(name, weight, kind) if stored is None else _exact(name, stored, kind)
         make_dense(rounded, layer)
         weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
@@ -166,11 +167,11 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     return _small_blocks(scale.cpu().numpy(), codes, kind)
 
 
-def _rounded(weight: Tensor, kind: Kind) -> Bytes:
-    """Return the blocks of a dense weight."""
+def _rounded(name: str, weight: Tensor, kind: Kind) -> Bytes:
+    """Return the blocks of the dense weight of the layer `name`."""
     rows = weight.detach().float().cpu().numpy()
     if kind == "Q4_K":
-        return _large_blocks(rows.reshape(-1, 8, 32))
+        return _large_blocks(name, rows.reshape(-1, 8, 32))
     rows = rows.reshape(-1, 32)
     if kind == "Q8_0":
         scale = np.abs(rows).max(1) / np.float32(127)
@@ -180,7 +181,9 @@ def _rounded(weight: Tensor, kind: Kind) -> Bytes:
         extreme = np.take_along_axis(rows, np.abs(rows).argmax(1)[:, None], 1)[:, 0]
         scale = extreme / np.float32(-8)
         codes = np.trunc(_over(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
-    return _small_blocks(_half(scale), codes.astype(np.int16), kind)
+    largest_code = 127 if kind == "Q8_0" else 8
+    half = _half(name, scale, largest_code, np.abs(scale).max() / 2)
+    return _small_blocks(half, codes.astype(np.int16), kind)
 
 
 def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
@@ -192,11 +195,13 @@ def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
     return np.concatenate([scale.reshape(-1, 1).view(np.uint8), packed], 1)
 
 
-def _large_blocks(rows: Numbers) -> Bytes:
+def _large_blocks(name: str, rows: Numbers) -> Bytes:
     """Return Q4_K blocks of weights (blocks, 8 groups, 32), from each group's extremes."""
     low = np.minimum(rows.min(2), 0)
     step = (rows.max(2) - low) / 15
-    d, m = _half(step.max(1) / 63), _half(-low.min(1) / 63)
+    half_step = np.abs(rows).max() / 30
+    d = _half(name, step.max(1) / 63, 63 * 15, half_step)
+    m = _half(name, -low.min(1) / 63, 63, half_step)
     d_wide, m_wide = d.astype(np.float32)[:, None], m.astype(np.float32)[:, None]
     scales = np.rint(_over(step, d_wide)).clip(0, 63).astype(np.uint8)
     minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
@@ -228,11 +233,21 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
     return ((d * scales)[:, :, None] * codes - (m * minima)[:, :, None]).reshape(-1)
 
 
-def _half(scale: Numbers) -> Numbers:
+def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
+    """Return the scales of the layer `name` in float16.
+
+    Raise `ValueError` if float16 changes the product of a scale and the largest code by more than
+    `tolerance`, which is half of a step of the layer's largest weights. Scales above 65504 and
+    those of layers with tiny weights, which become zero, are examples.
+    """
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
-    if not np.isfinite(half).all():
-        raise ValueError("expected weights whose scales fit in float16, got larger ones")
+    error = largest_code * np.abs(half.astype(np.float32) - scale).max()
+    if not error <= tolerance:
+        raise ValueError(
+            f"expected weights of {name!r} whose scales fit in float16, got scales of at most "
+            f"{np.abs(scale).max():.3g}; store the layer unchanged with protect=[{name!r}]"
+        )
     return half
 
 
