@@ -279,3 +279,9 @@ def test_values_that_a_file_cannot_store_are_named(model, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         save(model, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_on_the_meta_device_is_refused(tmp_path):
+    save(prune(nn.Linear(8, 4), 0.5).model, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"got a Linear on the meta device; create it on"):
+        load(nn.Linear(8, 4, device="meta"), tmp_path / "m.safetensors")

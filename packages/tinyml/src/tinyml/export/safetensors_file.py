@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,16 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
-    """Return an uncompressed copy of `model` with the compressed weights of a file.
+    """Return a copy of the uncompressed `model` that has the compressed weights of a file.
 
     Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
     file stores separately, as after merging an adapter into one of them, are not tied in the copy.
     """
+    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+        raise ValueError(
+            f"expected a model whose tensors have values, got a {type(model).__name__} on the meta "
+            "device; create it on the device that is to hold the weights"
+        )
     _, written, computed = _checksum(path)
     if written != computed:
         raise ValueError(
