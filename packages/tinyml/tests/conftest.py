@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tinyml import timing
@@ -15,7 +16,9 @@ PROCESSORS = {
     "plain": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
 }
 TIMED = """
-import statistics, time, torch
+import sys, time, torch
+sys.path.insert(0, {root!r})
+from packages.tinyml.tests.float_ratio import float_over
 from tinyml import quantize
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -23,16 +26,7 @@ for bits, tokens, inputs, outputs in {cases}:
     linear = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).requires_grad_(False)
     ours = quantize(linear, bits, activations="{activations}")
     x = torch.randn(tokens, inputs)
-    repeats = max(1, {products} // (tokens * inputs * outputs))
-    def seconds(call):
-        start = time.process_time()
-        for _ in range(repeats):
-            call(x)
-        return time.process_time() - start
-    seconds(ours)
-    seconds(linear)
-    same = type(ours[0]) is torch.nn.Linear  # "auto" left it as it was
-    print(1 if same else statistics.median(seconds(linear) / seconds(ours) for _ in range(21)))
+    print(float_over(ours, linear, x, {claim}, clock=time.process_time))
 """
 
 
@@ -56,13 +50,15 @@ def run_on():
 
 @pytest.fixture
 def times_of_float(run_on):
-    """Float's processor time over the layer's, of (bits, tokens, inputs, outputs) each.
+    """Return a function: float's processor time over the layer's, for each of several cases.
 
-    Exactly 1 where "auto" leaves the layer as it was.
+    A case is (bits, tokens, inputs, outputs), and `claim` is the ratio to which the caller compares
+    (see `float_over`).
     """
 
-    def ratios(processor, cases, products=10**8, activations="auto"):
-        program = TIMED.format(cases=cases, products=products, activations=activations)
+    def ratios(processor, cases, claim, activations="auto"):
+        root = str(Path(__file__).parents[3])
+        program = TIMED.format(root=root, cases=cases, claim=claim, activations=activations)
         return [float(line) for line in run_on(processor, program)]
 
     return ratios

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from figures import assert_at_least, assert_at_most
-from tinyml import quantize
+from tinyml import Int8Linear, quantize
 from tinyml.quantization import fastest_linear
 from torch import nn
+
+from packages.tinyml.tests.float_ratio import float_over
 
 pytestmark = pytest.mark.timing
 
@@ -48,13 +50,31 @@ def test_auto_decides_in_two_seconds_and_then_from_the_file(bits, monkeypatch):
     assert second < first / 2
 
 
+def test_selecting_float_costs_at_most_five_microseconds_of_processor_time(monkeypatch):
+    # A product of 16 x 16 is so short that the weight's place in memory does not matter.
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16).requires_grad_(False)
+    ours, x = Int8Linear(linear, may_stay_float=True), torch.randn(1, 16)
+    only_float = {"float": ours.implementations["float"]}
+    monkeypatch.setattr(type(ours), "implementations", only_float)
+
+    def microseconds(call, count=300):
+        start = time.process_time()
+        for _ in range(count):
+            call(x)
+        return (time.process_time() - start) / count * 1e6
+
+    costs = [microseconds(ours) - microseconds(linear) for _ in range(61)]
+    assert_at_most("tinyml: selection of float", 5, statistics.median(costs), "us", margin=0)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tokens", [1, 32, 512])
 def test_auto_is_as_fast_as_float(bits, tokens):
     model = layer()
     ours, x = quantize(model, bits, activations="auto"), torch.randn(tokens, 1024)
     figure = f"tinyml: float over auto, {bits} bits, {tokens} tokens"
-    assert_at_least(figure, 0.98, ratio(model, ours, x), margin=0)
+    assert_at_least(figure, 0.98, float_over(ours, model, x, 0.98), margin=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 32])
