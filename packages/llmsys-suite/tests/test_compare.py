@@ -404,3 +404,12 @@ def test_a_training_that_failed_compares_with_none(tmp_path):
 def test_runs_without_a_common_variant_are_refused():
     with pytest.raises(UsageError, match="no variant besides the peer"):
         compare_ratios([{"zero 1": (np.zeros(9), 0)}], [{"fsdp": (np.zeros(9), 0)}])
+
+
+def test_a_variant_that_only_some_runs_have_trained_cannot_be_told():
+    random = np.random.default_rng(0)
+    before, after = ({v: (random.normal(0, 0.01, 300), 0) for v in OURS} for _ in range(2))
+    del after["fsdp"]
+    rows = compare_ratios([before], [after])
+    assert undecided_at(rows, 10) == ["fsdp"]
+    assert "fsdp  not trained by all of these runs  cannot tell" in str(rows[-1])

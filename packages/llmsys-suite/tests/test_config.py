@@ -93,7 +93,7 @@ def test_a_missing_gpu_is_refused():
     [
         (["train"], {"learn": 24}, "learn"),
         (["train"], {"clip": 1.0}, "learn"),
-        (["attention"], {"steps": 50}, "train"),
+        (["attention"], {"steps": 50}, "train or scale"),
         (["attention"], {"warmup": 1}, "train"),
     ],
 )
@@ -101,6 +101,18 @@ def test_an_option_whose_stage_is_left_out_is_refused(stages, options, stage):
     (name,) = options
     with pytest.raises(UsageError, match=f"--{name} needs the stage {stage}"):
         resolve(stages, **options)
+
+
+def test_steps_also_set_the_budgets_of_scale_alone():
+    assert resolve(["scale"], preset="cpu", steps=50).steps == 50
+
+
+def test_paths_may_be_strings(tmp_path):
+    (tmp_path / "text").write_text("some text")
+    config = resolve([], preset="cpu", out=f"{tmp_path}/run", data=f"{tmp_path}/text")
+    assert (config.out, config.data) == (tmp_path / "run", tmp_path / "text")
+    with pytest.raises(UsageError, match="no checkpoint at"):
+        resolve(["learn"], preset="cpu", resume=f"{tmp_path}/checkpoint")
 
 
 def test_missing_data_and_a_folder_that_holds_another_run(tmp_path):

@@ -31,20 +31,19 @@ from llmsys_suite.config import (
     with_dependencies,
 )
 
-#: Options that only one stage reads.
-OPTIONS_OF_STAGE = {
-    "train": ("steps", "warmup"),
-    "learn": (
-        "learn",
-        "tensor",
-        "pipeline",
-        "recompute",
-        "compile",
-        "trace",
-        "log",
-        "clip",
-        "resume",
-    ),
+#: Options that only some stages read, with these stages.
+STAGES_OF_OPTION = {
+    "steps": ("train", "scale"),
+    "warmup": ("train",),
+    "learn": ("learn",),
+    "tensor": ("learn",),
+    "pipeline": ("learn",),
+    "recompute": ("learn",),
+    "compile": ("learn",),
+    "trace": ("learn",),
+    "log": ("learn",),
+    "clip": ("learn",),
+    "resume": ("learn",),
 }
 
 
@@ -54,7 +53,7 @@ def resolve(
     preset: str | None = None,
     world: int | None = None,
     backend: str = "auto",
-    out: Path | None = None,
+    out: str | Path | None = None,
     **options: Any,
 ) -> RunConfig:
     """Return a configuration whose missing options are chosen for this machine.
@@ -69,6 +68,7 @@ def resolve(
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
     options = {name: value for name, value in options.items() if value is not None}
+    options |= {name: Path(options[name]) for name in ("data", "resume") if name in options}
     world = _num_ranks(world, default=gpus if preset == "gpu" else 2)
     if backend == "auto":
         backend = "nccl" if preset == "gpu" else "gloo"
@@ -78,7 +78,7 @@ def resolve(
         world=world,
         backend=backend,
         device="cuda" if preset == "gpu" else "cpu",
-        out=out,
+        out=None if out is None else Path(out),
     )
     config = replace(config, rows=default_rows(preset, world))
     if preset == "gpu":
@@ -190,12 +190,13 @@ def _check_tokens(config: RunConfig) -> None:
 
 
 def _check_stages_of_options(config: RunConfig) -> None:
-    """Raise UsageError for an option that would be ignored, because its stage is left out."""
+    """Raise UsageError for an option that would be ignored, because its stages are left out."""
     default = RunConfig()
-    for stage, names in OPTIONS_OF_STAGE.items():
-        for name in names:
-            if stage not in config.stages and getattr(config, name) != getattr(default, name):
-                raise UsageError(f"--{name} needs the stage {stage}; add it to the stages")
+    for name, stages in STAGES_OF_OPTION.items():
+        is_set = getattr(config, name) != getattr(default, name)
+        if is_set and not set(stages) & set(config.stages):
+            needed = " or ".join(stages)
+            raise UsageError(f"--{name} needs the stage {needed}; add it to the stages")
 
 
 def _check_learn(config: RunConfig) -> None:

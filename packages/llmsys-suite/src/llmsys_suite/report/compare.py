@@ -73,7 +73,9 @@ class Comparison:
 
     def __str__(self) -> str:
         total = self.rounds + self.disturbed
-        if math.isnan(self.ratio):
+        if not total:
+            line = f"{self.variant:>20}  not trained by all of these runs  {self.verdict}"
+        elif math.isnan(self.ratio):
             line = f"{self.variant:>20}  {self.rounds} of {total} rounds usable  {self.verdict}"
         else:
             interval = f"{self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]"
@@ -88,11 +90,11 @@ class Comparison:
 def compare_runs(
     before: Sequence[RunFolder], after: Sequence[RunFolder], *, margin: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """Return one row per variant, without the peer, that all runs trained.
+    """Return one row per variant, without the peer.
 
     Raises:
         UsageError: a run is incomplete, edited, of another version or passed twice, or the machines
-            or models differ.
+            or models differ, or the runs have no variant in common.
     """
     for folder in (*before, *after):
         require_comparable(before[0], folder)
@@ -104,14 +106,25 @@ def compare_runs(
 def compare_ratios(
     old: Sequence[Ratios], new: Sequence[Ratios], *, margin: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """Return one row per variant that all runs have."""
+    """Return one row per variant.
+
+    A variant that a run lacks has no rounds, so that its verdict is "cannot tell".
+    """
     random = np.random.default_rng(seed)
-    names = [name for name in old[0] if all(name in run for run in (*old, *new))]
-    if not names:
+    names = list(dict.fromkeys(name for run in (*old, *new) for name in run))
+    if not any(all(name in run for run in (*old, *new)) for name in names):
         raise UsageError("no variant besides the peer was trained by all of these runs")
+    missing = np.array([]), 0
     return [
-        _compare(n, [r[n] for r in old], [r[n] for r in new], margin, len(names), random)
-        for n in names
+        _compare(
+            name,
+            [run.get(name, missing) for run in old],
+            [run.get(name, missing) for run in new],
+            margin,
+            len(names),
+            random,
+        )
+        for name in names
     ]
 
 
