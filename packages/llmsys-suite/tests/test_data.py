@@ -1,6 +1,7 @@
 """Batches are real text, the same at every world size, and never the held-out text."""
 
 import hashlib
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from llmsys_suite.environment import (
     forget_peak_memory,
     peak_memory_bytes,
 )
+from llmsys_suite.learning import evaluation
 from llmsys_suite.resolution import resolve
+from llmsys_suite.stages import scale
 from llmsys_suite.start import run as start
 from llmsys_suite.text.data import (
     load_corpus,
@@ -83,6 +86,24 @@ def test_too_short_a_text_is_refused_with_both_numbers(tmp_path):
     text = read_text(tmp_path / "short")
     with pytest.raises(UsageError, match=r"900 training bytes.*10320"):
         require_text(text, context=128)
+
+
+def test_held_out_rows_all_differ_in_the_shortest_text_that_a_run_accepts(tmp_path):
+    path, content = tmp_path / "text", random.Random(0).randbytes(5120)
+    path.write_bytes(content)
+    require_text(read_text(path), context=8)
+    for rows, context in ((scale.HELDOUT_ROWS, scale.CONTEXT), (evaluation.HELDOUT_ROWS, 8)):
+        tokens, _ = load_corpus(path).heldout_batch(rows=rows, context=context)
+        assert len(tokens.unique(dim=0)) == rows
+    path.write_bytes(content[:5119])
+    with pytest.raises(UsageError, match="need 5120 bytes"):
+        require_text(read_text(path), context=8)
+
+
+def test_copies_of_one_held_out_row_are_no_batch(tmp_path):
+    (tmp_path / "text").write_bytes(b"to be or not to be, " * 100)
+    with pytest.raises(ValueError, match="200 held-out tokens do not contain 256 different rows"):
+        load_corpus(tmp_path / "text").heldout_batch(rows=256, context=64)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of a process")

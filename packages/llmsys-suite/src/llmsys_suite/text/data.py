@@ -31,6 +31,8 @@ LARGEST_FOLDER = 256 * 2**20
 #: For fewer windows, `torch.randint` draws the start of a window from 32 random bits. For more, the
 #: bits that it uses depend on its version.
 FEW_WINDOWS = 2**28
+#: Least number of held-out bytes: the 256 rows of 64 bytes that `scale` reads must all differ.
+LEAST_HELDOUT = 512
 #: Bytes that are read at once to compute a digest.
 CHUNK_BYTES = 2**24
 
@@ -91,8 +93,17 @@ class Corpus:
         return self._windows(self.train, mine, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return `rows` rows spread evenly over the held-out text, the same in each call."""
+        """Return `rows` rows spread evenly over the held-out text, the same in each call.
+
+        Raises ValueError if the text has fewer different rows, because a loss over copies of one
+        row would pass for a loss over all of them.
+        """
         stride = (len(self.heldout) - context - 1) // rows
+        if stride < 1:
+            raise ValueError(
+                f"{len(self.heldout)} held-out tokens do not contain {rows} different rows of "
+                f"{context}; give more text with --data"
+            )
         return self._windows(self.heldout, [i * stride for i in range(rows)], context)
 
     def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
@@ -154,8 +165,8 @@ def _split(content: bytes | memoryview, source: str, mapped: mmap.mmap | None = 
 
 
 def require_text(text: Text, *, context: int) -> None:
-    """Raise UsageError if the text is too short for one training row and eight held-out rows."""
-    needed = 10 * 8 * (context + 1)
+    """Raise UsageError if the held-out tenth is below eight rows or `LEAST_HELDOUT`."""
+    needed = 10 * max(8 * (context + 1), LEAST_HELDOUT)
     if len(text.train) + len(text.heldout) < needed:
         raise UsageError(
             f"{text.source} holds {len(text.train)} training bytes and {len(text.heldout)} held "
