@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import os
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from llmsys_suite.measure.samples import (
     utilization,
 )
 from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.text.data import read_text
 from llmsys_suite.variants.stored_tensors import stored_bytes
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
@@ -187,6 +189,15 @@ def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(
     read_bytes.cache_clear()
     train, heldout = read_bytes(tmp_path)
     assert all(window in train for window in held_out_windows(heldout))
+
+
+def test_links_to_missing_files_and_pipes_are_no_part_of_a_text(tmp_path):
+    (tmp_path / "a").write_bytes(b"to be or not to be")
+    (tmp_path / ".#a").symlink_to("missing")
+    os.mkfifo(tmp_path / "pipe")
+    read_bytes.cache_clear()
+    text = read_text(tmp_path)
+    assert read_bytes(tmp_path) == (bytes(text.train), bytes(text.heldout))
 
 
 def red(plan, train, samples, evidence):

@@ -141,8 +141,8 @@ def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys)
     assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
 
 
-def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
-    from tokenizers import Tokenizer
+def test_a_file_that_adds_cuts_and_pads_tokens_changes_nothing_of_the_text(tmp_path):
+    from tokenizers import Tokenizer, processors
 
     text = tmp_path / "text"
     text.write_text(SENTENCES)
@@ -150,12 +150,16 @@ def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
     library = Tokenizer.from_file(str(tmp_path / tokens.TOKENIZER))
     library.enable_truncation(3)
     library.enable_padding(length=40)
+    start = [("the", library.token_to_id("the"))]
+    library.post_processor = processors.TemplateProcessing("the $A", special_tokens=start)
     library.save(str(tmp_path / "other.json"))
     (tmp_path / "run").mkdir()
     config = replace(CONFIG, data=text, tokenizer=str(tmp_path / "other.json"))
     config = replace(config, out=tmp_path / "run")
     tokens.write_tokens(config, tmp_path / "run")
     corpus, codec = tokens.load(tmp_path / "run"), tokens.codec_of(config, config.out)
+    stored = Tokenizer.from_file(str(tmp_path / "run" / tokens.TOKENIZER))
+    assert stored.encode("the cat sat on the mat").ids == codec.encode("the cat sat on the mat")
     parts = (corpus.train, corpus.heldout)
     assert "".join(codec.decode(part.tolist()) for part in parts) == SENTENCES
     for part, audited in zip(parts, read_parts(config), strict=True):

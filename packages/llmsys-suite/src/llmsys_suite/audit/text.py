@@ -60,7 +60,9 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
         folder = sysconfig.get_paths()["stdlib"]
         files = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".py")]
     elif os.path.isdir(path):
-        files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
+        names = [os.path.join(top, name) for top, _, below in os.walk(path) for name in below]
+        # Without links to missing files, such as editors leave, and pipes.
+        files = [name for name in names if os.path.isfile(name)]
     else:
         files = [str(path)]
     contents = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,8 +110,11 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     if config.tokenizer == "bpe":
         _train(text, config.vocabulary).save(str(folder / TOKENIZER))
     else:
-        content = Path(config.tokenizer).read_text(encoding="utf-8")
-        (folder / TOKENIZER).write_text(content, encoding="utf-8")
+        # What adds, cuts or pads tokens is left out: the text is encoded without it, and so should
+        # be the prompts of an exported model, which has not seen a token that starts a text.
+        content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
+        content |= dict.fromkeys(("post_processor", "truncation", "padding"))
+        (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
     codec = PairCodec(folder / TOKENIZER)
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
