@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tinyml
 import torch
 from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.run import check_again
-from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
@@ -29,9 +30,11 @@ from llmsys_suite.measure.samples import (
     summarize,
     utilization,
 )
+from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.results import Audit, Plan, Train
 from llmsys_suite.text.data import read_text
 from llmsys_suite.variants.stored_tensors import stored_bytes
+from tinyml.quantization.int8 import Int8Linear
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
@@ -198,6 +201,23 @@ def test_links_to_missing_files_and_pipes_are_no_part_of_a_text(tmp_path):
     read_bytes.cache_clear()
     text = read_text(tmp_path)
     assert read_bytes(tmp_path) == (bytes(text.train), bytes(text.heldout))
+
+
+@pytest.mark.parametrize(("largest", "passes"), [(127, True), (63, False), (1e9, False)])
+def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, passes):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig.named("mini", context=16))
+    small = tinyml.quantize(model, 8, activations="dynamic")
+
+    def multiply(layer, inputs):
+        step = inputs.abs().amax(-1, keepdim=True) / largest
+        return (inputs / step).round() * step @ layer.weight.T
+
+    monkeypatch.setitem(Int8Linear.implementations, "int8", multiply)
+    with torch.no_grad():
+        distances = [distance for distance, _ in compress.layer_outputs(model, small)]
+    assert len(distances) == 15
+    assert all((distance < compress.ROUNDED_INPUTS) == passes for distance in distances)
 
 
 def red(plan, train, samples, evidence):

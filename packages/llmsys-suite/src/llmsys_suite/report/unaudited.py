@@ -45,6 +45,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "learn": {
         "losses of single ranks between the first, one random step and the last": (),
+        "whether the other steps train on the rows whose digests they record": (),
         "held-out losses before the last": (),
         "losses before the resumed step": (),
         "which of the variants has trained": (),
