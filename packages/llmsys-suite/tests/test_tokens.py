@@ -19,6 +19,12 @@ CONFIG = RunConfig(stages=("plan", "report"), size="mini", context=16, tokenizer
 CONFIG = replace(CONFIG, vocabulary=280)
 
 
+def test_bytes_are_shown_as_the_characters_that_they_encode():
+    text = "naïve 日本\tx\n"
+    assert tokens.ByteCodec().decode(tokens.ByteCodec().encode(text)) == text
+    assert tokens.ByteCodec().decode([0, 65, 0xFF, 13, *"日".encode()[:2]]) == "·A···"
+
+
 @pytest.fixture
 def encoded(tmp_path):
     (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 400)
@@ -97,7 +103,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
         ({"tokenizer": "nowhere"}, "no tokenizer at nowhere; give bytes, bpe or a file"),
         ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
         ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),
-        ({"vocabulary": 100}, "--vocabulary 100 is below 256"),
+        ({"vocabulary": 100}, "vocabulary 100 is below 256"),
         (
             {"stages": ("plan", "scale", "report")},
             "the stages scale read bytes.*name the others: llmsys run plan report",

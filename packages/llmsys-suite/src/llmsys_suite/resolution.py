@@ -153,7 +153,7 @@ def _check_numbers(config: RunConfig) -> None:
         if type(value) is not int:
             raise UsageError(f"{name} {value!r} is not a whole number")
         if value < least:
-            raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
+            raise UsageError(f"{name} {value} is below {least}, the least that makes sense")
     if config.seed > MOST_SEED:
         raise UsageError(f"--seed {config.seed} is above {MOST_SEED}, the largest seed")
     if config.rows % config.world:

@@ -37,7 +37,7 @@ INT32 = np.dtype("<i4")
 
 
 class ByteCodec:
-    """Bytes are tokens; bytes that cannot be printed are shown as middle dots."""
+    """Bytes are tokens; what is not UTF-8 or cannot be printed is shown as middle dots."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -45,7 +45,8 @@ class ByteCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens."""
-        return "".join(chr(t) if t == 10 or 32 <= t < 127 else "·" for t in tokens)
+        text = bytes(tokens).decode(errors="replace").replace("\ufffd", "·")
+        return "".join(c if c.isprintable() or c in "\t\n" else "·" for c in text)
 
 
 class PairCodec:
