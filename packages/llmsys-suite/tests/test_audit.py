@@ -389,6 +389,13 @@ def test_a_wrong_column_of_the_table_fails(column, factor, name):
     assert tampered(change) == [name]
 
 
+def test_a_row_without_its_ratio_to_the_peer_fails():
+    def change(train, samples, evidence):
+        del train.rows[2]["ratio_p50"]
+
+    assert tampered(change) == ["reported ratio to the peer"]
+
+
 def test_a_clock_that_another_program_delays_in_one_step_does_not_fail_the_spread():
     def change(train, samples, evidence):
         steps(samples, "ddp flat", rank=0)[-1]["ended"] += 0.5

@@ -44,16 +44,17 @@ def reported_times(record: Record) -> Iterator[Check]:
         step_ms.append((1e3 * seconds, row["step_ms"], name))
         peak = ranks_of(name, record.config.world) * record.plan.peak
         utilization.append((flops / (peak * seconds), row["mfu"], name))
-        if "ratio_p50" in row:
+        # Variants that ran one after another have no rounds in common with the peer.
+        if record.plan.variants_fit_together:
             rounds = slowest[name].keys() & slowest[PEER].keys()
             by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
-            ratios.append((statistics.median(by_round), row["ratio_p50"], name))
+            ratios.append((statistics.median(by_round), row.get("ratio_p50", math.nan), name))
             # One disturbed reading of a clock can move a percentile, so the spread is taken from
             # the recorder's times, which `steps` compares with the other clock.
             by_round = sorted(recorded[name][r] / recorded[PEER][r] for r in rounds)
             tenth = len(by_round) // 10
-            spread.append((by_round[tenth], row["ratio_p10"], f"{name}, p10"))
-            spread.append((by_round[-1 - tenth], row["ratio_p90"], f"{name}, p90"))
+            spread.append((by_round[tenth], row.get("ratio_p10", math.nan), f"{name}, p10"))
+            spread.append((by_round[-1 - tenth], row.get("ratio_p90", math.nan), f"{name}, p90"))
     for name, against, pairs, tolerance in (
         ("step time", "the slowest rank by the other clock", step_ms, CLOCK),
         ("ratio to the peer", "the other clock, round by round", ratios, 2 * CLOCK),
