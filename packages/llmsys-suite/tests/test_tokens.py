@@ -147,7 +147,7 @@ def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys)
     assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
 
 
-def test_a_file_that_adds_cuts_and_pads_tokens_changes_nothing_of_the_text(tmp_path):
+def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
     from tokenizers import Tokenizer, processors
 
     text = tmp_path / "text"

@@ -111,8 +111,8 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     if config.tokenizer == "bpe":
         _train(text, config.vocabulary).save(str(folder / TOKENIZER))
     else:
-        # What adds, cuts or pads tokens is left out: the text is encoded without it, and so should
-        # be the prompts of an exported model, which has not seen a token that starts a text.
+        # The text is encoded without added, cut or padded tokens. The file leaves them out too,
+        # because an exported model has never seen, for example, a token that starts a text.
         content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
         content |= dict.fromkeys(("post_processor", "truncation", "padding"))
         (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
