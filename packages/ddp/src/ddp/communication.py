@@ -39,6 +39,9 @@ class Compression(ABC):
     uses_scaled_gradients = True
     #: True if the flags of the bucket are summed together with its gradients.
     reduces_flags = True
+    #: True if a callback of one collective may launch the next. On CPUs it runs on a thread of the
+    #: backend, so with two buckets in flight ranks could launch collectives in different orders.
+    launches_in_callbacks = False
 
     @abstractmethod
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
@@ -75,6 +78,7 @@ class BucketReduction:
         self._failures = failures
         self._description = f"the sum of the gradients of {bucket.description}"
         self._is_on_cpu = bucket.buffer.device.type == "cpu"
+        self._launches_in_callbacks = compression.launches_in_callbacks
         self.launch_time = time.perf_counter()
         with self._failures.attribute(self._description):
             self._track(compression.launch(bucket, group))
@@ -83,6 +87,18 @@ class BucketReduction:
     def has_next(self) -> bool:
         """True if another collective follows the one that is running."""
         return not self.is_done and self.collectives[-1].has_next
+
+    def blocks_next_bucket(self) -> bool:
+        """Return True if the next bucket must not be launched yet.
+
+        Stores the result if the callbacks of the communication hook have completed.
+        """
+        if self.is_done or not (self._launches_in_callbacks and self._is_on_cpu):
+            return False
+        if not self.collectives[-1].work.done():
+            return True
+        self.advance()
+        return False
 
     def advance(self) -> None:
         """Wait for the running collective, then launch the next one if there is one."""

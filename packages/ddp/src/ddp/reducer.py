@@ -142,12 +142,22 @@ class Reducer:
         else:
             self._deferring = self._deferrable
 
-    def launch_ready_buckets(self, *, is_participating: bool = True) -> None:
-        """Launch full buckets in index order, because ranks must launch in the same order."""
+    def launch_ready_buckets(
+        self, *, is_participating: bool = True, is_finishing: bool = False
+    ) -> None:
+        """Launch full buckets in index order, because ranks must launch in the same order.
+
+        With a communication hook on CPUs, a bucket is launched only after the one before it has
+        been reduced. If `is_finishing`, this method waits for that.
+        """
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             if len(bucket.ready) < len(bucket.indices):
                 return
+            if self.reductions and self.reductions[-1].blocks_next_bucket():
+                if not is_finishing:
+                    return
+                self.reductions[-1].advance()
             bucket.copy_in_deferred(self.scale)
             self.launch_all_reduce(bucket, is_participating=is_participating)
             self._num_launched += 1
@@ -179,10 +189,10 @@ class Reducer:
         for bucket in self.buckets:
             if is_participating:
                 self._fill(bucket)
-                self.launch_ready_buckets()
+                self.launch_ready_buckets(is_finishing=True)
             else:
                 bucket.fill_with_zeros()
-        self.launch_ready_buckets(is_participating=is_participating)
+        self.launch_ready_buckets(is_participating=is_participating, is_finishing=True)
         self._wait()
         self.num_steps += 1
         self.is_open = False
@@ -303,11 +313,9 @@ class Reducer:
         for reduction in self._polled:
             reduction.poll()
         self._polled = []
-        running = self.reductions
-        while running:
+        while running := [reduction for reduction in self.reductions if not reduction.is_done]:
             for reduction in running:
                 reduction.advance()
-            running = [reduction for reduction in running if not reduction.is_done]
         for reduction in self.reductions:
             for observer in self._observers:
                 observer.on_bucket_reduced(reduction)

@@ -92,6 +92,7 @@ class CommHook(Compression):
     hook: Hook
     uses_scaled_gradients = False
     reduces_flags = False
+    launches_in_callbacks = True
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
         """Call the hook; the value of its future becomes the gradients."""
