@@ -88,17 +88,15 @@ class BucketReduction:
         """True if another collective follows the one that is running."""
         return not self.is_done and self.collectives[-1].has_next
 
+    @property
     def blocks_next_bucket(self) -> bool:
-        """Return True if the next bucket must not be launched yet.
+        """True if no other bucket may be launched before this one is done."""
+        return self._launches_in_callbacks and self._is_on_cpu and not self.is_done
 
-        Stores the result if the callbacks of the communication hook have completed.
-        """
-        if self.is_done or not (self._launches_in_callbacks and self._is_on_cpu):
-            return False
-        if not self.collectives[-1].work.done():
-            return True
-        self.advance()
-        return False
+    @property
+    def is_hook_completed(self) -> bool:
+        """True if the future of the communication hook has a value, so that `advance` returns."""
+        return bool(self.collectives[-1].work.done())
 
     def advance(self) -> None:
         """Wait for the running collective, then launch the next one if there is one."""

@@ -154,8 +154,8 @@ class Reducer:
             bucket = self.buckets[self._num_launched]
             if len(bucket.ready) < len(bucket.indices):
                 return
-            if self.reductions and self.reductions[-1].blocks_next_bucket():
-                if not is_finishing:
+            if self.reductions and self.reductions[-1].blocks_next_bucket:
+                if not (is_finishing or self.reductions[-1].is_hook_completed):
                     return
                 self.reductions[-1].advance()
             bucket.copy_in_deferred(self.scale)
