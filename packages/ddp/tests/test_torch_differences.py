@@ -279,3 +279,28 @@ def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp() -> None:
         if remedy:
             assert ours == theirs
         assert ours[0] == (0 if remedy else 1)
+
+
+def average_into_flat_buffer(**options: bool) -> tuple[list[float], list[float]]:
+    """Return a buffer whose parts were `.grad` before the backward pass, and torch's gradients."""
+    model, twin = DDP(net(), **options), nn.parallel.DistributedDataParallel(net())
+    flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    x = torch.full((3, 5), 1.0 + dist.get_rank())
+    x[0] += 1
+    for wrapper in (model, twin):
+        wrapper(x).square().mean().backward()
+    expected = [parameter.grad.reshape(-1) for parameter in twin.parameters()]
+    return flat.tolist(), torch.cat(expected).tolist()
+
+
+def average_into_flat_buffers() -> list[tuple[list[float], list[float]]]:
+    return [average_into_flat_buffer(), average_into_flat_buffer(gradient_as_bucket_view=False)]
+
+
+def test_flat_buffer_of_the_caller_receives_the_mean_without_bucket_views() -> None:
+    for dropped, written in run_ranks(average_into_flat_buffers, 2):
+        assert dropped[0] != pytest.approx(dropped[1], rel=1e-4)
+        assert written[0] == pytest.approx(written[1], rel=1e-4, abs=1e-6)
