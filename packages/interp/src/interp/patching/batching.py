@@ -35,39 +35,41 @@ class PatchBatch:
     def add_rows(self, layer: int, positions: Tensor) -> Tensor:
         """Add one row per patch of this layer, with the recorded input of its block.
 
-        `positions` is (patches,). Return the columns of the patched positions in `streams`.
+        `positions` is (patches,). Return the index of each patched position in dimension 1 of
+        `streams`, (patches,).
         """
-        column = torch.arange(self.affected.shape[1], device=positions.device)
-        affected = column >= positions[:, None]
+        every_position = torch.arange(self.affected.shape[1], device=positions.device)
+        affected = every_position >= positions[:, None]
         # The patched position of a row is the first of its affected positions.
-        columns = self.streams.shape[1] + affected.sum(1).cumsum(0) - affected.sum(1)
+        indices = self.streams.shape[1] + affected.sum(1).cumsum(0) - affected.sum(1)
         inputs = self.run.block_inputs[layer].expand(len(affected), -1, -1)[affected]
         self.streams = torch.cat([self.streams, inputs[None]], 1)
         self.affected = torch.cat([self.affected, affected])
-        return columns
+        return indices
 
     def run_block(self, layer: int, actions: Actions) -> None:
         """Run one block for all rows, while `actions` replace activations at their sites.
 
-        Attention receives whole rows of queries, keys and values; all other modules receive the
-        affected positions.
+        All modules receive the affected positions only. Between the projections of the attention,
+        where positions interact, the queries, keys and values are those of whole rows.
         """
-        padding, position, position_ids = self.run.layout
-        if position is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
-            position = position.flatten(0, -2)[self.affected.nonzero()[:, 1]]
+        padding, embeddings, position_ids = self.run.layout
+        if embeddings is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
+            embeddings = embeddings.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         name = f"blocks.{layer}.attention"
         fill = {
             f"{name}.{part}": partial(self._fill_rows, self.run.projections[f"{name}.{part}"])
             for part in "qkv"
         }
-        # The actions come before the queries, keys and values of other positions are filled in.
+        # Hooks act in the order in which they are installed. Actions see the affected positions
+        # only: at o:input these are selected before, and at q, k and v the others are added after.
         with (
             installed_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
             installed_hooks(self.run.model, actions),
             installed_hooks(self.run.model, fill),
         ):
             block = self.run.model.layers[layer]
-            self.streams = block(self.streams, padding, position, position_ids)
+            self.streams = block(self.streams, padding, embeddings, position_ids)
 
     def final_streams(self) -> Tensor:
         """Return the final streams (rows, seq, d_model); unaffected positions are as recorded."""
@@ -103,9 +105,9 @@ def run_patches(
             heads, positions = chunk[chunk[:, 0] == layer, 1:].mT
             actions: Actions = {}
             if len(heads):
-                columns = batch.add_rows(layer, positions)
+                indices = batch.add_rows(layer, positions)
                 source = sources[layer]
-                index = (torch.zeros_like(columns), columns, heads)
+                index = (torch.zeros_like(indices), indices, heads)
                 new = source[positions, heads]
                 actions = {sites[layer]: partial(replace_heads, index, new, source.shape[1])}
             batch.run_block(layer, actions)
@@ -114,7 +116,10 @@ def run_patches(
 
 
 def require_unchanged_blocks(model: Decoder) -> None:
-    """Raise ValueError if hooks or modules of other libraries could act on a part of a run."""
+    """Raise ValueError for hooks, replaced `forward` methods and modules of other libraries.
+
+    They could depend on all positions or all rows, and patched runs compute parts of these only.
+    """
     for name, module in model.named_modules():
         is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)
         library = type(module).__module__.partition(".")[0]

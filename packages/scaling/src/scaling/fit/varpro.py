@@ -14,7 +14,7 @@ which means that its mean over the rows is subtracted. Otherwise a larger expone
 amplitude would compensate each other and the Hessian would be nearly singular. Other amplitudes are
 stored without a logarithm and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
 
-    L = E + exp(a - alpha x) + exp(b - beta y),   x = log N - mean(log N), y = log D - mean(log D).
+    L = E + exp(a - alpha n) + exp(b - beta d),   n = log N - mean(log N), d = log D - mean(log D).
 """
 
 import itertools
@@ -39,14 +39,15 @@ MAX_POINTS_PER_EXPONENT = 17
 
 #: The bounds of a log amplitude are this far below the log of `Problem.target_spread` and this far
 #: above the mean log target. A term at the lower bound is 1e-13 times the spread, which rounding
-#: errors hide. Terms are positive, so their amplitudes exceed the target by no more than the
-#: residuals, and the upper bound only prevents overflow. On twelve tables of `hard_runs` in
-#: test_parametric.py, ranges of 20 to 60 find the same optima.
+#: errors hide. The centered amplitude of a term is its geometric mean over the rows. Terms are
+#: positive, so it exceeds the mean target by no more than the residuals, and the upper bound only
+#: prevents overflow. On twelve tables of `hard_runs` in test_parametric.py, ranges of 20 to 60 find
+#: the same optima.
 LOG_AMPLITUDE_RANGE = 30.0
 
 #: The grid of a positive exponent starts at this multiple of its lower bound and stops at this
-#: multiple of its upper bound. On the same tables, the search misses no optimum with starts at 1 to
-#: 4 and stops at 0.4 to 1 times the bounds.
+#: multiple of its upper bound. On the same tables, the search misses no optimum with values of
+#: `GRID_START` from 1 to 4 and of `GRID_STOP` from 0.4 to 1.
 GRID_START = 2.0
 GRID_STOP = 1 / 1.5
 
@@ -62,9 +63,11 @@ MAX_NEWTON_STEP = 2.0
 
 @dataclass(frozen=True)
 class Term:
-    """The log value of a term: constant + sum_j exponent_j * slope_j + center.
+    """The log value of a term without its amplitude, as the sum of a centered part and a center.
 
-    The center is center_constant + sum_j exponent_j * center_slope_j.
+    The centered part is constant + sum_j exponent_j * slope_j in each row. The center is
+    center_constant + sum_j exponent_j * center_slope_j, the same number in all rows, which the
+    stored amplitude contains: see Note [Centered parameters].
     """
 
     #: Centered slope of each exponent that the term uses, by the exponent's index, (n,).
@@ -129,7 +132,8 @@ class Problem(ComparesArrays):
     def target_spread(self) -> float:
         """The standard deviation of the target, which is the scale of a term's amplitude.
 
-        Equal targets count as spread by rounding errors, so that the spread has a logarithm.
+        It is at least 1e-16 times the geometric mean of the target, so that its logarithm is finite
+        if all targets are equal.
         """
         mean = self.log_target.mean()
         relative = float(np.exp(self.log_target - mean).std())

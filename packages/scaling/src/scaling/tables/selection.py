@@ -19,16 +19,16 @@ from scaling.tables.table import Reading
 MAX_SEARCHED_ROWS = 5000
 
 #: An unread column may be a setting if its values repeat this often on average, and if it differs
-#: within at least this fraction of the groups of runs that agree in everything else. Names, dates
-#: and measurements have more values, and notes about single runs differ in few groups.
+#: within at least this fraction of the groups of runs with one design and equal known settings.
+#: Names, dates and measurements have more values, and notes about single runs differ in few groups.
 ROWS_PER_SETTING = 3
 SETTING_FRACTION = 0.5
 
-#: Largest relative differences between runs of the same design, which is their size and tokens.
+#: Largest relative differences between runs of the same design: their size, tokens and compute.
 DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
 
-#: Columns that show that N or D may be counted in two ways: the quantity, the column to add, and
-#: the ambiguity.
+#: Names of columns that show that N or D may be counted in two ways. Each has the ambiguous
+#: quantity, the name of a column that would resolve the ambiguity, and the two ways.
 COUNTS = {
     "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
     "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
@@ -38,14 +38,15 @@ COUNTS = {
 def require_unambiguous_counts(reading: Reading, named: Container[str]) -> None:
     """Raise `ValueError` if N may include idle experts, or D may count only one epoch.
 
-    C = 6 N D needs the active parameters and all trained tokens.
+    C = 6 N D needs the active parameters and all trained tokens. `named` has the quantities whose
+    columns the caller has named, which confirms them.
     """
     for name in reading.table.columns:
         quantity, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
         column = reading.columns.get(quantity)
         if column is None or quantity in named:
             continue
-        # Trained tokens already count every epoch, unlike the tokens of a data set.
+        # A column whose name contains "data" may count each token of the data set once.
         is_unambiguous = "active" in column.kinds or (
             quantity == "tokens" and "data" not in column.name
         )
@@ -64,6 +65,7 @@ def _counted(name: str) -> str:
     if "per" in words:
         return ""
     stem = "".join(words).removesuffix("count")
+    # A key without its last letter is the singular: n_expert.
     return next((key for key in COUNTS if stem.endswith((key, key[:-1]))), "")
 
 
@@ -90,9 +92,10 @@ def require_one_data_set(reading: Reading) -> None:
             continue
         codes = reading.table.codes([name])
         count = int(codes.max()) + 1
-        # Names that are mostly different identify runs, not data sets.
+        # Names that are mostly different identify runs instead of data sets.
         if count == 1 or count > len(codes) / 2:
             continue
+        # Columns such as `name` may repeat the size of the model in words.
         if word in WORDS["labels"] and _labels_a_quantity(reading, codes):
             continue
         seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
@@ -109,7 +112,9 @@ def _labels_a_quantity(reading: Reading, codes: NDArray[np.intp]) -> bool:
         if k in reading.values:
             groups = cluster(reading.values[k], tolerance, 1 + tolerance)
             num_pairs = np.unique(np.stack([codes, groups]), axis=1).shape[1]
-            if num_pairs == codes.max() + 1 == groups.max() + 1:
+            num_values = int(codes.max()) + 1
+            num_groups = int(groups.max()) + 1
+            if num_pairs == num_values == num_groups:
                 return True
     return False
 
@@ -117,8 +122,8 @@ def _labels_a_quantity(reading: Reading, codes: NDArray[np.intp]) -> bool:
 def keep_best_settings(reading: Reading) -> None:
     """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
 
-    The settings are learning rates, batch sizes and similar. Repetitions of the best setting, such
-    as seeds, are all kept, because the least loss of several repetitions is biased.
+    The settings are learning rates, batch sizes and similar. All repetitions of the best setting,
+    such as seeds, are kept: the least loss of several seeds is too low by chance.
 
     Raises `ValueError` if another column may be a setting under an unusual name.
     """
@@ -167,7 +172,8 @@ def setting_columns(reading: Reading) -> list[str]:
 def _possible_settings(reading: Reading) -> list[str]:
     """Return the columns that are not read, and sequence lengths even if they are read."""
     factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
-    # At equal tokens, the batch size determines the steps, but a sequence length is a setting.
+    # The factors of the tokens, such as steps and batch size, are read and so no unknown settings.
+    # A sequence length is the exception: it changes the loss at equal tokens.
     used = {name for name in factors if factor_kind(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
 

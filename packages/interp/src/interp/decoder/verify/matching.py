@@ -39,7 +39,8 @@ _SHORT_LENGTH = 16
 _SMALL = Scale("small", stream_std=3e-3)
 #: Scores and activations that reach caps and clamps: a cap of 50 on scores, the clamps of gpt-oss.
 _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
-#: Scores with which each query attends to a few keys, far from uniform attention.
+#: Scores with which each query attends to a few keys, far from uniform attention: the defaults of
+#: `Scale`.
 _RANDOM = Scale("random")
 
 
@@ -53,7 +54,7 @@ class Probe:
     rows: int = 1
     #: True if the call passes an attention mask with padding.
     is_padded: bool = False
-    #: True if the call also passes position ids that do not count padding.
+    #: True if the call also passes position ids, which count the tokens that are not padding.
     passes_positions: bool = False
     #: The largest accepted `distance`. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
     #: below 7e-6.
@@ -80,9 +81,19 @@ def matching_settings(
 ) -> tuple[Settings, tuple[Comparison, ...]]:
     """Return the first candidate whose description passes all probes, and its comparisons.
 
-    `roles` maps the names of `tensors` to canonical names, and `build` creates the description of a
-    candidate from tensors. The returned settings have the largest verified number of tokens as
-    their `context`, which is at most `limit`. Raises ValueError if no candidate passes.
+    Args:
+        model: The model that is described.
+        tensors: Its weights by name.
+        roles: The canonical name of each tensor.
+        candidates: The settings to try, with equal numbers of layers, heads and experts. The random
+            weights are scaled for the first one.
+        build: A function that creates the description of a candidate from tensors.
+        constants: The numbers that the description folds into the weights; `gain_offset` is added
+            to the gains of norms (1 in Gemma).
+        limit: The number of tokens beyond which the model uses other rotary angles, or None.
+
+    The returned settings have the largest verified number of tokens as their `context`. Raises
+    ValueError if no candidate passes.
     """
     random_weights = RandomWeights(tensors, roles, candidates[0], constants.gain_offset)
     # Rounding may route a token to another expert, but rarely does so for both of two draws.
@@ -125,7 +136,8 @@ def _errors(
     for candidate in candidates:
         decoder = build(weights, candidate)
         with warnings.catch_warnings():
-            # The probe tests positions that count padding, so the decoder's warning is ignored.
+            # A padded probe without position ids tests the model's default, which may count
+            # padding. The decoder warns of such positions.
             warnings.simplefilter("ignore", UserWarning)
             logits = decoder(tokens, **arguments)
         error = distance(logits, expected, arguments.get("attention_mask"))
@@ -171,9 +183,10 @@ def compute_logits(
                 name: buffer.float() if buffer.is_floating_point() else buffer
                 for name, buffer in model.named_buffers(remove_duplicate=False)
             }
-            # A shared module has several names, of which named_modules() lists the first. Only its
-            # tensors are replaced: functional_call restores what it found under each name, and
-            # would find the random weights under the second one.
+            # A shared module has several names, and named_modules() lists the first of them. The
+            # tensors are replaced under the first name only. If they were replaced under a second
+            # name too, functional_call would take the random weights, which it finds there, for the
+            # original ones, and restore them at the end.
             unique_names = dict(model.named_modules())
             swapped = {
                 name: tensor
@@ -204,7 +217,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _probes(model: nn.Module, context: int) -> list[Probe]:
     """Return the probes of texts of up to `context` tokens; a description must pass all of them.
 
-    Probes of one scale are adjacent, so that they share weights.
+    Probes of one scale are adjacent, because `RandomWeights.draw` keeps only the latest weights.
     """
     short = min(_SHORT_LENGTH, context)
     probes = [
@@ -246,7 +259,8 @@ def _context(
     )
     limits = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
     if limits and isinstance(configured, int):
-        limits.append(configured)  # OPT's table has more rows than positions.
+        # A table of learned positions may have more rows than the model has positions, as in OPT.
+        limits.append(configured)
     if limit is not None:
         limits.append(limit)
     requested = candidate.context
