@@ -37,6 +37,8 @@ def commands(page):
     text = re.sub(r"\\\n\s*", "", page.read_text())
     fences = re.findall(r"^```(\S*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    # The line below a table has the command of an earlier version that measured it, and the date.
+    prose = re.sub(r"^\*`[^`\n]+`, \d{4}-\d\d-\d\d: .*$", "", prose, flags=re.MULTILINE)
     lines = [line for language, code in fences if language in SHELLS for line in code.splitlines()]
     lines += re.findall(r"^ {4}(.*)$", prose, re.MULTILINE)
     lines += re.findall(r"`([^`\n]+)`", prose)

@@ -286,10 +286,11 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(model(tokens), trained(tokens))
     written = generate_text(model, "To be", 20)
-    assert len(written) == 20
+    # Bytes that form a character of UTF-8 are shown as this character.
+    assert 5 <= len(written) <= 20
     assert written == generate_text(model, "To be", 20)
     assert written != generate_text(model, "To be", 20, temperature=50.0, seed=1)
-    assert len(generate_text(model, os.fsdecode(b"caf\xe9"), 5)) == 5
+    assert 2 <= len(generate_text(model, os.fsdecode(b"caf\xe9"), 5)) <= 5
     # The most likely token at each position, also at a temperature by which logits overflow.
     coldest = generate_text(model, "To be", 20, temperature=1e-300)
     assert coldest == generate_text(model, "To be", 20, temperature=1e-6, seed=1)

@@ -17,8 +17,8 @@ PROCESSORS = {
 }
 TIMED = """
 import sys, time, torch
-sys.path.insert(0, {root!r})
-from packages.tinyml.tests.float_ratio import float_over
+sys.path.insert(0, {folder!r})
+from float_ratio import float_over
 from tinyml import quantize
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -57,8 +57,8 @@ def times_of_float(run_on):
     """
 
     def ratios(processor, cases, claim, activations="auto"):
-        root = str(Path(__file__).parents[3])
-        program = TIMED.format(root=root, cases=cases, claim=claim, activations=activations)
+        folder = str(Path(__file__).parent)
+        program = TIMED.format(folder=folder, cases=cases, claim=claim, activations=activations)
         return [float(line) for line in run_on(processor, program)]
 
     return ratios

@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from tinyml import Int8Linear, quantize
 from tinyml.quantization import fastest_linear
 from torch import nn
 
-from packages.tinyml.tests.float_ratio import float_over
+sys.path.insert(0, str(Path(__file__).parent))
+
+from float_ratio import float_over
 
 pytestmark = pytest.mark.timing
 

@@ -62,7 +62,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
         if call.has_pattern:
             raise ValueError(
                 f"expected one attention in module {call.name!r}, got two in one call; call each "
-                "attention in a module of its own"
+                "attention in a separate module"
             )
         call.has_pattern = True
         pattern = _unpack_groups(call.module, pattern)
