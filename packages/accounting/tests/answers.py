@@ -150,7 +150,7 @@ ANSWERS = [
         "/ flops(GPT2, seq=1000, phase='decode')['attention'].total",
         4,
         "",
-        "4 s d a layer: linear in the sequence, O(s d)",
+        "4 s d per layer: linear in the sequence, O(s d)",
     ),
     Answer(
         "a1.3",
@@ -162,7 +162,7 @@ ANSWERS = [
     ),
     Answer(
         "a1.4a",
-        "KV entries a token, MHA",
+        "KV entries per token, MHA",
         "kv_entries(DEEPSEEK_MHA).total",
         1_998_848,
         "entries",
@@ -170,7 +170,7 @@ ANSWERS = [
     ),
     Answer(
         "a1.4b",
-        "KV entries a token, MQA",
+        "KV entries per token, MQA",
         "kv_entries(DEEPSEEK_MQA).total",
         15_616,
         "entries",
@@ -178,7 +178,7 @@ ANSWERS = [
     ),
     Answer(
         "a1.4c",
-        "KV entries a token, MLA as in DeepSeek-V3",
+        "KV entries per token, MLA as in DeepSeek-V3",
         "kv_entries(MODELS['deepseek-v3']).total",
         35_136,
         "entries",
@@ -313,7 +313,7 @@ ANSWERS = [
         f"{_TENSOR}.payload.total",
         549_755_813_888,
         "B",
-        "4 a layer (two forward, two backward) * 32 * 128*4096*4096*2",
+        "4 per layer (two forward, two backward) * 32 * 128*4096*4096*2",
     ),
     Answer(
         "c2.3b",
@@ -403,11 +403,11 @@ ANSWERS = [
         f"{_XXL_STATES}.total",
         3_517_578_215_424,
         "B",
-        "16 B a parameter",
+        "16 B per parameter",
     ),
     Answer(
         "x.a2",
-        "its activations for the backward in bf16, a token",
+        "its activations for the backward in bf16, per token",
         "activations(XXL, batch=1, seq=1, precision='bf16').total",
         17_547_264,
         "B/token",
@@ -447,7 +447,7 @@ ANSWERS = [
             "sharded_activations=0.5)",
             value,
             "devices",
-            "16P/N + A/2 + A/(2N) <= 95e9, A = 17,547,264 a token",
+            "16P/N + A/2 + A/(2N) <= 95e9, A = 17,547,264 per token",
         )
         for tokens, value in ((1024, 41), (2048, 46), (4096, 61), (8192, 156))
     ),
@@ -520,7 +520,7 @@ ANSWERS = [
         "training_memory(COURSE['xl'], batch=0, seq=1).total / 2**30",
         29.776,
         "GiB",
-        "16 B a parameter",
+        "16 B per parameter",
         1e-4,
     ),
     Answer(
@@ -529,7 +529,7 @@ ANSWERS = [
         "training_memory(COURSE['xl'], Plan(data=2, zero=1), batch=0, seq=1).total / 2**30",
         22.332,
         "GiB",
-        "12 B a parameter",
+        "12 B per parameter",
         1e-4,
     ),
     Answer(
@@ -627,7 +627,9 @@ ANSWERS = [
         "2e14/4.8e12",
         1e-6,
     ),
-    Answer("f.g1b", "tokens a minute", "fermi.tokens_per_minute(2e14)", 1.44, "", "60/41.67", 1e-9),
+    Answer(
+        "f.g1b", "tokens per minute", "fermi.tokens_per_minute(2e14)", 1.44, "", "60/41.67", 1e-9
+    ),
     Answer(
         "f.g2",
         "seconds per token, GPT-3 in bf16",
@@ -639,7 +641,7 @@ ANSWERS = [
     ),
     Answer(
         "f.g2b",
-        "tokens a minute",
+        "tokens per minute",
         "fermi.tokens_per_minute(3.5e11)",
         822.857143,
         "",
@@ -648,7 +650,7 @@ ANSWERS = [
     ),
     Answer(
         "f.g3",
-        "activations of GPT-3, a token",
+        "activations of GPT-3, per token",
         "fermi.activation_bytes_per_token(96, 96, 128)",
         2_359_296,
         "B",
@@ -825,7 +827,7 @@ ANSWERS = [
     *(
         Answer(
             f"kv.{name}",
-            f"KV bytes a token of {name} in bf16",
+            f"KV bytes per token of {name} in bf16",
             f"kv_cache(MODELS[{name!r}]).total",
             entry.kv_bytes,
             "B",
