@@ -1,6 +1,7 @@
 """Emulated hosts send at the rate that was chosen, and count the bytes."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -15,6 +16,7 @@ import socket, sys
 rank, address, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if rank == 0:
     with socket.create_server((address, 5000)) as server:
+        print("listening", flush=True)
         peer, _ = server.accept()
         left = size
         while left:
@@ -30,13 +32,16 @@ else:
 def test_the_link_holds_its_rate_and_counts_its_bytes():
     size = 25_000_000
     with emulated_hosts(2, "500mbit") as hosts:
-        server = hosts[0].popen([sys.executable, "-c", SEND, "0", hosts[0].address, str(size)])
-        time.sleep(1)
+        server = hosts[0].popen(
+            [sys.executable, "-c", SEND, "0", hosts[0].address, str(size)], stdout=subprocess.PIPE
+        )
+        assert server.stdout.readline() == "listening\n"
         before = hosts[1].sent_bytes()
         start = time.monotonic()
         client = hosts[1].popen([sys.executable, "-c", SEND, "1", hosts[0].address, str(size)])
         assert client.wait(30) == 0
         assert server.wait(30) == 0
+        server.stdout.close()
         seconds = time.monotonic() - start
         sent = hosts[1].sent_bytes() - before
     assert 1.0 <= sent / size < 1.05

@@ -244,10 +244,14 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
     hosts = servers_of(Vector(), 2, 2, BulkSynchronous())
     bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
     write, seconds = bad._payload.write, [0.3]
+    writes_to_second_server = threading.Semaphore(0)
 
     def late(server):
         time.sleep(seconds[0] if server == 1 else 0)
-        return write(server)
+        written = write(server)
+        if server == 1:
+            writes_to_second_server.release()
+        return written
 
     monkeypatch.setattr(bad._payload, "write", late)
     bad.module.x.grad = torch.full((SIZE,), -1.0)
@@ -256,7 +260,8 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
         bad.push()
     seconds[0] = 0
     bad.module.push_one(bad)
-    time.sleep(0.5)
+    for _ in ("the refused push", "the accepted push"):
+        assert writes_to_second_server.acquire(timeout=10)
     good.module.push_one(good)
     for worker in (good, bad):
         worker.pull()
