@@ -74,6 +74,34 @@ def test_flops_equal_formula_of_torchtitan(name: str) -> None:
     assert ours == expected - 6 * counted["norms"].total
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"])
+def test_products_equal_the_ones_that_calflops_counts_in_transformers(kind: str) -> None:
+    """The counter replaces functions of torch, and does not see the products of fused experts."""
+    calflops = pytest.importorskip("calflops", reason="tried with calflops 0.3.2")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    if kind != "gpt2":
+        sizes |= {"intermediate_size": 160, "head_dim": 16}
+    if kind in ("llama", "qwen3", "mixtral"):
+        sizes["num_key_value_heads"] = 2
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=1000, bos_token_id=0, eos_token_id=0, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    _, multiplications, _ = calflops.calculate_flops(
+        model=model,
+        kwargs={"input_ids": torch.zeros(2, 32, dtype=torch.long)},
+        print_results=False,
+        output_as_string=False,
+    )
+    counted = flops(Transformer.from_hf(config), batch=2, seq=32, phase="forward", attention="full")
+    fused = 0
+    if kind == "mixtral":
+        fused = counted["experts"].total - counted["experts/router"].total
+    assert 2 * multiplications == counted.total - fused
+
+
 @given(seq=st.integers(1, 40), window=st.integers(0, 50), chunked=st.booleans())
 def test_pairs_are_the_ones_that_the_mask_lets_through(
     seq: int, window: int, chunked: bool
