@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path
 
 
 def command(path):
-    return [sys.executable, "-m", "zero.bench", "--rounds", "7", "--json", str(path)]
+    return [sys.executable, "-m", "zero.bench", "--rounds", "5", "--json", str(path)]
 
 
 def steps(path):
