@@ -110,7 +110,9 @@ class Updater:
         if self.spec.max_norm is not None:
             gradients = [t.grad for t in self.targets if t.grad is not None]
             # Squares of finite gradients may overflow in the gradients' type.
-            norms = [torch.linalg.vector_norm(g.double()) for g in gradients]
+            # torch 2.11 has no norm of a sparse tensor.
+            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            norms = [torch.linalg.vector_norm(values.double()) for values in dense]
             clip_grads_with_norm_(self.targets, self.spec.max_norm, get_total_norm(norms))
         self.optimizer.step()
         # Parameters without a gradient are skipped, so the momentum of other fragments is kept.
