@@ -355,9 +355,8 @@ class _PaperFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
-        d_qkv = _AttentionBackward.apply(
-            q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method
-        )
+        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
+        d_qkv = run(q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method)
         return *(d.squeeze(1) for d in d_qkv), None
 
 
