@@ -18,6 +18,7 @@ from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
+from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
@@ -119,6 +120,7 @@ def honest():
         ranks = 1 if row["variant"] == SINGLE else 2
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
     evidence = {
+        "config": plain_values(CONFIG),
         "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
         "row_digests": BATCHES,
@@ -170,12 +172,12 @@ def test_a_peer_that_is_slowed_in_the_training_only_fails(ratio):
 
 def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
     plan, train, samples, evidence = honest()
+    for s in samples:
+        s["warmup"] = False
     for s in steps(samples, PEER):
-        s["warmup"] = False
         s["ended"] += 5.0 * (s["step"] == 0)
-    for s in steps(samples, "ddp flat"):
-        s["warmup"] = False
-    checks = training_checks.checks(replace(CONFIG, warmup=0), plan, train, samples, evidence)
+    config = replace(CONFIG, warmup=0, steps=4)
+    checks = training_checks.checks(config, plan, train, samples, evidence)
     (ratio,) = (c for c in checks if c.name == f"time of {PEER} over that of ddp flat")
     assert ratio.passed
     assert ratio.high < 2
@@ -242,9 +244,9 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
     wire = 2 * (world - 1) / world * 400
     heads = 1000 * 20 * (world - 1)  # of twenty tensors, as often as a ring passes them on
     evidence["model_counts"]["tensors"] = 20
-    for row in train.rows:
-        if row["variant"] != SINGLE:
-            row["wire_bytes"] = wire + heads
+    for s in samples:
+        if s["variant"] != SINGLE and "received" in s:
+            s["received"] = wire + heads
     config = replace(CONFIG, world=world)
 
     def passed(planned):
@@ -355,14 +357,14 @@ def test_a_missing_rank_fails():
     def change(train, samples, evidence):
         samples.remove(steps(samples, "ddp flat", rank=1)[2])
 
-    assert "every step of every rank" in tampered(change)
+    assert tampered(change) == ["results and samples of every step"]
 
 
 def test_a_warm_up_step_that_is_counted_fails():
     def change(train, samples, evidence):
         steps(samples, "ddp flat", rank=1)[0]["warmup"] = False
 
-    assert "every step of every rank" in tampered(change)
+    assert tampered(change) == ["results and samples of every step"]
 
 
 def test_a_rank_that_reports_half_its_time_fails():
@@ -453,20 +455,77 @@ def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
 @pytest.mark.parametrize("nbytes", [0, 200, 1200])
 def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):
+        for s in steps(samples, "ddp flat"):
+            s["received"] = nbytes
         (row,) = (row for row in train.rows if row["variant"] == "ddp flat")
         row["wire_bytes"] = nbytes
 
     assert tampered(change) == ["ddp flat: bytes received per step of training"]
 
 
+def test_reported_bytes_that_no_sample_has_fail():
+    def change(train, samples, evidence):
+        for s in steps(samples, "ddp flat"):
+            s["received"] = 401
+
+    assert tampered(change) == ["reported bytes received per step"]
+
+
+def without(*path):
+    def change(train, samples, evidence):
+        owner = {"train": vars(train), "samples": samples, "evidence": evidence}
+        for key in path[:-1]:
+            owner = owner[key]
+        del owner[path[-1]]
+
+    return change
+
+
+def remove_rank(train, samples, evidence):
+    samples[:] = [s for s in samples if s["rank"] == 0]
+
+
+def remove_received(train, samples, evidence):
+    for s in samples:
+        s.pop("received", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (remove_rank, "torch DDP step 0 rank 1"),
+        (remove_received, "single process step 0 rank 0: received"),
+        (lambda train, samples, evidence: samples.clear(), "single process step 0 rank 0"),
+        (without("train", "rows", 2, "step_ms"), "ddp flat: step_ms"),
+        (without("train", "losses", "ddp flat"), "ddp flat: a loss of every step"),
+        (without("train", "final_weights", "ddp flat"), "ddp flat: stored"),
+        (without("evidence", "trajectory"), "evidence of trajectory"),
+    ],
+)
+def test_a_part_of_the_record_that_is_missing_is_named(change, named):
+    plan, train, samples, evidence = honest()
+    change(train, samples, evidence)
+    checks = training_checks.checks(CONFIG, plan, train, samples, evidence)
+    (failed,) = (check for check in checks if not check.passed)
+    assert failed.name == "results and samples of every step"
+    assert named in failed.where or "more" in failed.where
+
+
+def test_a_configuration_that_was_edited_fails():
+    plan, train, samples, evidence = honest()
+    edited = replace(CONFIG, learning_rate=1.0)
+    checks = training_checks.checks(edited, plan, train, samples, evidence)
+    assert [check.where for check in checks if not check.passed] == ["learning_rate"]
+
+
 @pytest.mark.parametrize("nbytes", [0, 200, 1800])
 def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
-    def change(train, samples, evidence):
-        evidence["probe"]["ddp shared memory"] = probed(2)
-        evidence["probe"]["ddp shared memory"]["shared"][0] = nbytes
-
-    name = "ddp shared memory: bytes summed in shared memory, rank 0"
-    assert name in tampered(change)
+    *_, evidence = honest()
+    evidence["probe"]["ddp shared memory"] = probed(2)
+    evidence["probe"]["ddp shared memory"]["shared"][0] = nbytes
+    record = Record(CONFIG, *honest()[:3], evidence)
+    failed = [check.name for check in wire_checks.shared_memory(record) if not check.passed]
+    assert failed == ["ddp shared memory: bytes summed in shared memory, rank 0"]
 
 
 @pytest.mark.parametrize("loss", [5.01, float("nan")])
@@ -607,26 +666,58 @@ def test_a_check_with_nothing_recorded_is_red():
 
 def finished(path, change=lambda samples: None):
     plan, train, samples, evidence = honest()
-    folder = RunFolder.create(RunConfig(**{**vars(CONFIG), "out": path}), {})
+    config = RunConfig(**{**vars(CONFIG), "stages": ("plan", "train", "audit"), "out": path})
+    folder = RunFolder.create(config, {})
     change(samples)
     folder.append_samples(samples)
     folder.add_stage("plan", plan)
     folder.add_stage("train", train)
-    folder.write_json("evidence.json", evidence)
-    checks = training_checks.checks(CONFIG, *honest())
-    folder.write_json("checks.json", [check.to_json() for check in checks])
-    folder.add_stage("audit", Audit(0, []))
+    folder.write_json("evidence.json", evidence | {"config": plain_values(config)})
+    checks = [check.to_json() for check in training_checks.checks(CONFIG, *honest())]
+    folder.write_json("checks.json", checks)
+    folder.add_stage("audit", Audit(len(checks), []))
     folder.finish()
     return folder
+
+
+def red_again(folder):
+    folder.seal()
+    return [check.name for check in check_again(folder) if not check.passed]
 
 
 def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
     def wrong(samples):
         steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
 
-    assert all(check.passed for check in check_again(finished(tmp_path / "a")))
-    red = [c.name for c in check_again(finished(tmp_path / "b", wrong)) if not c.passed]
-    assert {"losses, trained again", "all losses"} <= set(red)
+    assert not red_again(finished(tmp_path / "a"))
+    assert {"losses, trained again", "all losses"} <= {*red_again(finished(tmp_path / "b", wrong))}
+
+
+def test_a_folder_without_checks_evidence_or_a_stage_fails(tmp_path):
+    folder = finished(tmp_path)
+    checks, summary = folder.read_json("checks.json"), folder.summary
+    folder.write_json("checks.json", checks[:-1])
+    assert red_again(folder) == ["number of checks"]
+    folder.write_json("checks.json", checks)
+    del summary["stages"]["train"]
+    folder.write_json("summary.json", summary)
+    (failed,) = (check for check in check_again_sealed(folder) if not check.passed)
+    assert failed.where == "train"
+    folder.write_json("evidence.json", {})
+    assert red_again(folder) == ["results of every stage"]
+
+
+def check_again_sealed(folder):
+    folder.seal()
+    return check_again(folder)
+
+
+def test_a_figure_of_another_type_is_a_failed_check(tmp_path):
+    folder = finished(tmp_path)
+    summary = folder.summary
+    summary["stages"]["train"]["rows"][1]["step_ms"] = "12"
+    folder.write_json("summary.json", summary)
+    assert red_again(folder) == ["what the audit reads"]
 
 
 def test_a_run_without_an_audit_is_refused(tmp_path):
@@ -652,10 +743,10 @@ def test_a_check_that_the_folder_has_not_stored_is_reported(tmp_path):
         steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
 
     folder = finished(tmp_path, wrong)
-    stored = folder.read_json("checks.json")
-    folder.write_json("checks.json", [row for row in stored if row["name"] != "all losses"])
-    folder.seal()
-    assert "all losses" in [check.name for check in check_again(folder) if not check.passed]
+    stored = [row for row in folder.read_json("checks.json") if row["name"] != "all losses"]
+    folder.write_json("checks.json", stored)
+    folder.add_stage("audit", Audit(len(stored), []))
+    assert "all losses" in red_again(folder)
 
 
 def test_a_variant_that_is_left_out_fails():
@@ -673,6 +764,8 @@ def test_rates_that_are_all_wrong_by_the_same_factor_fail():
 def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
     def fsdp_received(warmup):
         plan, train, samples, evidence = honest()
+        for s in steps(samples, "ddp flat"):
+            s["received"] = 700
         (row,) = (row for row in train.rows if row["variant"] == "ddp flat")
         row["wire_bytes"] = 700.0
         record = Record(replace(CONFIG, warmup=warmup), plan, train, samples, evidence)

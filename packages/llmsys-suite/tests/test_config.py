@@ -195,6 +195,7 @@ def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path
 def test_options_override_the_fields_of_the_file(tmp_path, monkeypatch):
     path = tmp_path / "run.toml"
     path.write_text('stages = ["plan"]\nsize = "mini"\nworld = 1\nrows = 6\nlearning_rate = 1\n')
+    path.write_text(path.read_text() + "trace = true\nrecompute = true\n")
     received = []
 
     def execute(config):
@@ -202,14 +203,15 @@ def test_options_override_the_fields_of_the_file(tmp_path, monkeypatch):
         return 0, tmp_path
 
     monkeypatch.setattr("llmsys_suite.start.execute", execute)
-    monkeypatch.setattr(
-        sys, "argv", ["llmsys", "run", "--preset", "cpu", "--config", str(path), "--world", "2"]
-    )
+    arguments = ["--config", str(path), "--world", "2", "--no-trace", "--no-recompute", "--compile"]
+    monkeypatch.setattr(sys, "argv", ["llmsys", "run", "learn", "--preset", "cpu", *arguments])
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == 0
     (config,) = received
-    assert (config.stages, config.size, config.world) == (("plan", "report"), "mini", 2)
+    assert config.stages == ("plan", "train", "learn", "report")
+    assert (config.size, config.world) == ("mini", 2)
+    assert (config.trace, config.recompute, config.compile) == (False, False, True)
     assert (config.rows, config.learning_rate) == (6, 1)
 
 

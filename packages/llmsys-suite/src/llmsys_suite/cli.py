@@ -48,6 +48,11 @@ def _field(name: str, **parameters: Any) -> Any:
     return typer.Option(f"--{name}", help=MEANING[name], **parameters)
 
 
+def _flag(name: str) -> Any:
+    """Return an option of `run` that sets a field to True, or with `--no-` to False."""
+    return typer.Option(f"--{name}/--no-{name}", help=MEANING[name])
+
+
 @app.command()
 def run(
     context: typer.Context,
@@ -62,10 +67,10 @@ def run(
     learn: Annotated[int | None, _field("learn")] = None,
     tensor: Annotated[int | None, _field("tensor")] = None,
     pipeline: Annotated[int | None, _field("pipeline")] = None,
-    recompute: Annotated[bool, _field("recompute")] = False,
-    compile: Annotated[bool, _field("compile")] = False,
+    recompute: Annotated[bool | None, _flag("recompute")] = None,
+    compile: Annotated[bool | None, _flag("compile")] = None,
     clip: Annotated[float | None, _field("clip")] = None,
-    trace: Annotated[bool, _field("trace")] = False,
+    trace: Annotated[bool | None, _flag("trace")] = None,
     log: Annotated[str | None, _field("log")] = None,
     resume: Annotated[Path | None, _field("resume", parser=_path)] = None,
     seed: Annotated[int | None, _field("seed")] = None,
@@ -85,7 +90,7 @@ def run(
         print("llmsys: checking this machine", file=sys.stderr, flush=True)
     options = read_toml(config_file) if config_file is not None else {}
     for name, value in context.params.items():
-        if name in MEANING and name != "stages" and value is not None and value is not False:
+        if name in MEANING and name != "stages" and value is not None:
             options[name] = value
     in_file = options.pop("stages", [])
     status, folder = execute(resolve(stages or in_file, **options))

@@ -17,6 +17,7 @@ from llmsys_suite.audit import peers
 from llmsys_suite.audit.flops import count_flops
 from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
+from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -36,6 +37,7 @@ def measure(run: Run) -> dict[str, Any]:
     with run.in_float32():
         probed = probe(run)
     return {
+        "config": plain_values(run.config),
         "probe": probed,
         "split": split_evidence(run),
         "peers": peers.time_peers(run, [*probed]),

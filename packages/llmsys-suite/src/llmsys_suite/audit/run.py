@@ -69,7 +69,8 @@ def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
     if run.folder is None:
         return []
     plan, train = run.results["plan"], run.results["train"]
-    return list(training_checks.checks(run.config, plan, train, run.folder.samples(), evidence))
+    checks = training_checks.checks(run.config, plan, train, run.folder.samples(), evidence)
+    return list(_guarded("train", checks))
 
 
 def stage_checks(run: Run, stage: str) -> list[Check]:
@@ -106,12 +107,24 @@ def check_again(folder: RunFolder) -> list[Check]:
         Check(**{key: value for key, value in row.items() if key != "passed"})
         for row in folder.read_json("checks.json")
     ]
-    recomputed: dict[str, Check] = {}
-    if evidence := folder.read_json("evidence.json"):
-        recorded = training_checks.checks(
-            folder.config, results["plan"], results["train"], folder.samples(), evidence
-        )
-        recomputed = {check.name: check for check in recorded}
+    evidence = folder.read_json("evidence.json")
+    files = list(_files(folder, evidence, len(stored)))
+    if not all(check.passed for check in files):
+        return files + stored
+    recorded = training_checks.checks(
+        folder.config, results["plan"], results["train"], folder.samples(), evidence
+    )
+    recomputed = {check.name: check for check in _guarded("train", recorded)}
     checks = [recomputed.pop(check.name, check) for check in stored]
     # Add the checks that the records allow but the stored list does not contain.
-    return checks + list(recomputed.values())
+    return files + checks + list(recomputed.values())
+
+
+def _files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
+    """Check that a folder has the result of each stage, all checks, and the audit's evidence."""
+    results = folder.results
+    missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
+    missing += [] if evidence else ["evidence.json"]
+    yield Sources("files of the run", "its configuration").none("results of every stage", missing)
+    checks = Sources("checks.json", "summary.json")
+    yield checks.equal("number of checks", results["audit"].checks, num_stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmsys_suite.audit.check import Check
+from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks import data, plan, times, weights, wire
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig
@@ -18,6 +18,7 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
     plan.memory,
     plan.communication,
     plan.rates,
+    data.configuration,
     data.text,
     data.rows,
     weights.initial_weights,
@@ -38,8 +39,11 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
 def checks(
     config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
-    """Yield all checks of a record."""
+    """Yield all checks of a record; if a part of it is missing, only the check that names it."""
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
-    for group in GROUPS:
-        yield from group(record)
+    missing = record.missing()
+    yield Sources("records", "the configuration").none("results and samples of every step", missing)
+    if not missing:
+        for group in GROUPS:
+            yield from group(record)
