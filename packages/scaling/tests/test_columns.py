@@ -182,6 +182,7 @@ def test_run_without_a_state_among_runs_with_states_is_left_out(blank):
     [
         ("finished", True, False),
         ("is_completed", "yes", "no"),
+        ("converged", True, False),
         ("sys/failed", "False", "True"),
         ("crashed", 0, 1),
         ("diverged", "false", "true"),

@@ -115,9 +115,53 @@ def test_history_of_a_sweep_without_run_names_is_refused():
         for i, row in enumerate(curve(1e-3))
         for s in range(1, 20)
     ]
-    with pytest.raises(ValueError, match=r"column '_step' differs .* a history: keep the last"):
+    message = r"column '_step' differs .* a history or .*: keep the last"
+    with pytest.raises(ValueError, match=message):
         fit_sweep(rows)
-    assert fit_sweep(rows[18::19]).best_rates == pytest.approx([1e-3], rel=0.01)
+    assert fit_sweep(rows[18::19], ignore="_step").best_rates == pytest.approx([1e-3], rel=0.01)
+
+
+@pytest.mark.parametrize("last", [0.01, 0.1, 1.0])
+def test_history_of_a_sweep_whose_rates_decay_is_refused(last):
+    """The last rates of a schedule would be read as the rates, a hundred times too small."""
+    rows = [
+        row
+        | {"run": f"r{i}", "step": 1000 * done, "loss": row["loss"] + 1 - done}
+        | {"lr": row["lr"] * (1 - done * (1 - last))}
+        for i, row in enumerate(curve(1e-3) + curve(2e-3, size=128))
+        for done in (0.01, 0.5, 1.0)
+    ]
+    with pytest.raises(ValueError, match="a history"):
+        fit_sweep(rows)
+
+
+def test_trainings_of_several_lengths_are_not_one_sweep():
+    rows = [row | {"max_steps": 1000 * (1 + i % 2)} for i, row in enumerate(curve(1e-3))]
+    with pytest.raises(ValueError, match=r"'max_steps' differs .* of several lengths"):
+        fit_sweep(rows)
+    # At a fixed number of tokens, larger batches take fewer steps.
+    fixed = curve(1e-3, steps=1000) + curve(1e-3, size=128, steps=500)
+    assert np.isfinite(fit_sweep(fixed).best_rates).all()
+
+
+def test_run_of_a_sweep_that_stopped_early_is_left_out():
+    rows = [row | {"step": 1000, "max_steps": 1000} for row in curve(1e-3)]
+    rows.append(rows[3] | {"step": 300, "loss": 9.0})
+    with pytest.warns(ScalingWarning, match="'step' is below 'max_steps' in rows 8: 1 runs"):
+        assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=0.01)
+
+
+def test_rates_that_bracket_no_best_rate_are_reported():
+    for count in (2, 3):
+        rows = [row for row in curve(1e-3) if row["lr"] >= RATES[-count]]
+        with pytest.warns(ScalingWarning, match="at the edge of the rates"):
+            assert np.isnan(fit_sweep(rows).best_rates).all()
+
+
+def test_two_columns_that_may_be_the_loss_are_named():
+    rows = [row | {"train/loss": row["loss"], "val/loss": row.pop("loss")} for row in curve(1e-3)]
+    with pytest.raises(ValueError, match=r"\['train/loss', 'val/loss'\] may each be the loss"):
+        fit_sweep(rows)
 
 
 def test_columns_and_rows_of_a_sweep_are_ignored_or_refused_as_those_of_runs():

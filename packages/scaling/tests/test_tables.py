@@ -311,6 +311,68 @@ def test_history_is_recognized_by_a_column_of_run_names(column):
     assert runs.tokens.tolist() == [8e9] * 3
 
 
+@pytest.mark.parametrize("last", [0.0, 0.01, 0.1])
+def test_setting_of_a_run_is_the_largest_rate_of_its_history(last):
+    """Schedules that end at one rate would hide that the peaks differ."""
+    rows = [
+        {
+            "run": f"{n:g}-{peak}",
+            "N": n,
+            "tokens": done * 1e10,
+            "lr": last * 3e-4 if done == 1 else peak * (1 - done / 2),
+            "loss": 4 - done + abs(np.log(peak / 1e-3)) / 9 - n / 1e10,
+        }
+        for n in (1e8, 3e8, 1e9)
+        for peak in (3e-4, 1e-3, 3e-3)
+        for done in (0.01, 0.5, 1.0)
+    ]
+    with (
+        pytest.warns(ScalingWarning, match="18 earlier ones"),
+        pytest.warns(ScalingWarning, match="6 runs of other settings"),
+    ):
+        runs = load_runs(rows)
+    np.testing.assert_allclose(runs.loss, [3 - n / 1e10 for n in (1e8, 3e8, 1e9)])
+    assert "'lr' changes within runs: the largest of each run is read" in runs.explanation
+
+
+@pytest.mark.parametrize(
+    ("step", "plan"),
+    [("_step", "max_steps"), ("global_step", "trainer.num_train_steps"), ("step", "total_steps")],
+)
+def test_run_that_stopped_before_its_planned_steps_is_left_out(step, plan):
+    rows = [
+        {"N": n, "tokens": 1e10, step: s, plan: 1000, "loss": 3 - n / 1e10}
+        for n, s in ((1e8, 999), (2e8, 400), (4e8, 1000), (8e8, 980))
+    ]
+    with pytest.warns(ScalingWarning, match=f"'{step}' is below '{plan}' in rows 2: 1 runs that"):
+        assert load_runs(rows).parameters.tolist() == [1e8, 4e8, 8e8]
+    assert len(load_runs(rows, ignore=plan)) == 4
+    # Steps of gradient accumulation, or calls of wandb.log, are not the planned steps.
+    assert len(load_runs([row | {step: row[step] / 3} for row in rows])) == 4
+
+
+@pytest.mark.parametrize(
+    ("column", "mark"), [("outlier", True), ("exclude", "yes"), ("discard", 1)]
+)
+def test_marked_rows_are_refused_with_both_readings(column, mark):
+    unmarked = {True: False, "yes": "", 1: 0}[mark]
+    rows = [
+        {"N": n, "D": 1e10, "loss": 3 - n / 1e10, column: mark if n == 2e8 else unmarked}
+        for n in (1e8, 2e8, 4e8)
+    ]
+    remedy = rf"'{column}' marks 1 rows \(2\): .* where={{'{column}': {unmarked!r}}}"
+    with pytest.raises(ValueError, match=remedy):
+        load_runs(rows)
+    assert len(load_runs(rows, where={column: unmarked})) == 2
+    assert len(load_runs(rows, ignore=column)) == 3
+
+
+def test_losses_of_the_validation_are_preferred_under_any_name():
+    for name in ("valid_loss", "val_loss", "valid/loss", "holdout_loss"):
+        table = {"N": BASE["N"], "D": BASE["D"], "train_loss": BASE["loss"], name: [1.5, 1.4, 1.3]}
+        assert load_runs(table).loss.tolist() == [1.5, 1.4, 1.3]
+
+
 @pytest.mark.parametrize("column", ["trial", "group", "seed", "job", "model", "host"])
 def test_rows_that_may_be_a_history_are_refused_with_both_readings(column):
     rows = history_rows(column)

@@ -30,7 +30,12 @@ from scaling.tables.selection import (
     require_unambiguous_counts,
 )
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished, require_no_summaries
+from scaling.tables.states import (
+    keep_finished,
+    reached_planned_steps,
+    require_no_marks,
+    require_no_summaries,
+)
 from scaling.tables.table import Reading
 from scaling.units import COLUMNS, FLOPS_PER_PARAMETER_TOKEN, Array
 
@@ -120,8 +125,8 @@ def load_runs(
             repetitions apart.
 
     Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
-    `failed` or `exit_code`), and all but the last row of each run of a history are left out. A
-    warning reports their number.
+    `failed` or `exit_code`, or to a `step` below `max_steps`), and all but the last row of each run
+    of a history are left out. A warning reports their number.
 
     Raises:
         ValueError: A value is missing, not a number, not positive or not finite, or a column is on
@@ -155,11 +160,13 @@ def load_runs(
     require_unambiguous_counts(reading, columns)
     drop_rows_without_loss(reading)
     require_no_summaries(reading.table)
+    require_no_marks(reading.table)
     reading.values = parse_columns(reading, reading.columns)
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
     keep_last_rows(reading, history)
+    reading.select(reached_planned_steps(reading.table, reading.exclusions))
     require_one_data_set(reading)
     keep_best_settings(reading)
     complete(reading)

@@ -159,7 +159,7 @@ def build_sweep(
     """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
     log_loss = np.stack([_mean(losses) for losses in by_seed])
     best = np.array([_bottom(rates, curve) for curve in log_loss])
-    if len(rates) > 2:
+    if len(rates) > 1:  # One rate is a measurement of the gradient noise.
         _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
     squares = np.full(len(sizes), np.nan) if squares is None else squares

@@ -15,6 +15,9 @@ from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluste
 from scaling.tables.names import (
     SWEEP_NAMES,
     WORDS,
+    ambiguity,
+    is_current_step,
+    is_planned_steps,
     is_setting_name,
     recognize,
     set_word,
@@ -22,7 +25,12 @@ from scaling.tables.names import (
 )
 from scaling.tables.selection import ROWS_PER_SETTING
 from scaling.tables.source import read_table
-from scaling.tables.states import keep_finished, require_no_summaries
+from scaling.tables.states import (
+    keep_finished,
+    reached_planned_steps,
+    require_no_marks,
+    require_no_summaries,
+)
 from scaling.tables.table import Table
 from scaling.units import Array
 
@@ -122,6 +130,8 @@ def _read(
     if not len(table):
         raise ValueError("; ".join(["the table holds no runs", *exclusions]))
     require_no_summaries(table)
+    require_no_marks(table)
+    table = table.select(reached_planned_steps(table, exclusions))
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions
@@ -139,7 +149,9 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
             likely = [name for name in present if name == named[quantity]]
         else:
             likely = [name for name in present if _normalize(name) in usual_names]
-        if len(likely) != 1:
+        if len(likely) > 1:
+            raise ValueError(ambiguity(quantity, likely))
+        if not likely:
             raise ValueError(
                 f"columns {present}: which is the {quantity}? Pass columns={{{quantity!r}: '…'}}"
             )
@@ -155,11 +167,12 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
                 f"column {name!r} names a run in several rows, so the rows are a history: keep the"
                 " last row of each run, whose loss is the final one"
             )
-        if "".join(split_words(name)) in WORDS["step_columns"] and _is_setting(name, table, chosen):
+        if _counts_steps(name) and _is_setting(name, table, chosen):
             raise ValueError(
-                f"column {name!r} differs between rows of one rate and batch size, so the rows may"
-                " be a history: keep the last row of each run, or confirm that every row is a run"
-                f" with ignore=[{name!r}]"
+                f"column {name!r} differs between rows of one batch size, so the rows may be a"
+                " history or trainings of several lengths: keep the last row of each run, with the"
+                " largest rate of the run, or confirm that every row is a training of the same"
+                f" length with ignore=[{name!r}]"
             )
     settings = {}
     for name in table.columns:
@@ -192,12 +205,12 @@ def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
 
 def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
     """Return True if a column distinguishes settings, such as sizes, rather than repetitions."""
-    is_quantity = True
+    is_quantity = True  # A number of a quantity is a setting even if no two rows are equal.
     is_named = bool(set_word(name)) or is_setting_name(name)
     if recognize(name, "parameters"):
         codes = setting_codes(table, [name], SAME_SIZE)
         within = np.zeros(len(table), np.intp)
-    elif recognize(name, "tokens") or recognize(name, "compute"):
+    elif recognize(name, "tokens") or recognize(name, "compute") or _counts_steps(name):
         # With a fixed number of steps, larger batches use more tokens, so compare within one size.
         codes = setting_codes(table, [name], SAME_TOKENS)
         within = setting_codes(table, [chosen["batch_size"]])
@@ -207,13 +220,19 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
         codes = table.codes([name])
         within = np.zeros(len(table), np.intp)
     else:
-        is_quantity = "".join(split_words(name)) in WORDS["step_columns"]
+        is_quantity = False
         codes = table.codes([name])
         within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
     pairs = np.unique(np.stack([within, codes]), axis=1)
     differs = pairs.shape[1] > within.max() + 1
     # Names, dates and measurements differ in almost every row; a setting has few values.
     return differs and (is_quantity or (codes.max() + 1) * ROWS_PER_SETTING <= len(table))
+
+
+def _counts_steps(name: str) -> bool:
+    """Return True if a name is that of the steps of a training, done or planned."""
+    is_known = "".join(split_words(name)) in WORDS["step_columns"]
+    return is_known or is_current_step(name) or is_planned_steps(name)
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
-from scaling.tables.names import WORDS, split_words
+from scaling.tables.names import WORDS, is_rate_name, split_words
 from scaling.tables.selection import setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
@@ -59,6 +59,7 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
         return
     column, last = ends
     resumed = _resumed_runs(reading, column, size, progress)
+    _replace_rates_by_peaks(reading, column)
     reading.exclusions.append(
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
         f" each run; {len(reading.table) - len(last)} earlier ones are left out"
@@ -101,6 +102,23 @@ def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -
             if (is_part & (last >= first[i] - largest_gap[i])).any():
                 resumed.append(name)
     return resumed
+
+
+def _replace_rates_by_peaks(reading: Reading, column: str) -> None:
+    """Replace the learning rates of each run by their maximum, the peak of its schedule.
+
+    Runs with different peaks may have the same last rate, such as 0.
+    """
+    codes = reading.table.codes([column])
+    columns = dict(reading.table.columns)
+    for name in filter(is_rate_name, reading.table.columns):
+        rates = parse_numbers(reading.table.cells(name))
+        peaks = np.full(codes.max() + 1, -np.inf)
+        np.fmax.at(peaks, codes, rates)
+        if np.isfinite(peaks).all() and (peaks[codes] != rates).any():
+            columns[name] = peaks[codes]
+            reading.choices.append(f"{name!r} changes within runs: the largest of each run is read")
+    reading.table = replace(reading.table, columns=columns)
 
 
 def _report_missing_ends(reading: Reading, column: str) -> None:

@@ -341,11 +341,32 @@ def set_word(name: str) -> str:
 
 def is_setting_name(name: str) -> bool:
     """Return True if a name ends with that of a setting such as a learning rate or an optimizer."""
-    words = split_words(name)
-    stems = {"".join(words[i:]) for i in range(len(words))}
     # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
-    return bool(stems & known)
+    return _ends_with(name, known)
+
+
+def is_rate_name(name: str) -> bool:
+    """Return True if a name ends with that of a learning rate."""
+    return _ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"})
+
+
+def is_planned_steps(name: str) -> bool:
+    """Return True if a name is that of the number of steps of a whole training."""
+    words = split_words(name)
+    return _ends_with(name, {*WORDS["planned_steps"]}) and not {*words} & {*WORDS["no_factors"]}
+
+
+def is_current_step(name: str) -> bool:
+    """Return True if a name is that of the last step that a run has logged."""
+    words = split_words(name)
+    other = {*WORDS["no_factors"], "max", "total", "num"}
+    return words[-1:] in (["step"], ["iter"], ["iteration"]) and not {*words} & other
+
+
+def _ends_with(name: str, stems: set[str]) -> bool:
+    words = split_words(name)
+    return any("".join(words[i:]) in stems for i in range(len(words)))
 
 
 def split_words(name: str) -> list[str]:

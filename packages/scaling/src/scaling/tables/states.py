@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import is_blank, list_some
-from scaling.tables.names import STATES, WORDS, split_words
+from scaling.tables.cells import is_blank, list_some, parse_numbers
+from scaling.tables.names import (
+    STATES,
+    WORDS,
+    is_current_step,
+    is_planned_steps,
+    split_words,
+)
 from scaling.tables.table import Table
 
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
@@ -21,6 +27,10 @@ ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]"
 
 TRUE = frozenset(("true", "yes", "t", "y", "x", "1", "1.0"))
 FALSE = frozenset(("false", "no", "f", "n", "0", "0.0"))
+
+#: A run has reached its planned steps if its last logged step is at most this fraction earlier,
+#: because some trackers log at intervals and count steps from 0.
+STEP_TOLERANCE = 0.05
 
 
 def keep_finished(table: Table, selected_by: Container[str], messages: list[str]) -> Table:
@@ -39,6 +49,46 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
         )
         table = table.select(finished)
     return table
+
+
+def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_]:
+    """Return flags of the runs that did not stop early, and append a message about the others.
+
+    The last step of a run is compared with its planned number of steps, such as `max_steps`. A
+    column of steps that agrees with the plan in fewer than half of the rows counts other steps, as
+    wandb's `_step` may do, and is not compared.
+    """
+    reached = np.ones(len(table), bool)
+    for plan in filter(is_planned_steps, table.columns):
+        for name in filter(is_current_step, table.columns):
+            planned = parse_numbers(table.cells(plan))
+            progress = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
+            agrees = np.abs(progress - 1) <= STEP_TOLERANCE
+            stopped = progress < 1 - STEP_TOLERANCE
+            if stopped.any() and agrees.mean() >= 0.5:
+                messages.append(
+                    f"column {name!r} is below {plan!r} in rows {list_some(table.rows[stopped])}:"
+                    f" {stopped.sum()} runs that stopped early are left out"
+                )
+                reached &= ~stopped
+    return reached
+
+
+def require_no_marks(table: Table) -> None:
+    """Raise `ValueError` if a column such as `outlier` marks some of the rows."""
+    for name in table.columns:
+        if "".join(split_words(name)[-1:]) not in WORDS["marks"]:
+            continue
+        cells = table.cells(name)
+        texts = [_normalize(cell) for cell in cells]
+        marked = [text in TRUE for text in texts]
+        if {*texts} <= {*TRUE, *FALSE, ""} and any(marked) and not all(marked):
+            unmarked = cells[marked.index(False)]
+            raise ValueError(
+                f"column {name!r} marks {sum(marked)} rows"
+                f" ({list_some(table.rows[marked])}): leave them out with"
+                f" where={{{name!r}: {unmarked!r}}}, or read all rows with ignore=[{name!r}]"
+            )
 
 
 def require_no_summaries(table: Table) -> None:
