@@ -60,6 +60,7 @@ def test_drift_widens_intervals_continuously_beyond_the_largest_run():
 
 
 @pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_models_outside_the_runs_have_drift_in_every_direction():
     """Also smaller models, fewer tokens and less compute than the runs have are extrapolations."""
     fit = fit_parametric(isoflop_runs(LAW, noise=3e-3))
@@ -380,6 +381,7 @@ def test_intervals_cover_later_runs_of_the_olmo_ladder(text):
     assert [loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in cuts] == [1.0] * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_coverage_is_printed_with_every_interval_beyond_the_runs():
     runs = isoflop_runs(LAW, noise=2e-3)
     for fit, text in ((fit_parametric(runs), COVERAGE), (fit_isoflop(runs), VALLEY_COVERAGE)):

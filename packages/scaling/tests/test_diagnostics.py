@@ -51,12 +51,22 @@ def fit():
 
 
 def test_answer_far_from_any_run_is_reported_once(fit):
-    assert not messages_of(lambda: fit.optimal(1e24))
+    assert not messages_of(lambda: fit.optimal(1e22))
     below = messages_of(lambda: fit.optimal(1e14))
     assert sum("is far from any run" in m for m in below) == 1
     assert "times smaller than the smallest" in " ".join(below)
     beyond = messages_of(lambda: fit.optimal(1e27))
     assert sum("times the compute of the largest" in m for m in beyond) == 1
+
+
+def test_wide_printed_interval_is_reported(fit):
+    """The interval of noise alone is narrow here, but the printed one includes drift."""
+    with pytest.warns(ScalingWarning, match="lies between .*, with noise and drift") as caught:
+        interval = fit.optimal(1e24).intervals["parameters"]
+    assert f"between {interval.low:.3g} and {interval.high:.3g}" in str(caught[0].message)
+    noise = fit.posterior.optimal(1e24).intervals["parameters"]
+    assert interval.high > 10 * interval.low
+    assert noise.high < 10 * noise.low
 
 
 def test_prediction_far_from_any_run_is_reported(fit):
@@ -83,5 +93,5 @@ def test_clean_runs_raise_no_warning(seed):
     runs = isoflop_runs(LAW, noise=2e-3, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScalingWarning)
-        fit_parametric(runs).optimal(1e24)
-        fit_isoflop(runs).optimal(1e24)
+        fit_parametric(runs).optimal(1e22)
+        fit_isoflop(runs).optimal(1e22)

@@ -25,6 +25,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_drawn_band_is_the_interval():
     fit = fit_parametric(isoflop_runs(noise=2e-3, per_budget=5))
     figure = plot(fit, up_to=1e24)

@@ -78,6 +78,7 @@ def test_page_is_complete_well_formed_and_loads_nothing(page):
     assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_page_shows_the_answers_of_the_fits(page):
     fit = fit_parametric(few_runs())
     best = fit.optimal(1e23)

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from scaling import ScalingWarning, load_runs
+from scaling import Runs, ScalingWarning, isoflop_runs, load_runs
 
 N, D = np.array([1e6, 2e6, 4e6]), np.array([1e7, 1e7, 2e7])
 LOSS = np.array([4.0, 3.9, 3.5])
@@ -91,6 +91,25 @@ def test_budgets_group_runs_of_equal_compute():
 def test_without_highest_drops_the_worst_and_keeps_the_order():
     runs = load_runs({"N": N, "D": D, "loss": [3.0, 5.0, 4.0]})
     assert runs.without_highest(1).rows == (1, 3)
+
+
+def test_runs_left_out_by_their_loss_are_a_line_of_the_explanation():
+    runs = load_runs({"N": [1e8, 2e8, 4e8], "D": [1e10] * 3, "loss": [3.3, 3.2, 3.1]})
+    assert runs.without_highest(0).explanation == runs.explanation
+    last = runs.without_highest(1).explanation.splitlines()[-1]
+    assert last == "the 1 highest losses are left out: 2 runs"
+
+
+def test_columns_of_different_lengths_are_not_runs():
+    three, two = np.full(3, 1e9), np.full(2, 3.0)
+    with pytest.raises(ValueError, match=r"expected columns of one length, got .*'loss': 2"):
+        Runs(three, three, three, two, (1, 2, 3))
+
+
+@pytest.mark.parametrize("noise", [-1.0, float("nan"), float("inf")])
+def test_negative_noise_is_refused(noise):
+    with pytest.raises(ValueError, match="expected a finite noise >= 0, got noise ="):
+        isoflop_runs(noise=noise)
 
 
 def test_runs_can_be_indexed_and_iterated():

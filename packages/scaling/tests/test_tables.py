@@ -352,10 +352,10 @@ def test_run_that_stopped_before_its_planned_steps_is_left_out(step, plan):
 
 
 @pytest.mark.parametrize(
-    ("column", "mark"), [("outlier", True), ("exclude", "yes"), ("discard", 1)]
+    ("column", "mark", "unmarked"),
+    [("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)],
 )
-def test_marked_rows_are_refused_with_both_readings(column, mark):
-    unmarked = {True: False, "yes": "", 1: 0}[mark]
+def test_marked_rows_are_refused_with_both_readings(column, mark, unmarked):
     rows = [
         {"N": n, "D": 1e10, "loss": 3 - n / 1e10, column: mark if n == 2e8 else unmarked}
         for n in (1e8, 2e8, 4e8)
@@ -959,7 +959,7 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
     names = ["dataset", "data", "corpus", "subset", "config.recipe", "tokenizer_name", "split"]
-    for name in [*names, "train_dataset", "vocab_size", "model_family"]:
+    for name in [*names, "train_dataset", "data_mix", "vocab_size", "model_family"]:
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
         table = rows if name == "dataset" else renamed
         remedy = rf"where={{'{name}': 'c4'}}, or read all as one with ignore=\['{name}'\]"
@@ -968,7 +968,7 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
             load_runs(table)
         assert len(load_runs(table, ignore=[name])) == 8
     assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
-    with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
+    with pytest.raises(ValueError, match="no row has 'dataset' = 'pile'; it has c4, web"):
         load_runs(rows, where={"dataset": "pile"})
     # Three sets of three runs are several sets too, but names that all differ are those of runs.
     three = [

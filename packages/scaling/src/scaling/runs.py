@@ -64,6 +64,11 @@ class Runs(ComparesArrays):
     #: columns.
     explanation: str = ""
 
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in (*COLUMNS, "rows")}
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"expected columns of one length, got {lengths}")
+
     def __len__(self) -> int:
         return len(self.loss)
 
@@ -78,7 +83,11 @@ class Runs(ComparesArrays):
         """Return all runs except the `count` with the highest loss, the likeliest outliers."""
         if not 0 <= count <= len(self):
             raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
-        return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
+        kept = self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
+        if count:
+            line = f"the {count} highest losses are left out: {len(kept)} runs"
+            kept = replace(kept, explanation="\n".join(filter(None, [kept.explanation, line])))
+        return kept
 
     def budgets(self, tolerance: float = BUDGET_TOLERANCE) -> "list[Runs]":
         """Return the runs grouped by compute, in ascending order.

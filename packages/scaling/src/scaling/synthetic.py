@@ -1,5 +1,6 @@
 """Synthetic runs that follow a known law, to compare fits with the truth."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,8 +29,11 @@ def isoflop_runs(
     """Return synthetic IsoFLOP runs of a law, with `per_budget` sizes at each budget.
 
     The sizes of a budget are evenly spaced in log N about `shift` times its optimum, and the
-    largest is `span` times the smallest. `noise` is the standard deviation of log loss.
+    largest is `span` times the smallest. `noise` is the standard deviation of log loss. Raises
+    `ValueError` if it is negative.
     """
+    if not 0 <= noise < math.inf:
+        raise ValueError(f"expected a finite noise >= 0, got noise = {noise}")
     rng = np.random.default_rng(seed)
     steps = np.linspace(-0.5, 0.5, per_budget)
     n = np.concatenate([law.optimal(c).parameters * shift * span**steps for c in budgets])

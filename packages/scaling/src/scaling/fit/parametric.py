@@ -62,9 +62,9 @@ class ParametricFit(Estimate):
 
     def optimal(self, compute: float) -> Optimum:
         """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
-        best = self.posterior.optimal(compute)
-        warn_of_optimum(best, self.runs, "noise alone")
-        return self.drift.widen(best)
+        best = self.drift.widen(self.posterior.optimal(compute))
+        warn_of_optimum(best, self.runs)
+        return best
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return `Law.predict`, with the 95 % interval of one new run, including its noise."""

@@ -63,7 +63,7 @@ class IsoflopFit(ComparesArrays):
         is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
         coverage = VALLEY_COVERAGE if is_beyond else ""
         best = Optimum(compute, n, product / n, math.nan, intervals, coverage)
-        warn_of_optimum(best, self.runs, "noise and drift")
+        warn_of_optimum(best, self.runs)
         return best
 
     @property

@@ -341,10 +341,11 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
 
 
 def _rise_at(distance: float, rises: Mapping[float, float]) -> float:
-    """Return the rise of the log loss at a distance from the best rate, from `rises` by distance.
+    """Return the rise of the log loss at a distance from the best rate.
 
-    The rise is interpolated linearly, and grows with the square of the distance beyond the largest
-    one. It is inf if there are no rises.
+    `rises` maps distances below the best rate to rises. Between them, the rise is interpolated
+    linearly, and beyond the largest distance it grows with the square of the distance. It is inf if
+    `rises` is empty, because the best rate is then the lowest.
     """
     if not rises:
         return math.inf

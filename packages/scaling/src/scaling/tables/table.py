@@ -43,8 +43,8 @@ class Table:
             seen = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
             table = table.select(np.flatnonzero([seen[text] for text in texts]))
             if not len(table):
-                reason = f"it is {list_some(seen)}" if seen else "there is no such column"
-                raise ValueError(f"{source}: {name!r} is nowhere {value!r}; {reason}")
+                reason = f"it has {list_some(seen)}" if seen else "there is no such column"
+                raise ValueError(f"{source}: no row has {name!r} = {value!r}; {reason}")
         return table
 
     def without(self, names: str | Sequence[str], source: str) -> "Table":

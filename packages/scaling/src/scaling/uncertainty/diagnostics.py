@@ -61,18 +61,15 @@ class Diagnostics:
             yield text
 
 
-def warn_of_optimum(best: Optimum, runs: Runs, cause: str) -> None:
-    """Issue a `ScalingWarning` if an optimum has a wide interval, or is far from all runs.
-
-    `cause` names the sources of uncertainty that the interval includes.
-    """
+def warn_of_optimum(best: Optimum, runs: Runs) -> None:
+    """Issue a `ScalingWarning` if an optimum has a wide interval, or is far from all runs."""
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     interval = best.intervals["parameters"] if best.intervals else None
     messages = []
     if interval and interval.high > WIDE_INTERVAL * interval.low:
         messages.append(
-            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g} by {cause}: the"
-            " runs do not determine it better; train at larger budgets"
+            f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g}, with noise and"
+            " drift: the runs do not determine it better; train at larger budgets"
         )
     if distances := _distances(best, runs):
         messages.append(
