@@ -366,6 +366,37 @@ def test_losses_of_stuck_runs_do_not_move_the_best_rate(stuck):
     assert len(messages) == (stuck > 4)
 
 
+def generated_sweep(random):
+    """Return a sweep that is steeper above its best rate, and flags of the runs that diverged."""
+    step = random.choice([1.4, 1.78, 2.0, 3.0])
+    count = int(random.integers(7, 11))
+    x = np.log(step) * (np.arange(count) - random.integers(3, count - 2))
+    x += np.log(step) * random.uniform(-0.5, 0.5)
+    steepness = np.where(x > 0, random.uniform(1, 4) ** np.tanh(np.abs(x)), 1)
+    rise = 10 ** random.uniform(-2.3, -1.2) * x**2 * steepness
+    rise += 10 ** random.uniform(-4, -2.5) * random.standard_normal(count)
+    loss = 3 * np.exp(rise)
+    is_highest = np.arange(count) >= count - random.integers(0, 3)
+    has_diverged = is_highest & (loss < (stuck := random.choice([4.5, 7.0, 10.8])))
+    loss[has_diverged] = stuck
+    return {"lr": 1e-3 * np.exp(x), "batch_size": [256] * count, "loss": loss}, has_diverged
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_diverged_runs_are_found_in_generated_sweeps():
+    random = np.random.default_rng(0)
+    found = []
+    wrong = []
+    for _ in range(200):
+        table, has_diverged = generated_sweep(random)
+        marked = np.isinf(fit_sweep(table).log_loss[0])
+        found += marked[has_diverged].tolist()
+        wrong += marked[~has_diverged].tolist()
+    assert np.mean(found) >= 0.8
+    assert np.mean(wrong) <= 0.02
+
+
 def test_losses_that_rise_by_instability_do_not_move_the_best_rate():
     rates = 1.25e-4 * 2.0 ** np.arange(8)
     losses = [3.9, 3.5, 3.25, 3.08, 3.00, 3.04, 4.2, 6.0]

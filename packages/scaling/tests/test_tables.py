@@ -984,6 +984,41 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
     assert len(load_runs(sizes)) == 9
 
 
+def generated_table(random):
+    """Return repetitions of several designs with a setting in most designs, a note and a date."""
+    repetitions = int(random.integers(2, 5))
+    num_settings = int(random.integers(2, repetitions + 1))
+    varied = random.choice([1.0, 0.75, 0.6])
+    rows = []
+    for i in range(int(random.integers(4, 25))):
+        is_varied = i == 0 or random.random() < varied
+        for k in range(repetitions):
+            row = {"N": 1e8 * 1.5**i, "D": 2e9 * 1.5**i, "loss": 3 - i / 99 + random.normal() / 300}
+            row["flavor"] = "abcd"[k % num_settings] if is_varied else "a"
+            row["note"] = "restarted" if random.random() < 0.08 else ""
+            row["created"] = f"2024-01-{random.integers(1, 29)}"
+            rows.append(row)
+    return rows
+
+
+@pytest.mark.exhaustive
+def test_settings_are_found_in_generated_tables():
+    random = np.random.default_rng(0)
+    refused = {"flavor": [], "note": [], "created": []}
+    for _ in range(100):
+        rows = generated_table(random)
+        for column, counts in refused.items():
+            try:
+                load_runs([{k: row[k] for k in ("N", "D", "loss", column)} for row in rows])
+                counts.append(False)
+            except ValueError as error:
+                assert f"columns ['{column}'] differ between runs of one size" in str(error)
+                counts.append(True)
+    assert np.mean(refused["flavor"]) >= 0.9
+    assert np.mean(refused["note"]) <= 0.1
+    assert np.mean(refused["created"]) <= 0.2
+
+
 FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "messy_tables"
 
 
