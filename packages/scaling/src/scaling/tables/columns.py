@@ -56,13 +56,13 @@ def _parse_positive(reading: Reading, name: str, unit: float, is_count: bool) ->
     numbers = parse_numbers(cells, unit, is_count)
     invalid = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
     if len(invalid):
-        bad = [f"row {reading.rows[i]}: {cells[i]!r}" for i in invalid]
+        unparsed = [i for i in invalid if np.isnan(numbers[i])]
+        wanted = "hold numbers" if unparsed else "be positive and finite"
+        bad = [f"row {reading.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
         remedy = ""
         if any("," in text for text in bad):
             remedy = "; decimals start with a point, and commas separate only thousands of counts"
-        raise ValueError(
-            f"column {name!r} must be positive and finite, but {list_some(bad)}{remedy}"
-        )
+        raise ValueError(f"column {name!r} must {wanted}, but {list_some(bad)}{remedy}")
     return numbers
 
 

@@ -116,10 +116,11 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
         if likely:
             _choose(quantity, likely, source, result)
     if "loss" not in result.chosen or len(result.chosen) < 3:
+        missing = [k for k in ("loss", "tokens", "parameters", "compute") if k not in result.chosen]
         raise ValueError(
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
-            f" and compute, recognized {sorted(result.chosen)}; name the other columns with"
-            " columns={'loss': '…'}"
+            f" and compute, recognized {sorted(result.chosen)}; name another column with"
+            f" columns={{{missing[0]!r}: '…'}}"
         )
     return result
 

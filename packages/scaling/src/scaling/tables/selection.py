@@ -22,9 +22,9 @@ MAX_SEARCHED_ROWS = 5000
 #: within at least this fraction of the groups of runs with one design and equal known settings.
 #: Names, dates and measurements have more values, and notes about single runs differ in few groups.
 #: In 300 generated tables like those of `test_settings_are_found_in_generated_tables`, these values
-#: find 95 % of the settings, and take dates for a setting in 8 % and notes in 4 % of the tables. With
-#: 2 rows per value, dates are a setting in 42 %; with 4, two settings of three runs are not found.
-#: A fraction of 0.25 takes notes for a setting in 39 %, and 0.75 finds 64 % of the settings.
+#: find 95 % of the settings, and take dates for a setting in 8 % and notes in 4 % of the tables.
+#: With 2 rows per value, dates are taken for one in 42 %; with 4, two settings of three runs each
+#: are not found. A fraction of 0.25 takes notes for a setting in 39 %, and 0.75 finds 64 %.
 ROWS_PER_SETTING = 3
 SETTING_FRACTION = 0.5
 
