@@ -816,6 +816,16 @@ def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message)
         load_runs(BASE | change)
 
 
+def test_throughput_is_refused_with_its_remedy():
+    table = {**BASE, "tflops": [400, 410, 420]}
+    with pytest.raises(ValueError, match=r"leave FLOPs per second out with ignore=\['tflops'\]"):
+        load_runs(table)
+    table.pop("D")
+    message = r"pass units={'compute': 1e3} .* per second out with ignore=\['tflops'\]"
+    with pytest.raises(ValueError, match=message):
+        load_runs(table)
+
+
 def test_compute_on_the_wrong_scale_is_refused_without_other_columns():
     runs = {"N": BASE["N"], "loss": BASE["loss"], "C": [0.006, 0.024, 0.048]}
     with pytest.raises(ValueError, match=r"'C' is 0.006 in row 1, which leaves .*'compute': 1e18"):

@@ -93,11 +93,13 @@ def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
         present = [k for k in COLUMNS if k in chosen][:2]
         first, second = (f"{values[k][i]:.4g}" for k in present)
         confirmed = ", ".join(f"{k!r}: 1" for k in present if k != "loss")
+        scaled = "tokens" if "tokens" in chosen else "compute"
         raise ValueError(
             f"columns {chosen[present[0]].name!r} and {chosen[present[1]].name!r} are {first} and"
             f" {second} in row {reading.rows[i]}, {ratio[i]:.2g} tokens per parameter, outside"
-            f" {low:g} to {high:g}: they are not on one scale; pass units={{'tokens': 1e3}} or 1e6"
-            f" or 1e9, for example, or confirm the numbers with units={{{confirmed}}}"
+            f" {low:g} to {high:g}: they are not on one scale; pass units={{{scaled!r}: 1e3}} or"
+            f" 1e6 or 1e9, for example, or confirm the numbers with units={{{confirmed}}}"
+            f"{_throughput_remedy(reading)}"
         )
     for k in ("parameters", "tokens"):
         smallest = SMALLEST_MEDIAN[k]
@@ -151,8 +153,16 @@ def _require_compute(reading: Reading) -> None:
         f"column {names['compute']!r} is {values['compute'][i]:.4g} in row {reading.rows[i]},"
         f" {ratio[i]:.3g} times 6 N D of {names['parameters']!r} = {n[i]:.4g} and"
         f" {names['tokens']!r} = {d[i]:.4g}: a unit is wrong; correct the cell, or pass"
-        f" units={{'compute': {1 / ratio[i]:.0e}}}"
+        f" units={{'compute': {1 / ratio[i]:.0e}}}{_throughput_remedy(reading)}"
     )
+
+
+def _throughput_remedy(reading: Reading) -> str:
+    """Return a remedy for a column of compute that may be a rate, such as `tflops`."""
+    column = reading.columns.get("compute")
+    if column is None or column.name not in reading.table.columns:
+        return ""
+    return f", or leave FLOPs per second out with ignore=[{column.name!r}]"
 
 
 def _require_loss(reading: Reading) -> None:
