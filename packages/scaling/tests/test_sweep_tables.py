@@ -140,8 +140,15 @@ def test_trainings_of_several_lengths_are_not_one_sweep():
     with pytest.raises(ValueError, match=r"'max_steps' differs .* of several lengths"):
         fit_sweep(rows)
     # At a fixed number of tokens, larger batches take fewer steps.
-    fixed = curve(1e-3, steps=1000) + curve(1e-3, size=128, steps=500)
+    fixed = curve(1e-3, step=1000) + curve(1e-3, size=128, step=500)
     assert np.isfinite(fit_sweep(fixed).best_rates).all()
+
+
+def test_diverged_runs_of_a_sweep_may_have_stopped_early():
+    rows = [row | {"_step": 1000 - i % 2} for i, row in enumerate(curve(1e-3))]
+    rows[-1] |= {"_step": 80, "loss": "nan"}
+    with pytest.warns(ScalingWarning, match="1 of 7 runs diverged"):
+        assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=0.01)
 
 
 def test_run_of_a_sweep_that_stopped_early_is_left_out():

@@ -167,13 +167,15 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     """Raise `ValueError` if the rows have several model sizes, lengths or other settings."""
+    # A diverged run may have stopped early.
+    with_loss = table.select(np.isfinite(parse_numbers(table.cells(chosen["loss"]))))
     for name in table.columns:
         if _normalize(name) in RUN_IDS and _repeats_runs(table, name, chosen):
             raise ValueError(
                 f"column {name!r} names a run in several rows, so the rows are a history: keep the"
                 " last row of each run, whose loss is the final one"
             )
-        if _counts_steps(name) and _is_setting(name, table, chosen):
+        if _counts_steps(name) and len(with_loss) and _is_setting(name, with_loss, chosen):
             raise ValueError(
                 f"column {name!r} differs between rows of one batch size, so the rows may be a"
                 " history or trainings of several lengths: keep the last row of each run, with the"
@@ -182,8 +184,9 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
             )
     settings = {}
     for name in table.columns:
+        is_read = name in chosen.values() or _counts_steps(name)
         is_repetition = _normalize(name) in WORDS["repetitions"]
-        if name not in chosen.values() and not is_repetition and _is_setting(name, table, chosen):
+        if not (is_read or is_repetition) and _is_setting(name, table, chosen):
             settings[name] = list(dict.fromkeys(map(str, table.cells(name))))
     if not settings:
         return
