@@ -96,6 +96,7 @@ def test_higher_level_gives_wider_intervals_of_the_optimum(fit):
     assert b["loss"].level == 0.99
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 @pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
 def test_every_extrapolation_has_an_interval(fit):
     best = fit.optimal(1e24)

@@ -69,6 +69,7 @@ def test_results_print_in_ten_lines(name):
             assert max(map(len, text.splitlines())) < 1000
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_pickled_fit_gives_the_same_answers():
     fit = pickle.loads(pickle.dumps(fit_parametric(RUNS)))
     assert fit.optimal(1e24) == fit_parametric(RUNS).optimal(1e24)

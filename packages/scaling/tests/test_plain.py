@@ -25,6 +25,7 @@ def test_closed_form_agrees_with_minimal_implementation():
     assert plain.best_model(truth.constants, 1e22) == pytest.approx((best.parameters, best.tokens))
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_parametric_fit_is_not_worse_than_minimal_implementation(runs):
     """L-BFGS-B stops early in this valley, and our fit reaches its bottom."""
     fit = fit_parametric(runs)

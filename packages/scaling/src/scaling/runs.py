@@ -83,11 +83,11 @@ class Runs(ComparesArrays):
         """Return all runs except the `count` with the highest loss, the likeliest outliers."""
         if not 0 <= count <= len(self):
             raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
-        kept = self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
+        lower = self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
         if count:
-            line = f"the {count} highest losses are left out: {len(kept)} runs"
-            kept = replace(kept, explanation="\n".join(filter(None, [kept.explanation, line])))
-        return kept
+            line = f"the {count} highest losses are left out: {len(lower)} runs"
+            lower = replace(lower, explanation="\n".join(filter(None, [lower.explanation, line])))
+        return lower
 
     def budgets(self, tolerance: float = BUDGET_TOLERANCE) -> "list[Runs]":
         """Return the runs grouped by compute, in ascending order.
