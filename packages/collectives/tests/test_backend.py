@@ -353,6 +353,24 @@ def test_polled_handle_reports_completion():
     run_ranks(polled, 2, backend="")
 
 
+def futures_of_finished_calls():
+    """Read futures right after `wait`, or after `is_completed` returned True."""
+    begin()
+    for i in range(100):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        future = work.get_future()
+        if i % 2:
+            work.wait()
+        while not work.is_completed():
+            pass
+        assert future.done()
+        assert future.value()[0].tolist() == [2.0] * 3
+
+
+def test_future_is_completed_when_its_handle_is():
+    run_ranks(futures_of_finished_calls, 2, backend="")
+
+
 def nested():
     """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)

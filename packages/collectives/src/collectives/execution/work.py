@@ -4,6 +4,7 @@ Callbacks of a future may start collectives and wait for them, as torch's `power
 therefore run on a separate thread: the progress thread would wait for itself.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ class Work(dist.Work):
         self._has_moved = has_moved
         self._error: BaseException | None = None
         self._done = threading.Event()
+        # Completing `_trigger` computes the result of `_future`, which callers get.
+        self._trigger: Future[Any] | None = None
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
 
@@ -74,9 +77,9 @@ class Work(dist.Work):
         self._operation = None
         with self._lock:
             self._done.set()
-            future = self._future
-        if future is not None:
-            start_thread("collectives callbacks", partial(future.set_result, None))
+            trigger = self._trigger
+        if trigger is not None:
+            start_thread("collectives callbacks", partial(trigger.set_result, None))
 
     def join(self) -> None:
         """Wait until the operation has finished, successfully or not; raise if it is late."""
@@ -97,13 +100,21 @@ class Work(dist.Work):
             self.join()
         elif not self._done.wait(seconds):
             raise RuntimeError(f"timed out: the operation has not finished after {seconds:g} s")
+        if self._future is not None:
+            # As on gloo, the future is completed too. Its callbacks may still run.
+            with contextlib.suppress(Exception):
+                self._future.wait()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
         """Return True if the operation has finished; otherwise yield the core to its threads."""
-        if self._done.is_set() or self._has_moved():
+        if self._future is not None:
+            is_finished = self._future.done()
+        else:
+            is_finished = self._done.is_set() or self._has_moved()
+        if is_finished:
             return True
         yield_core()
         return False
@@ -124,11 +135,11 @@ class Work(dist.Work):
         """Return a future that holds the result or the error."""
         with self._lock:
             if self._future is None:
-                self._future = Future()
+                self._trigger = Future()
+                self._future = self._trigger.then(self._finish)
                 if self._done.is_set():
-                    self._future.set_result(None)
-            started = self._future
-        return started.then(self._finish)
+                    self._trigger.set_result(None)
+            return self._future
 
     def _finish(self, _: Any) -> Any:
         if self._error is not None:
