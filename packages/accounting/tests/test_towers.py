@@ -181,6 +181,16 @@ def test_tower_counts_in_memory_and_not_in_flops_of_text() -> None:
         assert both[0] - both[1] == pytest.approx(size * tower, rel=1e-3)
 
 
+@pytest.mark.parametrize("family", sorted(TOWERS))
+def test_positions_of_a_tower_do_not_limit_the_sequence_of_text(family: str) -> None:
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(family).to_dict()
+    model = Transformer.from_hf(whole)
+    alone = Transformer.from_hf(whole["text_config"])
+    assert flops(model, seq=64).total == flops(alone, seq=64).total
+
+
 def test_tower_of_unknown_kind_is_reported_as_missing() -> None:
     text = {"model_type": "gemma3_text", **TEXT}
     for vision in ({}, {"model_type": "my_tower"}, {"hidden_size": 8}):

@@ -213,8 +213,10 @@ class Transformer:
 
         Encoders of images are not checked, because they may interpolate their table.
         """
-        # The positions of Electra are narrower than its layers, so they are an additional table.
-        positions = self.positions or sum(m.rows for m in self.extra if m.name == "positions")
+        # The positions of Electra are narrower than its layers, so they are an additional table. A
+        # vision tower also has positions, but no text token uses them.
+        tables = [m for m in self.extra if (m.part, m.name) == ("ends", "positions")]
+        positions = self.positions or sum(m.rows for m in tables)
         is_text = self.causal or self.vocab_size > 0
         if is_text and 0 < positions < seq:
             raise ValueError(
