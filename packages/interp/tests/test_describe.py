@@ -560,6 +560,24 @@ def test_models_that_misuse_masks_or_position_ids_are_refused(name: str, misuse:
         describe(model)
 
 
+class PlainBlock(Block):
+    """A block whose MLP has no gate and the projections w1 and w2."""
+
+    def __init__(self, options: Options, layer: int) -> None:
+        super().__init__(options, layer)
+        self.mlp = nn.ModuleDict({"w1": self.mlp["up"], "w2": self.mlp["down"]})
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), tokens)
+        return x + self.mlp["w2"](F.gelu(self.mlp["w1"](self.norm2(x))))
+
+
+def test_w1_without_w3_is_the_first_projection() -> None:
+    model = model_of()
+    model.blocks = nn.ModuleList(PlainBlock(model.options, i) for i in range(2))
+    assert_equal_with_sharp_weights(describe(model, context=CONTEXT), model)
+
+
 def test_weights_outside_of_memory_are_refused() -> None:
     model = family("GPT2LMHeadModel").to("meta")
     message = r"transformer\.wte\.weight is a Parameter on meta; load or dequantize it"

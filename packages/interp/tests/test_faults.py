@@ -111,6 +111,11 @@ def model() -> AttentionOnly:
             r"prompts are \(4,\) and \(4,\); both must be \(1, seq\), or \(pairs, seq\)",
         ),
         (lambda: knock_out_attention([False, True], [0]), "indices of queries, got torch.bool"),
+        (lambda: knock_out_attention([1], 3), r"a sequence of keys, got 3; pass \[3\]"),
+        (
+            lambda: logit_difference(None, torch.ones(5, 3), 4, 1, position=4)(torch.ones(1, 4, 3)),
+            "expected a position within 0 and 3, got 4",
+        ),
         (
             lambda: knock_out_attention([1, 4], [0])(torch.ones(1, 2, 4, 4) / 4),
             r"expected queries within 0 and 3, got \[1, 4\]; the pattern is \(1, 2, 4, 4\)",

@@ -194,7 +194,7 @@ def test_autoencoders_of_mismatched_shapes_are_refused() -> None:
         SparseAutoencoder(w_enc=sae.w_enc, w_dec=sae.w_dec.T, b_enc=sae.b_enc, b_dec=sae.b_dec)
 
 
-def test_an_autoencoder_refuses_a_mask_in_place_of_the_indices_to_ablate() -> None:
+def test_an_autoencoder_refuses_masks_unknown_features_and_other_activations() -> None:
     autoencoder = SparseAutoencoder(
         w_enc=torch.randn(4, 6), w_dec=torch.randn(6, 4), b_enc=torch.ones(6), b_dec=torch.ones(4)
     )
@@ -203,14 +203,20 @@ def test_an_autoencoder_refuses_a_mask_in_place_of_the_indices_to_ablate() -> No
     for wrong in (mask, mask.tolist()):
         with pytest.raises(ValueError, match=r"got torch.bool; for a mask pass mask.nonzero"):
             autoencoder.replace(ablate=wrong)
+    with pytest.raises(ValueError, match=r"ablate within 0 and 5, got \[6\]; w_enc is \(4, 6\)"):
+        autoencoder.replace(ablate=[6])
+    with pytest.raises(ValueError, match=r"expected activations of 4 features, .* got \(2, 5\)"):
+        autoencoder.encode(torch.ones(2, 5))
     x = torch.randn(2, 4)
     by_index = autoencoder.replace(ablate=mask.nonzero()[:, 0])(x)
     assert torch.equal(by_index, autoencoder.replace(ablate=[3])(x))
 
 
-def test_steering_vectors_of_a_model_with_dropout_are_refused() -> None:
+def test_steering_vectors_with_dropout_or_beyond_a_prompt_are_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="expected a position within 0 and"):
+        steering_vector(model, "0", POSITIVE, NEGATIVE, position=-9)
     with pytest.raises(ValueError, match=r"'2' differs when the run is repeated; use eval\(\)"):
         steering_vector(model, "2", POSITIVE, NEGATIVE)
     assert steering_vector(model.eval(), "2", POSITIVE, NEGATIVE).shape == (8,)

@@ -32,21 +32,23 @@ def steering_vector(
     """Return the mean difference of a site's activations at one position, (d_model,).
 
     `positive` and `negative` are token ids (n, seq), or the model's keyword arguments; the numbers
-    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding,
-    and if the activations of a repeated run differ, as with dropout.
+    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding
+    or beyond a prompt, and if the activations of a repeated run differ, as with dropout.
     """
     means = []
     for prompt in (positive, negative):
+        with record(model, site) as seen:
+            forward(model, prompt)
+            first = seen[site]
+            forward(model, prompt)
+        length = first.shape[1]
+        _require_within(torch.tensor(position), length, "a position", f"{site!r} has {length}")
         has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
         if has_mask and not bool(mask_of(prompt)[:, position].all()):
             raise ValueError(
                 f"position {position} of a prompt is padding; pad on the left, or pass another "
                 "position"
             )
-        with record(model, site) as seen:
-            forward(model, prompt)
-            first = seen[site]
-            forward(model, prompt)
         if not torch.allclose(seen[site], first, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
             raise ValueError(
                 f"{site!r} differs when the run is repeated; use eval(), because dropout changes "
@@ -97,11 +99,8 @@ def knock_out_attention(
             ("keys", key_index, length),
             ("heads", head_index, head_count),
         ):
-            if index is not None and not bool(((-count <= index) & (index < count)).all()):
-                raise ValueError(
-                    f"expected {what} within 0 and {count - 1}, got {index.tolist()}; the pattern "
-                    f"is {tuple(pattern.shape)}"
-                )
+            if index is not None:
+                _require_within(index, count, what, f"the pattern is {tuple(pattern.shape)}")
         blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
         blocked_heads = torch.arange(head_count) if head_index is None else head_index
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
@@ -123,13 +122,23 @@ def knock_out_attention(
 
 
 def _indices(values: Sequence[int], what: str) -> Tensor:
-    """Return indices as a tensor; raise ValueError for a mask."""
+    """Return indices as a tensor; raise ValueError for a single number and for a mask."""
+    if isinstance(values, int):
+        raise ValueError(f"expected a sequence of {what}, got {values}; pass [{values}]")
     index = torch.tensor(list(values)) if len(values) else torch.empty(0, dtype=torch.long)
     if index.dtype == torch.bool or index.is_floating_point():
         raise ValueError(
             f"expected indices of {what}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
         )
     return index
+
+
+def _require_within(index: Tensor, count: int, what: str, reason: str) -> None:
+    """Raise ValueError unless indices are below `count`; negative indices count from the end."""
+    if not bool(((-count <= index) & (index < count)).all()):
+        raise ValueError(
+            f"expected {what} within 0 and {count - 1}, got {index.tolist()}; {reason}"
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -170,7 +179,16 @@ class SparseAutoencoder:
                 )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the features (..., features) of activations (..., d_model)."""
+        """Return the features (..., features) of activations (..., d_model).
+
+        Raises ValueError for activations of another size.
+        """
+        if x.shape[-1:] != self.b_dec.shape:
+            raise ValueError(
+                f"expected activations of {len(self.b_dec)} features, as w_enc "
+                f"{tuple(self.w_enc.shape)} reads, got {tuple(x.shape)}; use the site that the "
+                "autoencoder was trained on"
+            )
         x = x.to(self.w_enc.dtype)
         centered = x - self.b_dec if self.subtracts_b_dec else x
         scores = centered @ self.w_enc + self.b_enc
@@ -194,9 +212,11 @@ class SparseAutoencoder:
         """Return a replacement of activations by their reconstruction without ablated features.
 
         `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
-        ablated features have an effect.
+        ablated features have an effect. Raises ValueError for features that do not exist.
         """
         index = _indices(ablate, "features to ablate")
+        shape = tuple(self.w_enc.shape)
+        _require_within(index, shape[1], "features to ablate", f"w_enc is {shape}")
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)

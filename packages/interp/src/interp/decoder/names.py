@@ -126,6 +126,11 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
                 "or pass the tensors and `Settings` to `Decoder` directly"
             )
         roles[name] = role
+    if not any(".mlp.up." in role or ".mlp.gate_up." in role for role in roles.values()):
+        # w1 is the gate of w3, but the first projection of an MLP without w3.
+        for name, role in roles.items():
+            if name.rpartition(".")[0].endswith(".w1"):
+                roles[name] = role.replace(".mlp.gate.", ".mlp.up.")
     return roles
 
 

@@ -154,6 +154,9 @@ def logit_difference(
     constant = 0.0 if bias is None else bias[right] - bias[wrong]
 
     def metric(stream: Tensor) -> Tensor:
+        length = stream.shape[1]
+        if not -length <= position < length:
+            raise ValueError(f"expected a position within 0 and {length - 1}, got {position}")
         x = stream[:, position]
         return (x if norm is None else norm(x)) @ direction + constant
 
