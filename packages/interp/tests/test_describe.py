@@ -593,17 +593,19 @@ def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
         describe(transformers.LlamaForCausalLM(config), rope_theta=5.0)
 
 
-@pytest.mark.parametrize("method", ["dynamic", "longrope"])
-def test_lengths_at_which_models_use_other_angles_are_refused(method: str) -> None:
+def model_with_angles_by_length(method: str) -> tuple[nn.Module, int]:
+    """Return a model and the largest number of tokens that it rotates by the original angles."""
     rope = {"rope_type": method, "rope_theta": 1e4, "factor": 2.0}
     if method == "dynamic":
-        model = family("LlamaForCausalLM", rope_parameters=rope)
-        limit = 32
-    else:
-        rope |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 9.0]}
-        options = {"rope_parameters": rope, "original_max_position_embeddings": 24}
-        model = family("Phi3ForCausalLM", **options)
-        limit = 24
+        return family("LlamaForCausalLM", rope_parameters=rope), 32
+    rope |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 9.0]}
+    options = {"rope_parameters": rope, "original_max_position_embeddings": 24}
+    return family("Phi3ForCausalLM", **options), 24
+
+
+@pytest.mark.parametrize("method", ["dynamic", "longrope"])
+def test_lengths_at_which_models_use_other_angles_are_refused(method: str) -> None:
+    model, limit = model_with_angles_by_length(method)
     assert describe(model).settings.context == limit
     with pytest.raises(
         ValueError, match=f"at most {limit}, got {limit + 1}: .* other rotary angles"
@@ -761,6 +763,55 @@ def test_moved_or_converted_weights_are_refused() -> None:
     change_in_place(model.lm_head.weight, "no_grad")
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed in place"):
         converted(tokens)
+
+
+def change_epsilon(model: nn.Module) -> None:
+    model.model.norm.variance_epsilon = 0.1
+
+
+def change_frequencies(model: nn.Module) -> None:
+    model.model.rotary_emb.inv_freq.mul_(2)
+
+
+def change_config(model: nn.Module) -> None:
+    model.config.logits_scaling = 3.0
+
+
+def replace_forward(model: nn.Module) -> None:
+    model.model.layers[0].mlp.forward = torch.zeros_like
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (change_epsilon, "model.norm.variance_epsilon"),
+        (change_frequencies, "model.rotary_emb.inv_freq"),
+        (change_config, "config.logits_scaling"),
+        (replace_forward, "model.layers.0.mlp.forward"),
+    ],
+)
+def test_constants_changed_after_the_description_are_refused(
+    change: Callable[[nn.Module], None], name: str
+) -> None:
+    # Granite's forward method reads the configuration.
+    model = family("GraniteForCausalLM" if change is change_config else "LlamaForCausalLM")
+    decoder = describe(model)
+    folded = fold_decoder(decoder)
+    change(model)
+    for description in (decoder, folded):
+        with pytest.raises(RuntimeError, match=rf"{name} was changed after .*describe\(\) the mod"):
+            description(torch.zeros(1, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("method", ["dynamic", "longrope"])
+def test_changes_by_calls_and_of_training_options_are_accepted(method: str) -> None:
+    tokens = torch.arange(6)[None]
+    model, limit = model_with_angles_by_length(method)
+    decoder = describe(model)
+    model(tokens.repeat(1, limit))
+    model.config.use_cache = False
+    model.config.attention_dropout = 0.5
+    torch.testing.assert_close(decoder(tokens), model(tokens).logits)
 
 
 def test_replaced_modules_are_refused() -> None:

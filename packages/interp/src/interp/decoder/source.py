@@ -3,15 +3,21 @@
 Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
 copies: weights with a constant folded in (the norms and embedding of Gemma, Granite's multipliers),
 and queries, keys and values that the checkpoint interleaves (GPT-NeoX). If the original of a copy
-changes, an error is raised.
+changes, an error is raised. The same holds for the constants of the model, such as the epsilon of a
+norm and the frequencies of rotary angles, because the settings of the description contain them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Numbers that do not change the function of a model in evaluation mode.
+_TRAINING_ONLY = re.compile(r"drop|initializer|coef")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -34,6 +40,8 @@ class Source:
         self.tensors = dict(tensors)
         self.storages = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.fingerprints = {name: _fingerprint(tensors[name]) for name in sorted(copied)}
+        self.constants = _constants_of(model)
+        self.buffers = {name: _fingerprint(x) for name, x in _fixed_buffers(model, tensors).items()}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A pickled or deep-copied description has separate weights and therefore no source.
@@ -45,9 +53,10 @@ class Source:
         return Source(self.model, self.tensors, self.tensors)
 
     def require_fresh(self) -> None:
-        """Raise RuntimeError if weights or modules of the model have changed.
+        """Raise RuntimeError if weights, modules or constants of the model have changed.
 
         Changes of weights that the description does not copy are changes of the description too.
+        Hooks, and attributes and buffers of integers, are not compared: models count calls in them.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in self.modules.keys() | modules.keys():
@@ -63,13 +72,69 @@ class Source:
                     f"{name} was replaced, moved or converted after the model was described; "
                     "describe() the model again"
                 )
+        self._require_same_constants()
         for name, before in self.fingerprints.items():
-            after = _fingerprint(self.tensors[name])
-            if any(not torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+            if not _are_equal(before, _fingerprint(self.tensors[name])):
                 raise RuntimeError(
                     f"{name} was changed in place, and the description has a copy of it; "
                     "describe() the model again"
                 )
+
+    def _require_same_constants(self) -> None:
+        constants = _constants_of(self.model)
+        buffers = _fixed_buffers(self.model, self.tensors)
+        changed = [
+            name
+            for name in self.constants.keys() | constants.keys()
+            if self.constants.get(name) != constants.get(name)
+        ]
+        changed += self.buffers.keys() ^ buffers.keys()
+        for name in self.buffers.keys() & buffers.keys():
+            if not _are_equal(self.buffers[name], _fingerprint(buffers[name])):
+                changed.append(name)
+        if changed:
+            raise RuntimeError(
+                f"{min(changed)} was changed after the model was described; describe() the model "
+                "again"
+            )
+
+
+def _constants_of(model: nn.Module) -> dict[str, Any]:
+    """Return the floats of the configuration and of all modules, and replaced `forward` methods."""
+    constants = {}
+    owners = [("config", getattr(model, "config", None)), *model.named_modules()]
+    for path, owner in owners:
+        if isinstance(owner, nn.Dropout):
+            continue
+        for name, value in getattr(owner, "__dict__", {}).items():
+            is_constant = type(value) is float and not _TRAINING_ONLY.search(name)
+            if is_constant or name == "forward":
+                constants[f"{path}.{name}".lstrip(".")] = value
+    return constants
+
+
+def _fixed_buffers(model: nn.Module, weights: Collection[str]) -> dict[str, Tensor]:
+    """Return the floating-point buffers that are not weights and that no call changes."""
+    buffers = {}
+    for path, module in model.named_modules():
+        # Dynamic and LongRoPE scaling set the frequencies of each text, depending on its length.
+        kinds = str(vars(module).get("rope_type", ""))
+        if not module._buffers or "dynamic" in kinds or "longrope" in kinds:
+            continue
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if buffer.is_floating_point() and name not in weights:
+                buffers[name] = buffer
+    return buffers
+
+
+def _are_equal(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
+    """Return True if two fingerprints are equal, also in dtype and device."""
+    if len(before) != len(after):
+        return False
+    return all(
+        old.dtype == new.dtype and old.device == new.device and torch.equal(old, new)
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def _fingerprint(tensor: Tensor) -> tuple[Tensor, ...]:
