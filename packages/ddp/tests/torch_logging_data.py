@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp.compression.comm_hook import CommHook
+from ddp.metering.meter import Meter
 from ddp.metering.records import StepRecord
 from ddp.replica import Replica
 from torch import nn
@@ -23,7 +24,7 @@ _DURATIONS = (
 )
 
 
-def logging_data(replica: Replica) -> dict[str, Any]:
+def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
     """Return options, bucket sizes and times in nanoseconds."""
     options = replica.options
     device = options.device
@@ -46,7 +47,7 @@ def logging_data(replica: Replica) -> dict[str, Any]:
         data[name.lower()] = os.environ.get(name, "N/A")
     if replica.is_connected:
         data |= _group_data(replica) | _bucket_data(replica)
-        data |= _time_data(replica)
+        data |= _time_data(replica.reducer.num_steps, meter)
     return data
 
 
@@ -83,11 +84,10 @@ def _bucket_data(replica: Replica) -> dict[str, Any]:
     return data
 
 
-def _time_data(replica: Replica) -> dict[str, Any]:
-    num_steps = replica.reducer.num_steps
+def _time_data(num_steps: int, meter: Meter) -> dict[str, Any]:
     if not num_steps:
         return {}
-    records = list(replica.meter.steps)
+    records = list(meter.steps)
     data: dict[str, Any] = {"iteration": num_steps - 1} | _step_times(records[-1])
     for name in _DURATIONS:
         durations = [_step_times(record)[name] for record in records]

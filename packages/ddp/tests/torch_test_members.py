@@ -78,7 +78,7 @@ class TestedDDP(DDP):
             raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
 
     def _get_ddp_logging_data(self):
-        data = logging_data(self._replica)
+        data = logging_data(self._replica, self.meter)
         data["join_uneven_inputs"] = self._has_joined
         if self._builtin_hook_name:
             data["comm_hook"] = self._builtin_hook_name
