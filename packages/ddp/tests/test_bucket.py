@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from ddp.bucket import RANK_FLAGS, assign_buckets, make_bucket
+from ddp.assignment import assign_buckets
+from ddp.bucket import RANK_FLAGS, make_bucket
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

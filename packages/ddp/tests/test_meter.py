@@ -200,7 +200,7 @@ def train_on_gloo() -> tuple:
     finish_times, finish = [], model._replica.reducer.finish
 
     def finish_late(**options) -> set[int]:
-        reductions = model._replica.reducer.reductions
+        reductions = model._replica.reducer.reductions.launched
         while not all(reduction.completion_times for reduction in reductions):
             # The launch of a later bucket polls too.
             for reduction in reductions:

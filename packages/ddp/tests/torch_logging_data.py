@@ -77,7 +77,7 @@ def _bucket_data(replica: Replica) -> dict[str, Any]:
     }
     if reducer.num_steps > 1:
         data["rebuilt_bucket_sizes"] = sizes
-        order = ", ".join(str(index) for index in reducer.order)
+        order = ", ".join(str(index) for index in reducer.assignment.order)
         data["prev_iteration_grad_ready_order_indices"] = order
         assignment = [" ".join(str(index) for index in b.indices) for b in reducer.buckets]
         data["rebuilt_per_bucket_param_indices"] = ", ".join(assignment)

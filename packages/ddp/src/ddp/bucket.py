@@ -276,39 +276,6 @@ class Bucket:
         return gradient
 
 
-def assign_buckets(
-    parameters: Sequence[nn.Parameter],
-    order: Sequence[int],
-    bucket_bytes: float | Sequence[float],
-) -> list[tuple[int, ...]]:
-    """Split `order` into buckets of one dtype and device with at most `bucket_bytes` each.
-
-    A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
-    does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
-    limit. Buckets are ordered by the parameter that completes them.
-    """
-    limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
-    position = {index: number for number, index in enumerate(order)}
-    full: list[list[int]] = []
-    # The open bucket of each kind, and its free bytes.
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
-    for index in order:
-        parameter = parameters[index]
-        kind = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
-        members, free_bytes = open_buckets.get(kind, ([], 0.0))
-        if not members or size > free_bytes or limits[-1] == 0:
-            if members:
-                full.append(members)
-            num_started = len(full) + len(open_buckets.keys() - {kind})
-            members = []
-            free_bytes = limits[min(num_started, len(limits) - 1)]
-        members.append(index)
-        open_buckets[kind] = (members, free_bytes - size)
-    full += [members for members, _ in open_buckets.values()]
-    return [tuple(members) for members in sorted(full, key=lambda members: position[members[-1]])]
-
-
 def make_bucket(
     indices: Sequence[int],
     parameters: Sequence[nn.Parameter],

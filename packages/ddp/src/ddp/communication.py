@@ -15,6 +15,11 @@ from ddp.bucket import Bucket
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
 
+#: The second collective of a bucket is launched once this many further buckets have been launched.
+#: By then the first collective has most likely completed, and all ranks launch their collectives in
+#: the same order.
+SECOND_COLLECTIVE_LAG = 2
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -144,6 +149,57 @@ class BucketReduction:
                 self.completion_times.setdefault(number, time.perf_counter())
 
             work.get_future().add_done_callback(record_completion)
+
+
+class RunningReductions:
+    """The reductions of one step, in the order of their launches."""
+
+    def __init__(self, group: ReduceGroup, failures: FailureAttribution) -> None:
+        self._group = group
+        self._failures = failures
+        #: In the order of launches.
+        self.launched: list[BucketReduction] = []
+        #: Reductions whose current collective is polled for the time of its completion.
+        self._polled: list[BucketReduction] = []
+
+    def prepare_launch(self, *, wait: bool) -> bool:
+        """Return True if another bucket can be launched now.
+
+        With a communication hook on CPUs, a bucket is launched only after the one before it has
+        been reduced. If `wait`, this method waits for that.
+        """
+        if not self.launched or not self.launched[-1].blocks_next_bucket:
+            return True
+        if not (wait or self.launched[-1].is_hook_completed):
+            return False
+        self.launched[-1].advance()
+        return True
+
+    def launch(self, bucket: Bucket, compression: Compression) -> None:
+        """Launch the first collective of a bucket, and the second one of an earlier bucket."""
+        self._polled = [other for other in self._polled if not other.poll()]
+        reduction = BucketReduction(bucket, compression, self._group, self._failures)
+        self.launched.append(reduction)
+        self._polled.append(reduction)
+        if len(self.launched) > SECOND_COLLECTIVE_LAG:
+            earlier = self.launched[-1 - SECOND_COLLECTIVE_LAG]
+            if earlier.has_next:
+                earlier.advance()
+                self._polled.append(earlier)
+
+    def wait(self) -> list[BucketReduction]:
+        """Wait until all buckets are reduced, and return their reductions."""
+        for reduction in self._polled:
+            reduction.poll()
+        self._polled = []
+        # Each round waits for the current collective of every bucket and launches the bucket's next
+        # one, so that the next collectives of all buckets overlap.
+        while running := [reduction for reduction in self.launched if not reduction.is_done]:
+            for reduction in running:
+                reduction.advance()
+        done = self.launched
+        self.launched = []
+        return done
 
 
 def tensor_bytes(tensor: Tensor) -> int:

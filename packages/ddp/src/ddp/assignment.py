@@ -1,0 +1,146 @@
+"""The assignment of parameters to buckets: a first one, and a better one after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.bucket import Bucket, make_bucket
+from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.options import Options
+from ddp.process_group import ReduceGroup
+
+
+class BucketAssignment:
+    """The buckets of a model, and the place of each parameter in them.
+
+    Before the first step, the expected order of gradients is the reverse order of registration. The
+    first step records the real order. `rebuild` then assigns the parameters again, so that buckets
+    become full one after the other.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        options: Options,
+        group: ReduceGroup,
+        failures: FailureAttribution,
+    ) -> None:
+        #: The buckets in the order of launches.
+        self.buckets: list[Bucket] = []
+        #: Bucket and slot of each parameter.
+        self.slots: dict[int, tuple[Bucket, int]] = {}
+        #: Indices of the parameters in the expected order of gradients.
+        self.order = list(reversed(range(len(parameters))))
+        self._parameters = parameters
+        self._names = names
+        self._options = options
+        self._group = group
+        self._failures = failures
+        self._bucket_bytes = options.bucket_bytes_for(parameters)
+        self._ready_order: dict[int, None] = {}
+        self._has_rebuilt = False
+        self._allocate(assign_buckets(parameters, self.order, self._bucket_bytes))
+
+    def record_ready(self, index: int) -> None:
+        """Record that a gradient became ready in the first step."""
+        self._ready_order.setdefault(index)
+
+    def rebuild(self) -> None:
+        """Assign the parameters in the ready order of rank 0; further calls do nothing.
+
+        This is a collective. Old buckets are freed before new ones are allocated; only accumulated
+        gradients are in memory twice for a short time.
+        """
+        if self._has_rebuilt or not self._parameters:
+            return
+        self._has_rebuilt = True
+        others = [index for index in self.order if index not in self._ready_order]
+        self.order = self._broadcast_order([*self._ready_order, *others])
+        assignment = assign_buckets(self._parameters, self.order, self._bucket_bytes)
+        if assignment == [bucket.indices for bucket in self.buckets]:
+            return
+        accumulated = self._detach()
+        self._allocate(assignment)
+        for index, gradient in accumulated.items():
+            self._parameters[index].grad = gradient
+            bucket, slot = self.slots[index]
+            bucket.move_in(slot)
+
+    def _allocate(self, assignment: Sequence[Sequence[int]]) -> None:
+        for number, indices in enumerate(assignment):
+            bucket = make_bucket(
+                indices,
+                self._parameters,
+                self._options.allocate,
+                self._group.process_group,
+                names=self._names,
+                gradient_as_view=self._options.gradient_as_bucket_view,
+            )
+            bucket.index = number
+            bucket.is_last = number == len(assignment) - 1
+            self.buckets.append(bucket)
+            for slot, index in enumerate(indices):
+                self.slots[index] = (bucket, slot)
+
+    def _detach(self) -> dict[int, Tensor]:
+        """Drop all buckets; return copies of the gradients that were views of them."""
+        accumulated: dict[int, Tensor] = {}
+        while self.buckets:
+            bucket = self.buckets.pop()
+            for slot, index in enumerate(bucket.indices):
+                del self.slots[index]
+                if bucket.holds_grad(slot):
+                    accumulated[index] = bucket.views[slot].clone()
+                    bucket.parameters[slot].grad = None
+            del bucket
+        return accumulated
+
+    def _broadcast_order(self, order: Sequence[int]) -> list[int]:
+        """Return the order of rank 0."""
+        device = self._parameters[0].device
+        indices = torch.tensor(order, device=device)
+        description = "the agreement on the order of buckets"
+        group = self._group.process_group
+        with self._failures.attribute(description):
+            work = dist.broadcast(indices, group=group, group_src=0, async_op=True)
+        self._failures.wait(work, description, poll=device.type == "cpu")
+        agreed: list[int] = indices.tolist()
+        return agreed
+
+
+def assign_buckets(
+    parameters: Sequence[nn.Parameter],
+    order: Sequence[int],
+    bucket_bytes: float | Sequence[float],
+) -> list[tuple[int, ...]]:
+    """Split `order` into buckets of one dtype and device with at most `bucket_bytes` each.
+
+    A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
+    does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
+    limit. Buckets are ordered by the parameter that completes them.
+    """
+    limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
+    position = {index: number for number, index in enumerate(order)}
+    full: list[list[int]] = []
+    # The open bucket of each kind, and its free bytes.
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
+    for index in order:
+        parameter = parameters[index]
+        kind = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.element_size()
+        members, free_bytes = open_buckets.get(kind, ([], 0.0))
+        if not members or size > free_bytes or limits[-1] == 0:
+            if members:
+                full.append(members)
+            num_started = len(full) + len(open_buckets.keys() - {kind})
+            members = []
+            free_bytes = limits[min(num_started, len(limits) - 1)]
+        members.append(index)
+        open_buckets[kind] = (members, free_bytes - size)
+    full += [members for members, _ in open_buckets.values()]
+    return [tuple(members) for members in sorted(full, key=lambda members: position[members[-1]])]
