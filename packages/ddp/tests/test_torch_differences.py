@@ -304,3 +304,72 @@ def test_flat_buffer_of_the_caller_receives_the_mean_without_bucket_views() -> N
     for dropped, written in run_ranks(average_into_flat_buffers, 2):
         assert dropped[0] != pytest.approx(dropped[1], rel=1e-4)
         assert written[0] == pytest.approx(written[1], rel=1e-4, abs=1e-6)
+
+
+class IgnoresBias(torch.autograd.Function):
+    """A product with a weight; the gradient of the bias is None instead of zeros."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x).sum(0), None
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.bias = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return IgnoresBias.apply(x, self.weight, self.bias)
+
+
+def train_with_undefined_gradients() -> list[list]:
+    results = []
+    for wrap in (nn.parallel.DistributedDataParallel, DDP):
+        module = Scale()
+        model = wrap(module)
+        for step in range(3):
+            model(torch.full((2, 5), 1.0 + step + dist.get_rank())).sum().backward()
+        results.append([parameter.grad.tolist() for parameter in module.parameters()])
+    return results
+
+
+def test_undefined_gradient_of_a_custom_function_counts_as_zero_as_in_torch_ddp() -> None:
+    for theirs, ours in run_ranks(train_with_undefined_gradients, 2):
+        assert ours == theirs
+        assert ours[1] == [0.0] * 5
+
+
+def share_gradients() -> list[str]:
+    errors = []
+    for is_synchronized in (True, False):
+        module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+        model = DDP(module)
+        model.require_backward_grad_sync = is_synchronized
+        copied = copy.deepcopy(model)
+        for layers in (module, copied.module):
+            layers[0].weight.grad = layers[1].weight.grad = torch.zeros(5, 5)
+        for program in (
+            lambda model=model: model(torch.ones(1, 5)).sum().backward(),
+            lambda model=copied: model(torch.ones(1, 5)).sum().backward(),
+            lambda module=module: DDP(module),
+        ):
+            with pytest.raises(RuntimeError) as error:
+                program()
+            errors.append(str(error.value))
+    return errors
+
+
+def test_parameters_that_share_one_gradient_are_refused() -> None:
+    for errors in run_ranks(share_gradients, 2):
+        assert len(errors) == 6
+        for error in errors:
+            assert "expected a separate .grad of each parameter" in error
+            assert "'0.weight' and '1.weight'" in error

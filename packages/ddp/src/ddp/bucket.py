@@ -136,6 +136,19 @@ class Bucket:
             for slot in slots:
                 self.set_grad_view(slot)
 
+    def define_gradient(self, slot: int) -> None:
+        """Replace an undefined gradient by zeros, as torch's DDP.
+
+        `.grad` is None after the backward pass of the parameter if a custom function returned None
+        as its gradient. If another hook set it to None, the gradient was lost: copying it in raises
+        an error.
+        """
+        parameter = self.parameters[slot]
+        if parameter.grad is None:
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if len(hooks) == 1:
+                parameter.grad = torch.zeros_like(parameter)
+
     def mark_missing(self, slot: int) -> None:
         """Contribute zeros for a parameter without a gradient."""
         self.views[slot].zero_()

@@ -93,7 +93,9 @@ class Reducer:
             if self.num_steps == 0:
                 self.assignment.record_ready(index)
             if self._parts is None or not self._parts.has_more(index):
-                self._copy_in(*self.assignment.slots[index])
+                bucket, slot = self.assignment.slots[index]
+                bucket.define_gradient(slot)
+                self._copy_in(bucket, slot)
                 self.launch_ready_buckets()
                 return
         # Outside a step, or before the last part of a gradient: accumulate without scaling.

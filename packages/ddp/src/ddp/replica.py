@@ -121,6 +121,7 @@ class Replica:
             description = "the broadcast of the weights"
             broadcast_tensors(list(state.values()), process_group, self.failures, description)
         self.tracked = TrackedParameters(self.module, self.ignored)
+        self._refuse_shared_gradients()
         self.agreement = GradientAgreement(
             self.group,
             self.failures,
@@ -250,11 +251,29 @@ class Replica:
             return
         self.backward_pass.discard_interrupted()
         if not self.backward_pass.is_running:
-            if self.is_connected and self.reducer.is_open:
-                self._fail_open_step()
+            if self.is_connected:
+                if self.reducer.is_open:
+                    self._fail_open_step()
+                self._refuse_shared_gradients()
             self.hooks.move_to_end()
         self.backward_pass.reach_output(is_synchronized=is_synchronized)
         self.backward_pass.queue_end()
+
+    def _refuse_shared_gradients(self) -> None:
+        """Raise `RuntimeError` if two parameters share the memory of `.grad`.
+
+        Autograd would add both gradients there, and the sum over the ranks of one of them would be
+        launched before the other one is ready.
+        """
+        shared = self.tracked.find_shared_gradient()
+        if shared is None:
+            return
+        reason = (
+            f"expected a separate .grad of each parameter, but {shared[0]!r} and {shared[1]!r} "
+            "share memory; set both to None, or clone one of them, before the backward pass"
+        )
+        self.failures.fail(reason)
+        raise RuntimeError(f"rank {self.group.rank}: {reason}")
 
     def _end_backward(self, is_synchronized: bool | None) -> None:
         if not self.is_connected:
