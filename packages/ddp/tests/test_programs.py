@@ -20,7 +20,7 @@ from worker_pool import run_ranks
 
 #: Programs with seeds that are multiples of this number are compiled, which takes several times as
 #: long as other programs.
-COMPILED_EVERY = 100
+COMPILED_EVERY = 200
 
 ACTIONS = (
     "evaluate",
@@ -286,7 +286,8 @@ class Run:
                 # A missing gradient counts as zero.
                 if not actual.any() and not expected.any():
                     continue
-            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=name)
+            # torch.testing.assert_close takes four times as long.
+            assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-11), name
 
 
 def dense_or_zero(gradient: torch.Tensor | None) -> torch.Tensor:
@@ -309,7 +310,7 @@ def run_programs(seeds: range, max_actions: int) -> int:
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert run_ranks(run_programs, 2, range(30), 1, timeout=300) == [30, 30]
+    assert run_ranks(run_programs, 2, range(200), 1, timeout=300) == [200, 200]
 
 
 @pytest.mark.exhaustive

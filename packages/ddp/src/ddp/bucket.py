@@ -144,10 +144,9 @@ class Bucket:
         an error.
         """
         parameter = self.parameters[slot]
-        if parameter.grad is None:
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if len(hooks) == 1:
-                parameter.grad = torch.zeros_like(parameter)
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) == 1:
+            parameter.grad = torch.zeros_like(parameter)
 
     def mark_missing(self, slot: int) -> None:
         """Contribute zeros for a parameter without a gradient."""

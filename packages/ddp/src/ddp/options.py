@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -118,7 +119,9 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
             raise TypeError(f"DDP has no argument {name!r}")
         allowed, reason = RESTRICTED_ARGUMENTS[name]
         if not any(value is choice or value == choice for choice in allowed):
-            raise ValueError(f"{name}={value!r} is not supported: {reason}; leave it out")
+            # The value may contain tensors with millions of elements.
+            received = reprlib.repr(value)
+            raise ValueError(f"{name}={received} is not supported: {reason}; leave it out")
 
 
 def select_bucket_size(

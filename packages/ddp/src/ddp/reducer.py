@@ -87,14 +87,15 @@ class Reducer:
         """The buckets in the order of launches."""
         return self.assignment.buckets
 
-    def mark_ready(self, index: int, _: Tensor) -> None:
+    def mark_ready(self, index: int, parameter: Tensor) -> None:
         """Handle the final gradient of a parameter; this is the hook on each parameter."""
         if self.is_open or self._try_open_step():
             if self.num_steps == 0:
                 self.assignment.record_ready(index)
             if self._parts is None or not self._parts.has_more(index):
                 bucket, slot = self.assignment.slots[index]
-                bucket.define_gradient(slot)
+                if parameter.grad is None:
+                    bucket.define_gradient(slot)
                 self._copy_in(bucket, slot)
                 self.launch_ready_buckets()
                 return
