@@ -330,21 +330,31 @@ class Scale(nn.Module):
         return IgnoresBias.apply(x, self.weight, self.bias)
 
 
-def train_with_undefined_gradients() -> list[list]:
+def train_with_undefined_gradients(**options: bool) -> list[list]:
     results = []
     for wrap in (nn.parallel.DistributedDataParallel, DDP):
         module = Scale()
-        model = wrap(module)
+        model = wrap(module, **options)
         for step in range(3):
             model(torch.full((2, 5), 1.0 + step + dist.get_rank())).sum().backward()
-        results.append([parameter.grad.tolist() for parameter in module.parameters()])
+        gradients = [parameter.grad for parameter in module.parameters()]
+        results.append([None if g is None else g.tolist() for g in gradients])
     return results
 
 
+def train_with_all_options() -> list[list[list]]:
+    find_unused = train_with_undefined_gradients(find_unused_parameters=True)
+    static = train_with_undefined_gradients(static_graph=True)
+    return [train_with_undefined_gradients(), find_unused, static]
+
+
 def test_undefined_gradient_of_a_custom_function_counts_as_zero_as_in_torch_ddp() -> None:
-    for theirs, ours in run_ranks(train_with_undefined_gradients, 2):
-        assert ours == theirs
-        assert ours[1] == [0.0] * 5
+    for by_default, find_unused, static in run_ranks(train_with_all_options, 2):
+        for theirs, ours in (by_default, find_unused, static):
+            assert ours == theirs
+        assert by_default[1][1] == [0.0] * 5
+        # As with a parameter that no rank used, `.grad` stays None.
+        assert find_unused[1][1] is None
 
 
 def share_gradients() -> list[str]:

@@ -76,8 +76,8 @@ def outcomes(who, world, chosen, folder, tests=None):
         errors="replace",
     ) as process:
         for line in process.stdout:
-            if found := re.search(r"::(test_\w+ (PASSED|FAILED|ERROR|SKIPPED))", line):
-                print(f"{who}, {world} ranks: {found[1]}", flush=True)
+            if ended := re.search(r"::(test_\w+ (PASSED|FAILED|ERROR|SKIPPED))", line):
+                print(f"{who}, {world} ranks: {ended[1]}", flush=True)
     assert report.exists(), f"torch's tests with {who} ended without a report"
     passed, failed = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):

@@ -136,17 +136,14 @@ class Bucket:
             for slot in slots:
                 self.set_grad_view(slot)
 
-    def define_gradient(self, slot: int) -> None:
-        """Replace an undefined gradient by zeros, as torch's DDP.
+    def is_undefined(self, slot: int) -> bool:
+        """Return True if autograd computed None as the gradient, so that `.grad` is None.
 
-        `.grad` is None after the backward pass of the parameter if a custom function returned None
-        as its gradient. If another hook set it to None, the gradient was lost: copying it in raises
-        an error.
+        A custom function may return None. As in torch's DDP, such a gradient counts as zero. If
+        there are other hooks, one of them may have removed the gradient, which is an error.
         """
-        parameter = self.parameters[slot]
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if len(hooks) == 1:
-            parameter.grad = torch.zeros_like(parameter)
+        hooks: Any = self.parameters[slot]._post_accumulate_grad_hooks
+        return len(hooks) == 1
 
     def mark_missing(self, slot: int) -> None:
         """Contribute zeros for a parameter without a gradient."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ddp.assignment import BucketAssignment
@@ -81,6 +82,7 @@ class Reducer:
         self.reductions = RunningReductions(group, failures)
         self._num_launched = 0
         self._parts = GradientParts(len(self.parameters)) if options.static_graph else None
+        self._allows_unused = options.find_unused_parameters or options.static_graph
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -94,8 +96,10 @@ class Reducer:
                 self.assignment.record_ready(index)
             if self._parts is None or not self._parts.has_more(index):
                 bucket, slot = self.assignment.slots[index]
-                if parameter.grad is None:
-                    bucket.define_gradient(slot)
+                if parameter.grad is None and bucket.is_undefined(slot):
+                    if self._allows_unused:
+                        return  # `finish` marks the gradient as missing.
+                    parameter.grad = torch.zeros_like(parameter)
                 self._copy_in(bucket, slot)
                 self.launch_ready_buckets()
                 return

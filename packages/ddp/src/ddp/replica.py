@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from ddp.backward_pass import BackwardPass
+from ddp.autograd.backward_pass import BackwardPass
+from ddp.autograd.parameter_hooks import ParameterHooks
 from ddp.communication import Compression
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
@@ -30,7 +31,6 @@ from ddp.consistency.uneven_inputs import count_participants, highest_rank
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.metering.meter import Meter
 from ddp.options import Options
-from ddp.parameter_hooks import ParameterHooks
 from ddp.process_group import ReduceGroup, resolve_group
 from ddp.reducer import Reducer
 

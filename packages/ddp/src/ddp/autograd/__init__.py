@@ -1,0 +1,1 @@
+"""Hooks and callbacks of autograd: when gradients are final, and when a backward pass ends."""
