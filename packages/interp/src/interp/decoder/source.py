@@ -83,11 +83,12 @@ class Source:
     def _require_same_constants(self) -> None:
         constants = _constants_of(self.model)
         buffers = _fixed_buffers(self.model, self.tensors)
-        changed = [
-            name
-            for name in self.constants.keys() | constants.keys()
-            if self.constants.get(name) != constants.get(name)
-        ]
+        changed = []
+        for name in self.constants.keys() | constants.keys():
+            before, after = self.constants.get(name), constants.get(name)
+            # An attribute that is nan does not equal itself.
+            if before is not after and before != after:
+                changed.append(name)
         changed += self.buffers.keys() ^ buffers.keys()
         for name in self.buffers.keys() & buffers.keys():
             if not _are_equal(self.buffers[name], _fingerprint(buffers[name])):
