@@ -22,6 +22,8 @@ QUESTIONS = {
     "continue": "Can I save, stop and continue?",
     "cost": "What does it cost in time, memory and bytes?",
     "sure": "How sure are its estimates?",
+    "checks": "Which faults do its checks find?",
+    "compiled": "What does the compiler generate?",
     "observe": "Can I see what it does?",
 }
 
@@ -45,8 +47,9 @@ def page() -> str:
     lines = [
         "# Guarantees",
         "",
-        "What each package guarantees, by the question that a user asks, and the tests that show "
-        "each claim.",
+        "This page lists what each package guarantees, grouped by question. Each claim names its "
+        "tests, which are in `packages/NAME/tests`. Tests with the marks `gpu`, `timing` and "
+        "`exhaustive` run only by `make test-gpu`, `make test-timing` and `make test-exhaustive`.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]
