@@ -2,7 +2,7 @@
 
 import torch
 from flashattn2 import explain, flash_attention
-from model import HEADS, WIDTH, store
+from model import HEADS, WIDTH, save_lines
 
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, HEADS, 2048, WIDTH // HEADS)
@@ -15,7 +15,7 @@ expected = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v.double()
 print(explain(q, k, v, is_causal=True))
 print(f"largest error against float64: {(out - expected).abs().max():.1e}")
 lengths = [4**k for k in range(3, 9)]
-store(
+save_lines(
     "attend",
     {
         "matrix of scores": [(n, 4 * HEADS * n**2 / 2**20) for n in lengths],

@@ -8,7 +8,7 @@ import time
 import collectives
 import torch
 import torch.distributed as dist
-from model import store
+from model import save_lines
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 
@@ -27,5 +27,5 @@ for algorithm in ("ring", "tree", "shared_memory"):
 if dist.get_rank() == 0:
     for algorithm, points in medians.items():
         print(f"{algorithm}: " + ", ".join(f"{ms:.2f} ms" for _, ms in points))
-    store("communicate", medians)
+    save_lines("communicate", medians)
 dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Step 8: store the model in fewer bytes and measure what that costs (tinyml)."""
 
-from model import FOLDER, held_out_loss, store, trained
+from model import FOLDER, held_out_loss, load_trained_model, save_lines
 from tinyml import kmeans_quantize, prune, quantize, save, size_of
 
-model = trained()
+model = load_trained_model()
 variants = {
     "float32": model,
     "8 bits, linear": quantize(model, bits=8),
@@ -12,10 +12,10 @@ variants = {
     "half of the weights": prune(model, 0.5).model,
 }
 lines = {}
-whole = held_out_loss(model)
+uncompressed_loss = held_out_loss(model)
 for name, small in variants.items():
     size, loss = size_of(small).sparse_bytes, held_out_loss(small)
-    lines[name] = [(size / 1024, loss - whole)]
+    lines[name] = [(size / 1024, loss - uncompressed_loss)]
     print(f"{name}: {size:,} bytes, {loss:.3f} nats per byte")
-store("compress", lines)
+save_lines("compress", lines)
 save(variants["4 bits, linear"], FOLDER / "small.safetensors")

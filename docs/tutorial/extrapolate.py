@@ -2,7 +2,16 @@
 
 import scaling
 import torch
-from model import CONTEXT, ROWS, Decoder, batch, held_out_loss, loss_of, store, trained
+from model import (
+    CONTEXT,
+    ROWS,
+    Decoder,
+    batch,
+    held_out_loss,
+    load_trained_model,
+    loss_of,
+    save_lines,
+)
 
 # The model of step 4, without its embeddings, and its tokens: two ranks, 400 steps.
 LARGE = 114_688
@@ -35,7 +44,7 @@ for parameters, tokens, loss in zip(rows["N"], rows["D"], rows["loss"], strict=T
 lines[f"law, {LARGE:,} parameters"] = [
     (tokens, float(law.predict(LARGE, tokens))) for tokens in (*sorted({*rows["D"]}), TOKENS)
 ]
-store("extrapolate", lines)
-measured = held_out_loss(trained())
+save_lines("extrapolate", lines)
+measured = held_out_loss(load_trained_model())
 predicted = float(law.predict(LARGE, TOKENS))
 print(f"N = {LARGE:,}, D = {TOKENS:,}: predicted {predicted:.2f}, measured {measured:.2f}")

@@ -15,7 +15,7 @@ from flashattn2 import sdpa
 from torch import Tensor, nn
 
 
-def read(files: list[Path]) -> Tensor:
+def read_bytes(files: list[Path]) -> Tensor:
     """Return the bytes of all files as one tensor of integers."""
     text = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -32,8 +32,8 @@ VOCABULARY = 256
 FOLDER = Path("runs/tutorial")
 #: The text is the source of Python's standard library. Every tenth module is held out.
 MODULES = sorted(Path(argparse.__file__).parent.glob("*.py"))
-HELD_OUT = read(MODULES[::10])
-TRAINING = read([module for number, module in enumerate(MODULES) if number % 10])
+HELD_OUT = read_bytes(MODULES[::10])
+TRAINING = read_bytes([module for number, module in enumerate(MODULES) if number % 10])
 
 
 class Block(nn.Module):
@@ -96,14 +96,14 @@ def held_out_loss(model: nn.Module) -> float:
     return sum(losses) / len(losses)
 
 
-def trained() -> Decoder:
+def load_trained_model() -> Decoder:
     """Return the model that the training step has saved."""
     model = Decoder()
     model.load_state_dict(torch.load(FOLDER / "model.pt"))
     return model
 
 
-def store(name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
+def save_lines(name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
     """Store the points of each line of a picture, for docs/tutorial/run.py."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(lines))

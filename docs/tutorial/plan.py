@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from accounting import Transformer, flops, parameters, peak_memory
-from model import CONTEXT, HEADS, LAYERS, ROWS, VOCABULARY, WIDTH, Decoder, store
+from model import CONTEXT, HEADS, LAYERS, ROWS, VOCABULARY, WIDTH, Decoder, save_lines
 
 shape = Transformer(
     layers=LAYERS,
@@ -33,4 +33,4 @@ for context in (16, 64, 256):
     curves[f"{context} tokens"] = [
         (rows, peak_memory(longer, batch=rows, seq=context).total / 2**20) for rows in sizes
     ]
-store("plan", curves)
+save_lines("plan", curves)

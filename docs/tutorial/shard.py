@@ -5,14 +5,22 @@ Start it with: torchrun --standalone --nproc-per-node 2 docs/tutorial/shard.py
 
 import torch
 import torch.distributed as dist
-from model import FOLDER, batch, held_out_loss, loss_of, rank_and_world, store, trained
+from model import (
+    FOLDER,
+    batch,
+    held_out_loss,
+    load_trained_model,
+    loss_of,
+    rank_and_world,
+    save_lines,
+)
 from zero import FSDP, load_checkpoint, save_checkpoint, zero_stage_bytes
 
 rank, world = rank_and_world()
 dist.init_process_group("gloo")
-whole = trained()
-numel = sum(p.numel() for p in whole.parameters())
-model = FSDP(whole)
+unsharded = load_trained_model()
+numel = sum(p.numel() for p in unsharded.parameters())
+model = FSDP(unsharded)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(400, 500):
     loss_of(model, *batch(step, rank)).backward()
@@ -24,13 +32,13 @@ if rank == 0:
 save_checkpoint(FOLDER / "checkpoint", model, optimizer, extra={"step": 500})
 
 # The checkpoint loads at any number of ranks, here into a new model.
-other = FSDP(trained())
-step = load_checkpoint(FOLDER / "checkpoint", other)["step"]
-loss = held_out_loss(other)
+restored = FSDP(load_trained_model())
+step = load_checkpoint(FOLDER / "checkpoint", restored)["step"]
+loss = held_out_loss(restored)
 if rank == 0:
     ranks = [2**k for k in range(7)]
     adam = {"parameter_bytes": 4, "gradient_bytes": 4, "state_bytes": 8}
-    store(
+    save_lines(
         "shard",
         {
             f"stage {stage}": [

@@ -7,7 +7,7 @@ import collectives
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from model import FOLDER, Decoder, batch, held_out_loss, loss_of, rank_and_world, store
+from model import FOLDER, Decoder, batch, held_out_loss, loss_of, rank_and_world, save_lines
 
 rank, world = rank_and_world()
 dist.init_process_group("gloo")
@@ -25,7 +25,7 @@ for step in range(400):
     losses.append((step, loss.item()))
 if rank == 0:
     print("loss every 100 steps: " + ", ".join(f"{loss:.2f}" for _, loss in losses[::100]))
-    store("train", {"loss of rank 0": losses[::10]})
+    save_lines("train", {"loss of rank 0": losses[::10]})
     torch.save(model.module.state_dict(), FOLDER / "model.pt")
     print(f"held out: {held_out_loss(model.module):.3f} nats per byte")
 dist.destroy_process_group()
