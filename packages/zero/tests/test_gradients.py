@@ -113,6 +113,17 @@ def sign(parameters):
         parameter.grad = parameter.grad.sign() * parameter.grad.abs().sqrt().mean()
 
 
+def assign_data(parameters):
+    for parameter in parameters:
+        parameter.grad.data = 0.5 * parameter.grad.data.clamp(-0.01, 0.01)
+
+
+def divide_by_maxima(parameters):
+    gradients = [p.grad for p in parameters]
+    maxima = torch._foreach_max(gradients)
+    torch._foreach_div_(gradients, [1 + maximum.item() for maximum in maxima])
+
+
 def drop_some(parameters):
     for parameter in parameters[::2]:
         parameter.grad = None
@@ -125,6 +136,8 @@ EDITS = {
     "sign": sign,
     "drop": drop_some,
     "data": multiply_data,
+    "assigned data": assign_data,
+    "maxima": divide_by_maxima,
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
     "in place": multiply,
@@ -303,6 +316,10 @@ def norms(stage):
             assert tuple(parameter.grad.shape) == shapes[name]
             with pytest.raises(RuntimeError, match="full_tensor"):
                 _ = parameter.grad.reshape(-1)[0]
+            with pytest.raises(RuntimeError, match="full_tensor"):
+                torch.equal(parameter.grad, parameter.grad.clone())
+            with pytest.raises(RuntimeError, match=r"assign to \.grad instead"):
+                parameter.grad.data = torch.zeros(1)
             with pytest.raises(RuntimeError, match="combines an averaged gradient"):
                 parameter.data.add_(parameter.grad, alpha=-0.1)
     return True

@@ -200,6 +200,23 @@ def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
     assert all(run_ranks(return_nothing, 2, timeout=DEADLINE))
 
 
+def export_weight():
+    """Read a full weight in a hook as a NumPy array, which shares its memory, and as a copy."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first = model.module[0]
+    copied = first.register_forward_hook(lambda m, *_: m.weight.detach().clone().numpy())
+    model(torch.ones(4))
+    copied.remove()
+    first.register_forward_hook(lambda m, *_: m.weight.detach().numpy() is None)
+    with pytest.raises(RuntimeError, match=r"exported during the forward.*call clone\(\) first"):
+        model(torch.ones(4))
+    return True
+
+
+def test_a_weight_that_is_exported_in_forward_is_refused_with_the_remedy():
+    assert all(run_ranks(export_weight, 2, timeout=DEADLINE))
+
+
 def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=0.1), nn.EmbeddingBag(6, 4, max_norm=0.1)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):

@@ -1,5 +1,7 @@
-"""The README's example runs without changes."""
+"""The README's example runs without changes, and prints what the README shows."""
 
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
@@ -19,10 +21,12 @@ def run_example(folder):
         assert line in code
         code = code.replace(line, "")
     names = {}
-    exec(code, names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
     assert dist.is_initialized()
-    return names["step"], len(names["sharded"].units)
+    return printed.getvalue(), len(names["sharded"].units)
 
 
 def test_the_readmes_example_runs(tmp_path):
-    assert run_ranks(run_example, 2, str(tmp_path)) == [(1, 2)] * 2
+    output = re.search(r"^Output:\n\n```\n(.*?)```", README.read_text(), re.S | re.M)[1]
+    assert run_ranks(run_example, 2, str(tmp_path)) == [(output, 2), ("", 2)]

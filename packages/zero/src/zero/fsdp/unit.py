@@ -272,7 +272,13 @@ class Unit:
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
             self._check_versions()
-            self.full.untyped_storage().resize_(0)
+            storage = self.full.untyped_storage()
+            if not storage.resizable():
+                raise RuntimeError(
+                    f"expected to free the full parameters of {self.label}, but their memory was "
+                    "exported during the forward, by numpy() or share_memory_(): call clone() first"
+                )
+            storage.resize_(0)
             self.state = UnitState.SHARDED
             self._full_versions = {}
             self._mark_freed(True)

@@ -83,6 +83,21 @@ class AveragedGradient(PartialGradient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    @property
+    def data(self) -> Tensor:
+        """The same elements. An assignment overwrites them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch's setter would replace the memory of this tensor, which has none.
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"expected {tuple(self.shape)} {self.dtype} as the data of a gradient, got "
+                f"{tuple(value.shape)} {value.dtype}: assign to .grad instead"
+            )
+        self.copy_(value)
+
     def local_runs(self) -> list[LocalRun]:
         """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
         if self.runs is not None:

@@ -86,9 +86,10 @@ def python_name(func: Any) -> str:
 
 
 def is_pointwise(operator: Any) -> bool:
-    """Return True if torch tags an aten operator as element-wise and not as random."""
-    is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    return torch.Tag.pointwise in operator.tags and not is_random
+    """Return True if an aten operator is element-wise, not random, and returns tensors."""
+    # torch tags `equal`, which returns a bool, as `pointwise` too.
+    others = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+    return torch.Tag.pointwise in operator.tags and not others.intersection(operator.tags)
 
 
 @cache
