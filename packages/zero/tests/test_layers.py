@@ -201,13 +201,16 @@ def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
 
 
 def export_weight():
-    """Read a full weight in a hook as a NumPy array, which shares its memory, and as a copy."""
+    """Read a full weight in forward as a NumPy array: first of a copy, then of its own memory."""
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     first = model.module[0]
-    copied = first.register_forward_hook(lambda m, *_: m.weight.detach().clone().numpy())
+    arrays = []
+    copies = first.register_forward_pre_hook(
+        lambda m, _: arrays.append(m.weight.detach().clone().numpy())
+    )
     model(torch.ones(4))
-    copied.remove()
-    first.register_forward_hook(lambda m, *_: m.weight.detach().numpy() is None)
+    copies.remove()
+    first.register_forward_pre_hook(lambda m, _: arrays.append(m.weight.detach().numpy()))
     with pytest.raises(RuntimeError, match=r"exported during the forward.*call clone\(\) first"):
         model(torch.ones(4))
     return True
