@@ -866,6 +866,16 @@ MISUSES = {
         "combines this rank's elements with a plain tensor of their shape",
     ),
     "numpy": (lambda n, _: n["0.weight"].grad.tolist(), "full_tensor"),
+    "sum over ranks": (lambda n, _: dist.all_reduce(n["0.weight"].grad), "full_tensor"),
+    "broadcast of a gradient": (
+        lambda n, _: dist.broadcast(n["0.weight"].grad.data, 0),
+        "full_tensor",
+    ),
+    "broadcast": (lambda n, _: dist.broadcast(n["0.weight"].data, 0), "full_tensor"),
+    "gather": (
+        lambda n, _: dist.all_gather([torch.empty(2)] * 2, n["0.weight"].detach()),
+        "full_tensor",
+    ),
     "product": (lambda n, _: n["3.weight"].detach() @ n["0.weight"].detach(), "full_tensor"),
 }
 

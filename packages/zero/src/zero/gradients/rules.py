@@ -46,6 +46,8 @@ READS_ELEMENTS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
     "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose",
 }  # fmt: skip
+#: The module of torch's collectives.
+COLLECTIVES = "torch.distributed.distributed_c10d"
 #: Python operators whose aten operators have different names.
 OPERATOR_NAMES = {
     "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",

@@ -18,6 +18,7 @@ from zero.gradients.reductions import (
     unscale,
 )
 from zero.gradients.rules import (
+    COLLECTIVES,
     NOT_IN_PLACE,
     READS_ELEMENTS,
     REMEDY,
@@ -154,9 +155,11 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function on this rank's elements, or raise if the whole gradient is needed."""
     leaves = tree_leaves((args, kwargs))
     is_assignment = name == "__setitem__" and isinstance(args[1], ShardGradient)
-    is_local = is_elementwise(name) or is_assignment
+    # torch's `all_reduce` or `broadcast` would combine elements of different ranges.
+    is_collective = getattr(func, "__module__", "") == COLLECTIVES
+    is_local = (is_elementwise(name) or is_assignment) and not is_collective
     is_in_place = name.rstrip("_") + "_" == name and name not in NOT_IN_PLACE
-    if is_local or is_in_place or name in READS_ELEMENTS:
+    if is_local or is_in_place or is_collective or name in READS_ELEMENTS:
         _check_is_local(name, is_local, leaves)
     try:
         result = func(*args, **kwargs)
