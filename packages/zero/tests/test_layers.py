@@ -201,7 +201,7 @@ def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
 
 
 def export_weight():
-    """Read a full weight in forward as a NumPy array: first a copy of the weight, then the weight."""
+    """Read a full weight in forward as a NumPy array, first from a copy, then without a copy."""
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     first = model.module[0]
     arrays = []
