@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -884,6 +885,37 @@ def test_operations_that_need_the_whole_gradient_raise():
     for messages in run_ranks(misuse_all, 2, timeout=DEADLINE):
         for name, (_, message) in MISUSES.items():
             assert message in messages[name]
+
+
+def hook_steps(optimizer_cls):
+    """Clip in a hook before each step, and scale parameters by norms in hooks after it."""
+
+    def clip(optimizer, args, kwargs):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    def rescale_after(optimizer, args, kwargs):
+        if optimizer in hooked:
+            rescale(optimizer.param_groups[0]["params"])
+
+    handle = register_optimizer_step_post_hook(rescale_after)
+    model, twin = make_model(), make_model()
+    model = FSDP(model)
+    hooked = [optimizer_cls(m.parameters(), lr=0.1) for m in (model, twin)]
+    for optimizer in hooked:
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(rescale_after)
+    for step in range(3):
+        backward(model, twin, step)
+        for optimizer in hooked:
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.remove()
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adafactor])
+def test_hooks_of_a_step_see_whole_tensors_at_stage_3(optimizer_cls):
+    assert all(run_ranks(hook_steps, 3, optimizer_cls, timeout=DEADLINE))
 
 
 def hook_tensors():

@@ -16,10 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero.dtensors import Run, full_entries, state_rows
 from zero.fsdp.full_tensors import FullTensorExchange
@@ -48,8 +45,7 @@ from zero.process_groups import Communicator
 @cache
 def install() -> None:
     """Register hooks for the steps and state dicts of all optimizers of this process."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(_order_hooks)
     state_dict = torch.optim.Optimizer.state_dict
 
     @wraps(state_dict)
@@ -81,6 +77,20 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
         state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     return shard_optimizer
+
+
+def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Make `_before_step` the last pre-hook of a step, and `_after_step` the first post-hook.
+
+    Hooks of the caller may clip gradients or read norms, which must be over all ranks, so they must
+    run outside both. torch runs global pre-hooks before those of the optimizer, and global
+    post-hooks after them.
+    """
+    shard_optimizer = find_shard_optimizer(optimizer)
+    if shard_optimizer is not None:
+        pre_hook, post_hook = shard_optimizer.step_hook_ids
+        optimizer._optimizer_step_pre_hooks.move_to_end(pre_hook)
+        optimizer._optimizer_step_post_hooks.move_to_end(post_hook, last=False)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -149,6 +159,11 @@ class ShardOptimizer:
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
         self.options_after_step: Options = []
+        #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
+        self.step_hook_ids = (
+            optimizer.register_step_pre_hook(_before_step).id,
+            optimizer.register_step_post_hook(_after_step).id,
+        )
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
