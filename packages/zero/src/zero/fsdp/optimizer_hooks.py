@@ -88,9 +88,12 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer is not None:
-        pre_hook, post_hook = shard_optimizer.step_hook_ids
-        optimizer._optimizer_step_pre_hooks.move_to_end(pre_hook)
-        optimizer._optimizer_step_post_hooks.move_to_end(post_hook, last=False)
+        # torch's annotation of these ordered dictionaries is `dict`.
+        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        before, after = shard_optimizer.step_hook_ids
+        pre_hooks.move_to_end(before)
+        post_hooks.move_to_end(after, last=False)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
