@@ -914,6 +914,32 @@ def hook_steps(optimizer_cls):
     return assert_alike(model, twin)
 
 
+def hook_all_steps():
+    """Decay the parameters in a hook after each step of any optimizer."""
+    model, ours, twin, theirs = pair(1, torch.optim.SGD)
+    stepped = []
+
+    def decay(optimizer, args, kwargs):
+        stepped.append(optimizer)
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.mul_(0.9)
+
+    handle = register_optimizer_step_post_hook(decay)
+    for step in range(2):
+        backward(model, twin, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.remove()
+    assert stepped == [ours, theirs] * 2
+    return assert_alike(model, twin)
+
+
+def test_global_hooks_run_once_per_step_at_stage_1():
+    assert all(run_ranks(hook_all_steps, 2, timeout=DEADLINE))
+
+
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adafactor])
 def test_hooks_of_a_step_see_whole_tensors_at_stage_3(optimizer_cls):
     assert all(run_ranks(hook_steps, 3, optimizer_cls, timeout=DEADLINE))

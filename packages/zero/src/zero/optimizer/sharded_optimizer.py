@@ -215,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         stepped = self._assign_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
-        self.inner.step(**kwargs)
+        _step_without_hooks(self.inner, **kwargs)
         self._is_step_incomplete = True
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
@@ -367,3 +367,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             check_equal_on_all_ranks(written, self.communicator)
         # A step that raised is not counted, so that the next one compares the same parameters.
         self._num_steps = num_steps
+
+
+def _step_without_hooks(optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+    """Step a wrapped optimizer without torch's global hooks, which the outer step runs already."""
+    step: Any = type(optimizer).step
+    # `torch.optim.Optimizer.__init__` wraps `step` of the class in a function that runs hooks.
+    if "step" not in vars(optimizer) and getattr(step, "hooked", False):
+        step.__wrapped__(optimizer, **kwargs)
+    else:
+        optimizer.step(**kwargs)
