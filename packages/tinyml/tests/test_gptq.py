@@ -192,7 +192,7 @@ def test_damping_that_is_not_a_number_of_at_least_zero_is_refused(damping):
         gptq(nn.Linear(4, 4), [torch.randn(8, 4)], damping=damping)
 
 
-def test_progress_includes_layers_that_never_run():
+def test_layers_that_no_batch_calls_are_rounded_to_the_nearest_and_named_in_a_warning():
     class Unused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -201,9 +201,11 @@ def test_progress_includes_layers_that_never_run():
         def forward(self, x):
             return self.a(x)
 
-    calls = []
-    gptq(Unused(), [torch.randn(8, 4)], progress=lambda *call: calls.append(call))
+    model, calls = Unused(), []
+    with pytest.warns(UserWarning, match="1 layers were not called .*: b; calibrate on more"):
+        small = gptq(model, [torch.randn(8, 4)], progress=lambda *call: calls.append(call))
     assert calls == [("a", 1, 2), ("b", 2, 2)]
+    assert torch.equal(small.b.weight, quantize(model, 4).b.weight)
 
 
 @pytest.mark.parametrize("options", [{}, {"group_size": 8, "symmetric": False}])
@@ -235,7 +237,8 @@ def test_the_result_shares_no_memory_with_the_model():
     model.tied, model.also = nn.Linear(24, 48), model.up.weight
     model.tied.weight = model.up.weight
     before = [(p, p.data_ptr(), p.detach().clone(), p._version) for p in model.parameters()]
-    small = gptq(model, [inputs], 4, protect=["down"])
+    with pytest.warns(UserWarning, match="not called with calibration inputs"):
+        small = gptq(model, [inputs], 4, protect=["down"])
     assert torch.equal(small.tied.weight, small.up.weight)
     ours = {parameter.data_ptr() for parameter in small.parameters() if parameter.numel()}
     for parameter, pointer, values, version in before:

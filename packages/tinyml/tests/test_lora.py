@@ -132,8 +132,11 @@ def test_bad_requests_say_what_to_ask_for():
         add_lora(mlp(), 17)
     with pytest.raises(ValueError, match="no layer"):
         add_lora(mlp(), 2, targets=["query"])
-    with pytest.raises(ValueError, match="already has an adapter"):
-        add_lora(add_lora(mlp(), 2), 2)
+    for targets in (None, ["2"]):
+        with pytest.raises(
+            ValueError, match=r"without adapters, got one of 0; add all .* one call"
+        ):
+            add_lora(add_lora(mlp(), 2, targets=["0"]), 2, targets=targets)
     with pytest.raises(ValueError, match=r"add_lora\(model\)"):
         merge(mlp())
     with pytest.raises(TypeError, match="got Conv2d"):
@@ -423,3 +426,70 @@ def test_numbers_of_numpy_are_a_rank_and_an_alpha(tmp_path):
     assert load_lora(nn.Sequential(nn.Linear(8, 8)), tmp_path)[0].scaling == 2.0
     with pytest.raises(TypeError, match="float"):
         add_lora(nn.Sequential(nn.Linear(8, 8)), 2.0)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class Normed(nn.Embedding):
+    def forward(self, input):
+        return nn.functional.layer_norm(super().forward(input), (self.embedding_dim,))
+
+
+class Positions(nn.Embedding):
+    def forward(self, input):
+        return super().forward(torch.arange(input.shape[-1]) + 2)
+
+
+class Router(nn.Linear):
+    def forward(self, input):
+        logits = super().forward(input)
+        return logits.softmax(-1), logits
+
+
+class Cast(nn.Linear):
+    def forward(self, input):
+        return nn.functional.linear(input, self.weight, self.bias)
+
+
+class Scaled(nn.Embedding):
+    embed_scale = 3.0
+
+    def forward(self, input):
+        return super().forward(input) * self.embed_scale
+
+
+@pytest.mark.parametrize("layer", [Doubled(8, 6), Router(8, 6), Normed(8, 6), Positions(8, 6)])
+def test_a_layer_whose_outputs_are_not_those_of_its_weight_is_refused(layer):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(TypeError, match=f"of {type(layer).__name__}, .* with protect"):
+        add_lora(model, 2, kinds=[nn.Linear, nn.Embedding])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    add_lora(model, 2, protect=["1"])
+
+
+@pytest.mark.parametrize("layer", [Cast(8, 6), Scaled(8, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_subclass_that_computes_the_same_outputs_is_adapted(layer, dtype):
+    model = trained(add_lora(nn.Sequential(copy.deepcopy(layer)).to(dtype), 2, kinds=[type(layer)]))
+    inputs = torch.arange(8) if isinstance(layer, nn.Embedding) else torch.randn(5, 8, dtype=dtype)
+    before = model(inputs)
+    close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(merge(model)(inputs), before, **close)
+
+
+def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged():
+    model = trained(add_lora(mlp(), 2))
+    inputs = torch.randn(5, 48)
+    before = model(inputs)
+    handle = model[2].base.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    with pytest.raises(
+        TypeError, match=r"^2: .*hooks of Linear.*remove its hooks; nothing was mer"
+    ):
+        merge(model)
+    assert not model[0].merged
+    handle.remove()
+    model[2].base.register_forward_hook(lambda *_: None)  # only observes
+    torch.testing.assert_close(merge(model)(inputs), before)

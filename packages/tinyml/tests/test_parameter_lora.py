@@ -173,7 +173,7 @@ def test_a_second_adapter_is_refused(tmp_path):
     model = adapted()
     save_lora(model, tmp_path)
     for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
-        with pytest.raises(ValueError, match=r"experts.down already has an adapter"):
+        with pytest.raises(ValueError, match=r"without adapters, got one of .*experts.down;"):
             add_lora(model, 2, **options)
     with pytest.raises(ValueError, match=r"without adapters, got some at .*experts.down"):
         load_lora(model, tmp_path)

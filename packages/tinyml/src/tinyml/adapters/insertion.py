@@ -45,7 +45,7 @@ def add_lora(
     of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
     if single_names := sorted(parameter_adapters(model)):
-        raise ValueError(f"{single_names[0]} already has an adapter; add all adapters in one call")
+        raise ValueError(_has_adapters(single_names[0]))
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
@@ -118,9 +118,7 @@ def _chosen(
     protected_layers = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         if isinstance(module, LoRA):
-            raise ValueError(
-                f"{full or 'the model'} already has an adapter; a layer can have only one"
-            )
+            raise ValueError(_has_adapters(full or "the model"))
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if (
             full
@@ -138,6 +136,13 @@ def _chosen(
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
     return list(chosen)
+
+
+def _has_adapters(name: str) -> str:
+    return (
+        f"expected a model without adapters, got one of {name}; add all adapters in one call, or "
+        "call merge_and_unload(model) first"
+    )
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:

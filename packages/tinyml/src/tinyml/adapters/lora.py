@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,9 @@ from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, tensor_versions, without_autocast
 from tinyml.layers import is_conv1d, is_instance_of, weight_identity, weight_of
 from tinyml.validation import check_finite
+
+#: The forward methods that return the product or the rows of the weight.
+_PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 class LoRA(Replacement):
@@ -62,6 +66,8 @@ class LoRA(Replacement):
             raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":
             check_finite("the base weight", weight)
+            if "forward" in vars(base) or type(base).forward not in _PLAIN_FORWARDS:
+                _check_outputs(base, base.forward)
         self.rank = rank
         self.scaling = float(rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
@@ -171,6 +177,8 @@ class LoRA(Replacement):
             )
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
+        if self.base._forward_hooks or self.base._forward_pre_hooks:
+            _check_outputs(self.base, self.base)
         check_finite("the merged weight", self.weight)
 
     @torch.no_grad()
@@ -197,6 +205,39 @@ class LoRA(Replacement):
     def set_extra_state(self, state: Tensor) -> None:
         """Load the saved scaling, which belongs to the saved factors."""
         self.scaling = float(state)
+
+
+@torch.no_grad()
+def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:
+    """Raise `TypeError` unless `call` computes the product or the lookup of the base weight.
+
+    A hook or the `forward` of a subclass may normalize or scale the outputs, or compute positions
+    from its inputs. The update is added to these outputs, so merging it into the weight would
+    change the function.
+    """
+    weight = weight_of(base)
+    failure: Exception | None = None
+    is_equal = False
+    try:
+        if isinstance(base, nn.Embedding):
+            probe = torch.arange(min(2, base.num_embeddings), device=weight.device)
+            scale = torch.as_tensor(getattr(base, "embed_scale", 1.0)).to(weight)
+            expected = F.embedding(probe, weight) * scale
+        else:
+            matrix = weight.t() if is_conv1d(base) else weight
+            probe = torch.linspace(-1, 1, 2 * matrix.shape[1]).to(weight).view(2, -1)
+            expected = F.linear(probe, matrix, cast(Tensor | None, base.bias))
+        error = (call(probe) - expected).float().norm()
+        is_equal = bool(error <= 0.01 * expected.float().norm())  # 16-bit sums differ by 2^-8
+    except Exception as raised:  # a forward with other arguments or results may raise anything
+        failure = raised
+    if not is_equal:
+        kind = "rows" if isinstance(base, nn.Embedding) else "product"
+        raise TypeError(
+            f"expected a layer that returns the {kind} of its weight, got other outputs from the "
+            f"forward or the hooks of {type(base).__name__}, so its update could not be merged; "
+            "exclude the layer with protect, or remove its hooks"
+        ) from failure
 
 
 def _require_unmerged(layer: Any, *_: Any) -> None:

@@ -39,7 +39,7 @@ def _merge_all(adapters: dict[str, LoRA]) -> None:
     for name, adapter in adapters.items():
         try:
             adapter.check_mergeable()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the model'}: {error}; nothing was merged") from error
     for adapter in adapters.values():
         adapter.merge()

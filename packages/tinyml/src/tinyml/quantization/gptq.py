@@ -15,6 +15,7 @@ Zeros of the weight stay zeros, so a pruned model remains sparse.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ from tinyml.layers import (
 from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_bits, require_batches
+from tinyml.validation import Progress, check_bits, first_names, require_batches
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def gptq(
     calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
     [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
     count. A weight that several layers share is rounded for the inputs of the first one. A layer
-    that never runs is rounded to the nearest code.
+    that no batch calls is rounded to the nearest codes, and a warning names it.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
     is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
@@ -103,10 +104,18 @@ def gptq(
 
     with evaluation_mode(model):
         visit_layers(model, require_batches(batches), layers, round_layer, progress)
-    for name in [name for name in layers if name not in rounded]:
+    uncalibrated = [name for name in layers if name not in rounded]
+    for name in uncalibrated:
         round_layer(name, None)
         if progress is not None:
             progress(name, len(rounded), len(layers))
+    if uncalibrated:
+        warnings.warn(
+            f"{len(uncalibrated)} layers were not called with calibration inputs and are rounded "
+            f"to the nearest codes: {first_names(uncalibrated)}; calibrate on more batches, or "
+            "protect these layers to leave them dense",
+            stacklevel=2,
+        )
     for alias in set(aliases.values()).intersection(model.parameters()):
         alias.data = alias.data.clone()  # a protected weight
     warn_of_dense_weights(model, protected_modules(model, protect))
