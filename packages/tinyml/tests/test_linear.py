@@ -205,6 +205,10 @@ def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
         ({"bits": 9}, "9 bits"),
         ({"group_size": 5}, "divides the 16 inputs of an output, got 5"),
         ({"bits": 4, "activations": "dynamic"}, "expected bits=8"),
+        (
+            {"bits": 5, "activations": "auto"},
+            "expected bits=8 .*, or bits=4, for activations=.auto",
+        ),
         ({"activations": "static"}, "'float', 'dynamic' or 'auto'"),
         ({"activations": "auto", "layers": [nn.Conv2d]}, "nn.Linear in layers"),
         ({"bits": torch.tensor(4)}, r"got tensor\(4\) bits"),

@@ -74,12 +74,13 @@ def quantize(
 
         return with_fastest_linears(model, packed, protected, progress)
     if activations != "float":
-        if bits != 8 or group_size is not None or not symmetric:
-            raise ValueError(
-                f"expected bits=8 with one symmetric scale per channel for {activations=}, got "
-                f"{bits=}, {group_size=}, {symmetric=}"
-            )
         auto = activations == "auto"
+        if bits != 8 or group_size is not None or not symmetric:
+            or_four = ", or bits=4," if auto else ""
+            raise ValueError(
+                f"expected bits=8 with one symmetric scale per channel{or_four} for {activations=}, "
+                f"got {bits=}, {group_size=}, {symmetric=}"
+            )
 
         def products(layer: nn.Module) -> Int8Linear | None:
             table = Int8Linear(layer, may_stay_float=auto)
