@@ -76,9 +76,9 @@ def quantize(
     if activations != "float":
         auto = activations == "auto"
         if bits != 8 or group_size is not None or not symmetric:
-            or_four = ", or bits=4," if auto else ""
+            other = ", or bits=4," if auto else ""
             raise ValueError(
-                f"expected bits=8 with one symmetric scale per channel{or_four} for {activations=}, "
+                f"expected bits=8 with one symmetric scale per channel{other} for {activations=}, "
                 f"got {bits=}, {group_size=}, {symmetric=}"
             )
 
