@@ -440,7 +440,7 @@ class Normed(nn.Embedding):
 
 class Positions(nn.Embedding):
     def forward(self, input):
-        return super().forward(torch.arange(input.shape[-1]) + 2)
+        return super().forward(torch.arange(input.shape[-1]).expand_as(input))
 
 
 class Router(nn.Linear):
