@@ -1,6 +1,7 @@
 """The grid's formulas, error bounds, and int8 multiplication."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -289,6 +290,38 @@ def test_subclasses_of_linear_layers_that_are_not_replaced_are_named():
     assert small[1].weight.dtype == torch.float32
     assert quantize(model, 8, activations="dynamic", protect=["1"])[1].weight.shape == (8, 8)
     assert torch.equal(quantize(model, 8)[1].bias, model[1].bias)  # its weight is compressed
+
+
+class Linear(nn.Linear):
+    """A subclass with the name of its base, as in models with equalized learning rates."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Conv1D(nn.Module):
+    """A layer with the name and the attributes of transformers' `Conv1D`, and other outputs."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight).relu()
+
+
+@pytest.mark.parametrize(
+    "layer", [Conv1D(8, 8), Linear(8, 8), quantize(Linear(8, 8), 8), quantize(Conv1D(8, 8), 8)]
+)
+def test_a_layer_is_not_replaced_because_of_its_name(layer):
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* stay dense: 1.weight")
+        small = quantize(model, 8, activations="dynamic")
+    assert isinstance(small[0], Int8Linear)
+    x = torch.randn(5, 8)
+    assert torch.equal(small[1](x), layer(x))
 
 
 @pytest.mark.parametrize(

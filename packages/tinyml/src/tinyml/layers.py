@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import compressed_weight
@@ -14,6 +16,8 @@ T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
+#: The forward methods that are known to return the product or the rows of the weight.
+PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -29,6 +33,32 @@ def is_instance_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
 def weight_of(layer: nn.Module) -> Tensor:
     """Return the dense weight of a layer, decompressed if necessary."""
     return cast(Tensor, layer.weight).detach()
+
+
+@torch.no_grad()
+def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
+    """Return True if `call`, on two inputs, returns the product or the rows of the layer's weight.
+
+    `call` is the layer with its hooks, or its `forward`. The `forward` of a subclass may normalize
+    or scale the outputs, or compute positions from its inputs.
+    """
+    weight = weight_of(layer)
+    try:
+        if isinstance(layer, nn.Embedding):
+            # In descending order, so that positions are not mistaken for indices.
+            inputs = torch.tensor([[layer.num_embeddings - 1, 0]], device=weight.device)
+            scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(weight)
+            expected = F.embedding(inputs, weight) * scale
+        else:
+            matrix = outputs_first(layer, weight)
+            inputs = torch.linspace(-1, 1, 2 * matrix.shape[1]).to(weight).view(2, -1)
+            expected = F.linear(inputs, matrix, cast(Tensor | None, layer.bias))
+        outputs = call(inputs)
+        error = (outputs - expected).float().norm()
+    except Exception:  # a forward with other arguments or results may raise any exception
+        return False
+    # 16-bit results differ by up to 2^-8.
+    return outputs.shape == expected.shape and bool(error <= 0.01 * expected.float().norm())
 
 
 def check_weights(layers: Mapping[str, nn.Module]) -> None:

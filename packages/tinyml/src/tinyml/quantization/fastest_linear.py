@@ -23,7 +23,14 @@ from tinyml.conversion import (
     warn_of_dense_weights,
     without_autocast,
 )
-from tinyml.layers import check_weights, is_conv1d, weight_identity, weights_of_modules
+from tinyml.layers import (
+    check_weights,
+    is_conv1d,
+    is_instance_of,
+    returns_product_or_rows,
+    weight_identity,
+    weights_of_modules,
+)
 from tinyml.quantization.rounded_weight import same_value
 from tinyml.timing import Timing, measure, store_timing, stored_timing
 from tinyml.validation import Progress
@@ -204,7 +211,7 @@ def with_fastest_linears(
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
-    subclasses = {module for module in model.modules() if isinstance(module, nn.Linear)}
+    subclasses = {module for module in model.modules() if is_instance_of(module, (nn.Linear,))}
     warn_of_dense_weights(model, protected, subclasses - linears.keys())
     return model
 
@@ -223,7 +230,8 @@ def avoid_fused_operators(model: nn.Module) -> None:
 
 
 def is_linear_alike(module: nn.Module) -> bool:
-    """Return True for a compressed `nn.Linear` or a `Conv1D`."""
-    return is_conv1d(module) or (
-        type(module).__name__ == "ParametrizedLinear" and compressed_weight(module) is not None
-    )
+    """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
+    if is_conv1d(module):
+        return returns_product_or_rows(module, module.forward)
+    # Parametrizing a layer replaces its class by a subclass.
+    return compressed_weight(module) is not None and type(module).__bases__ == (nn.Linear,)
