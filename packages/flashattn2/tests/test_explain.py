@@ -19,9 +19,9 @@ def q(dim=16, dtype=torch.float32, seq=8):
     [
         ({}, "aten", "aten is the preferred backend on cpu"),
         ({"is_causal": True}, "aten", "aten is the preferred backend on cpu"),
-        ({"window": 3}, "torch", "it has no window"),
-        ({"softcap": 2.0}, "torch", "it has no softcap"),
-        ({"k": q(seq=5), "v": q(seq=5), "is_causal": True}, "torch", "top left, and seq_q 8"),
+        ({"window": 3}, "torch", "it has a window"),
+        ({"softcap": 2.0}, "torch", "it has a softcap"),
+        ({"k": q(seq=5), "v": q(seq=5), "is_causal": True}, "torch", "seq_q 8 and seq_k 5"),
         ({"k": q(seq=5), "v": q(seq=5)}, "aten", "preferred"),
         ({"backend": "torch"}, "torch", 'backend="torch" was requested'),
         ({"backend": "triton"}, "triton", 'backend="triton" was requested'),

@@ -99,6 +99,16 @@ def test_gradients_with_padding(models):
             torch.testing.assert_close(grads[1][name], expected, atol=2e-5, rtol=2e-4)
 
 
+def test_loss_after_left_padding_is_equal_without_the_prediction_at_padding(models):
+    inputs = tokens(1, 9)
+    mask = torch.ones_like(inputs)
+    mask[:, :4] = 0
+    labels = inputs.masked_fill(mask == 0, -100)
+    labels[:, 4] = -100  # the prediction of the first token is made at the last padding
+    eager, flash = (m(inputs, attention_mask=mask, labels=labels).loss for m in models)
+    torch.testing.assert_close(flash, eager, atol=2e-5, rtol=2e-4)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_with_left_padding(models, cache):
     mask = torch.ones(2, 13, dtype=torch.long)

@@ -57,13 +57,16 @@ def select_backend(
             reason = f"{preferred} is the preferred backend on {q.device.type}"
         else:
             backend = "torch"
-            reason = f"tiled PyTorch supports every input; {preferred} does not: {obstacle}"
+            reason = (
+                f"tiled PyTorch supports every call; the preferred backend {preferred} does not "
+                f"support this one: {obstacle}"
+            )
     else:
         obstacle = _find_obstacle(backend, q, k, v, spec, packed)
         reason = f'backend="{backend}" was requested'
         if obstacle is not None:
             raise ValueError(
-                f'backend "{backend}" does not support this input: {obstacle}; pass '
+                f'backend "{backend}" does not support this call: {obstacle}; pass '
                 'backend="torch" or "auto"'
             )
     return Method(backend, _float32_precision(), deterministic), reason
@@ -103,7 +106,7 @@ def _float32_precision() -> str:
 def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
     """Return the reason why the Triton kernels do not support the input, or None if they do."""
     if q.dtype == torch.float64:
-        return "the Triton kernels have no float64"
+        return "expected float32, bfloat16 or float16, got torch.float64"
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not IS_BFLOAT16_INTERPRETED:
         return (
             "Triton's interpreter multiplies bfloat16 bit patterns as integers; convert to float32"
@@ -123,9 +126,9 @@ def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
 def _find_gluon_obstacle(q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> str | None:
     """Return the reason why the Gluon kernels do not support the input, or None if they do."""
     if packed:
-        return "it supports neither packed sequences nor a cache"
+        return "it has packed sequences or a cache"
     if spec.softcap:
-        return "it has no softcap"
+        return "it has a softcap"
     if q.element_size() != 2:
         return f"expected bfloat16 or float16, got {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] not in (64, 128):
@@ -144,7 +147,7 @@ def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         obstacle: str | None = _find_triton_device_obstacle(device)
         return obstacle
-    return f"it needs an NVIDIA GPU of compute capability 9.0, got {device}"
+    return f"expected an NVIDIA GPU of compute capability 9.0, got {device}"
 
 
 @constant_in_graphs
@@ -167,4 +170,4 @@ def _find_triton_device_obstacle(device: torch.device) -> str | None:
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
-    return f"it needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter, got {device}"
+    return f"expected CUDA tensors, or TRITON_INTERPRET=1 for the interpreter, got {device}"

@@ -33,20 +33,20 @@ VECTOR = 16
 def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False) -> str | None:
     """Return the reason why the kernel does not support the input, or None if it does."""
     if q.device.type != "cpu":
-        return f"it is torch's CPU kernel, and the tensors are on {q.device}"
+        return f"expected tensors on a CPU, got {q.device}"
     if spec.softcap:
-        return "it has no softcap"
+        return "it has a softcap"
     # The kernel aligns causal attention at the top left: query i sees keys 0 to i.
     top_left = spec.right == q.shape[2] - k.shape[2]
     if spec.left != UNBOUNDED or (spec.right > 0 and not top_left):
-        return "it has no window"
+        return "it has a window"
     if spec.right == 0 and not (top_left or packed):
         return (
-            f"it aligns causal attention at the top left, and seq_q {q.shape[2]} "
-            f"differs from seq_k {k.shape[2]}"
+            f"it is causal with seq_q {q.shape[2]} and seq_k {k.shape[2]}, and torch's CPU kernel "
+            "aligns unequal lengths at the top left"
         )
     if q.numel() == 0 or k.numel() == 0:
-        return "it does not support empty tensors"
+        return "it has empty tensors"
     return None
 
 
