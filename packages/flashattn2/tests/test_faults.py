@@ -64,6 +64,21 @@ def test_wrong_tensors_and_options_are_refused(function, change, message):
         function(**arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:FutureWarning")
+def test_traces_which_would_contain_the_lengths_of_their_example_are_refused():
+    x = torch.randn(1, 2, 9, 16)
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    calls = [
+        lambda q: flash_attention(q, q, q, is_causal=True),
+        lambda q: flash_attention_varlen(q[0], q[0], q[0], cu[:2], cu[:2]),
+        lambda q: flash_attention_with_kvcache(q, x, x.clone(), cache_seqlens=5),
+    ]
+    flash_attention(x, x, x, is_causal=True)  # store a plan, with which a call skips validation
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"use torch.export"):
+            torch.jit.trace(call, (x,), check_trace=False)
+
+
 def test_checked_signature_does_not_skip_checks_of_another():
     for window in (1, (1, 1)):
         for _ in range(2):

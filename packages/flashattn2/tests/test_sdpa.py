@@ -196,6 +196,15 @@ def test_sdpa_under_vmap_runs_torchs_function():
     torch.testing.assert_close(torch.func.vmap(sdpa)(q, q, q), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_sdpa_runs_torchs_function_for_any_lengths():
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    traced = torch.jit.trace(lambda q, k: sdpa(q, k, k, is_causal=True), (q, q), check_trace=False)
+    expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    torch.testing.assert_close(traced(q, k), expected)
+
+
 def test_sdpa_compiles_in_one_graph():
     q, k = torch.randn(1, 4, 7, 8), torch.randn(1, 4, 5, 8)
     compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")

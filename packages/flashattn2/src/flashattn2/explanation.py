@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.compilation import is_mapped
@@ -96,6 +97,8 @@ def find_torch_reason(
             f"sdpa passes scale {scale!r} to torch's own function; flashattn2 needs a positive "
             "normal number of float32"
         )
+    if not is_compiling() and torch.jit.is_tracing():
+        return "sdpa passes calls inside torch.jit.trace to torch's own function"
     tensors = (query, key, value)
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:

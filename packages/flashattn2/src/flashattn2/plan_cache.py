@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled
+from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling
 
 from flashattn2.dispatch import KERNEL_BACKENDS, Method
@@ -37,10 +38,10 @@ def look_up_plan(
     """Return the signature of a call and its stored plan.  See Note [Plan cache].
 
     The signature contains the types of the options, because True, 1 and 1.0 have one hash.  It is
-    None if the call must not be cached: in a compiled graph, which is validated once, for tensor
-    subclasses, under autocast and for options that cannot be hashed.
+    None if the call must not be cached: in a compiled graph, which is validated once, inside
+    `torch.jit.trace`, for tensor subclasses, under autocast and for options that cannot be hashed.
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or _get_tracing_state() is not None:
         return None, None
     if not (type(q) in PLAIN_TYPES and type(k) in PLAIN_TYPES and type(v) in PLAIN_TYPES):
         return None, None

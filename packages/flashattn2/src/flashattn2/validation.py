@@ -106,7 +106,16 @@ def has_readable_values(x: Tensor) -> bool:
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise an error unless every argument is a strided `torch.Tensor`."""
+    """Raise an error unless every argument is a strided `torch.Tensor` outside of `torch.jit.trace`.
+
+    A trace would contain the lengths and the backend of its example, and return wrong results for
+    other lengths.
+    """
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace is not supported, because the trace would be valid only for the "
+            "lengths of its example; use torch.export or torch.compile"
+        )
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
