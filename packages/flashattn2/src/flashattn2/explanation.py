@@ -99,20 +99,27 @@ def find_torch_reason(
         )
     if not is_compiling() and torch.jit.is_tracing():
         return "sdpa passes calls inside torch.jit.trace to torch's own function"
-    tensors = (query, key, value)
-    for x in tensors:
-        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
-            return "sdpa passes tensors without four dense dimensions to torch's own function"
-        if 0 in x.shape:
-            return "sdpa passes empty tensors to torch's own function"
-        if is_mapped(x):
-            return "sdpa passes tensors inside torch.func.vmap to torch's own function"
-        if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
-            return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
+    for x in (query, key, value):
+        reason = _find_tensor_reason(x, query)
+        if reason is not None:
+            return reason
     heads, kv_heads = query.shape[1], key.shape[1]
     are_heads_valid = heads % kv_heads == 0 if enable_gqa else heads == kv_heads
     if not are_heads_valid or query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
         return "sdpa passes dimensions that broadcast or do not match to torch's own function"
+    return None
+
+
+def _find_tensor_reason(x: Tensor, query: Tensor) -> str | None:
+    """Return the reason why `sdpa` passes one of its tensors to torch, or None if it does not."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
+        return "sdpa passes tensors without four dense dimensions to torch's own function"
+    if 0 in x.shape:
+        return "sdpa passes empty tensors to torch's own function"
+    if is_mapped(x):
+        return "sdpa passes tensors inside torch.func.vmap to torch's own function"
+    if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
+        return "sdpa passes unequal or unsupported dtypes and devices to torch's own function"
     return None
 
 

@@ -106,10 +106,10 @@ def has_readable_values(x: Tensor) -> bool:
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise an error unless every argument is a strided `torch.Tensor` outside of `torch.jit.trace`.
+    """Raise an error unless every argument is a strided `torch.Tensor`.
 
-    A trace would contain the lengths and the backend of its example, and return wrong results for
-    other lengths.
+    Inside `torch.jit.trace`, raise an error for all arguments: a trace would contain the lengths
+    and the backend of its example, and return wrong results for other lengths.
     """
     if not torch.compiler.is_compiling() and torch.jit.is_tracing():
         raise NotImplementedError(
