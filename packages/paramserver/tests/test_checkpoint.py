@@ -180,6 +180,22 @@ def test_position_counts_local_steps_while_an_exchange_is_in_flight(tmp_path):
     fleet.kill()
 
 
+@pytest.mark.parametrize("name", ["diloco", "streaming"])
+def test_a_finished_job_that_is_extended_skips_no_data(tmp_path, name):
+    interval = POLICIES[name].interval
+    fleet = Fleet(tmp_path, POLICIES[name], 2)
+    position = 0
+    for steps in (interval + 1, interval + 2, 3 * interval, 5 * interval):
+        with fleet.start() as worker:  # finishes with a round that is not complete
+            assert worker.position == position
+            train(worker, steps)
+            assert worker.position == steps
+        fleet.kill()
+        position = steps
+    assert fleet.start().position == position
+    fleet.kill()
+
+
 def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     fleet = Fleet(tmp_path, LocalSteps(2, OUTER), 1)
     train(fleet.start(), 2)

@@ -44,7 +44,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint; raise `ValueError` if the file contains none."""
     try:
         state = torch.load(path, weights_only=True)
-        if "layouts" in state:
+        if "position" in state:
             return dict(state)
         reason = "it has other content"
     except Exception as error:

@@ -51,9 +51,10 @@ class LocalTraining:
         self._layouts = layouts
         self.updater = _local_updater(factory, parameters)
         self._settings = self.updater.settings()
-        #: Local steps taken so far.
+        #: Local steps so far. An exchange is due at every multiple of the policy's interval.
         self._steps = 0
-        #: Position in the data at local step 0.
+        #: Position in the data at local step 0. It is negative if `_steps` counts a short round of
+        #: an earlier run as a whole round.
         self._first_position = self._position_of_pushes()
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * policy.fragments
@@ -147,6 +148,7 @@ class LocalTraining:
             "interval": self._policy.interval,
             "at": (session.clock, session.pushes, session.version),
             "steps": (self._steps, self._sent_at),
+            "position": self.position,
             "module": self._module.state_dict(),
             "updater": self.updater.state_dict(),
             "payload": self._payload.state_dict(),
@@ -174,6 +176,7 @@ class LocalTraining:
             return
         self._payload.load_state_dict(state["payload"])
         self._steps, self._sent_at = state["steps"]
+        self._first_position = state["position"] - self._steps
         session.version = version
         fragment = clock % self._policy.fragments
         if accepted:
@@ -184,12 +187,13 @@ class LocalTraining:
         else:
             self._send_fragment()
         self._sent_at[fragment] = self._steps
-        # The position exceeds the steps if the last round of a finished run was short.
+        # `finish` of an earlier run may have pushed before an interval was over. That interval
+        # counts as a whole one, so that the next exchange is due an interval after that push.
         added = self._position_of_pushes() - self._steps
         self._steps += added
+        self._first_position -= added
         self._sent_at = [step + added for step in self._sent_at]
         self._next_pull_step = self._steps + self._policy.overlap
-        self._first_position = 0
 
 
 def _local_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Updater:

@@ -108,8 +108,8 @@ class Worker:
     def position(self) -> int:
         """Number of steps that this rank has taken: its position in the data.
 
-        When a rank rejoins, it has taken the steps that its accepted pushes cover. A last round
-        that ended early counts as a whole round.
+        When a rank rejoins, it has taken the steps that its accepted pushes cover. Without a
+        checkpoint, a last round of local steps that ended early counts as a whole round.
         """
         return self._local.position if self._local else self.pushes
 
