@@ -19,6 +19,7 @@ from paramserver import (
     BulkSynchronous,
     Integers,
     LocalSteps,
+    OptimizerSpec,
     Server,
     StaleSynchronous,
     Worker,
@@ -101,6 +102,38 @@ class Overridden(torch.optim.SGD):
 def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
     with pytest.raises(ValueError, match=r"is split, got Overridden"):
         train_with(partial(Overridden, lr=0.1), 3)
+
+
+def normalizing_sgd(parameters):
+    """Return an optimizer with a hook that uses all gradients."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def normalize(optimizer, args, kwargs):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    optimizer.register_step_pre_hook(normalize)
+    return optimizer
+
+
+def test_step_hooks_need_one_server():
+    train_with(normalizing_sgd, 1)
+    with pytest.raises(ValueError, match=r"without step hooks.*pass servers=1"):
+        train_with(normalizing_sgd, 2)
+    local_steps = LocalSteps(2, normalizing_sgd, fragments=2)
+    with pytest.raises(ValueError, match="without step hooks"):
+        Server(trainable_parameters(model()), SGD, local_steps, workers=1)
+
+
+def test_options_that_depend_on_the_parameters_are_refused_for_a_part():
+    def sgd_by_size(parameters):
+        parameters = list(parameters)
+        return torch.optim.SGD(parameters, lr=1 / sum(p.numel() for p in parameters))
+
+    train_with(sgd_by_size, 1)
+    scheduled = OptimizerSpec(sgd_by_size, lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    for factory in (sgd_by_size, scheduled):
+        with pytest.raises(ValueError, match=r"got lr=0\.0.* for a part and lr=0\.01"):
+            train_with(factory, 2)
 
 
 def test_bulk_synchronous_runs_are_bit_equal():

@@ -158,13 +158,8 @@ class Updater:
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         settings["optimizer"] = type(self.optimizer).__name__
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
-        types = (bool, int, float, str, tuple, list, Tensor)
         for group in self.optimizer.param_groups:
-            options = [
-                f"{key}={value}"
-                for key, value in group.items()
-                if type(value) in types and key != "params"
-            ]
+            options = options_of_group(group)
             for target in group["params"]:
                 settings[f"options of {names[id(target)]}"] = ", ".join(options)
         settings["scheduler"] = "None"
@@ -193,6 +188,14 @@ class Updater:
         for target, name in zip(self.targets, self._names, strict=True):
             group_of[name]["params"].append(target)
         return groups
+
+
+def options_of_group(group: Mapping[str, Any]) -> list[str]:
+    """Return the options of a group, or `defaults`, as strings that are equal in all processes."""
+    types = (bool, int, float, str, tuple, list, Tensor)
+    return [
+        f"{key}={value}" for key, value in group.items() if type(value) in types and key != "params"
+    ]
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:

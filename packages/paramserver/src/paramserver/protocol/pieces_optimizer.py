@@ -5,12 +5,12 @@ refused before training starts.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from paramserver.optimizers import OptimizerFactory, Updater
+from paramserver.optimizers import OptimizerFactory, Updater, options_of_group
 from paramserver.partition import Piece
 
 #: Optimizers that update each element without the other elements of its tensor.
@@ -59,29 +59,51 @@ def updater_of_pieces(
             "expected an optimizer of dense gradients, which servers receive, got SparseAdam; pass "
             "Adam"
         )
-    _require_elementwise(pieces, updater.optimizer)
+    _require_elementwise(pieces, parameters, updater.optimizer)
+    if is_local or servers > 1 or fragments > 1:
+        _require_no_hooks(updater.optimizer)
     is_part = len(pieces) < len(parameters) or any(p.view_shape != p.shape for p in pieces)
     if is_part and not updater.spec.groups:
-        _require_one_group(updater.spec.optimizer, parameters.values())
+        _require_options_of_whole(updater, parameters.values())
     return updater
 
 
-def _require_one_group(
-    factory: Callable[..., torch.optim.Optimizer], parameters: Iterable[Tensor]
-) -> None:
-    """Raise `ValueError` if the factory would divide whole parameters into several groups."""
+def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` if the optimizer has step hooks, which may use all of its gradients."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(
+            "expected an optimizer without step hooks, because each update uses a part of the "
+            "gradients and a hook may need all of them; pass servers=1 and one fragment, or change "
+            "the gradients on each worker before `push`"
+        )
+
+
+def _require_options_of_whole(updater: Updater, parameters: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if the factory would choose other groups or options for all parameters."""
     # These have the shapes of the parameters and take no memory.
     whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
-    groups = factory(whole).param_groups
+    optimizer = updater.spec.optimizer(whole)
+    groups = optimizer.param_groups
     if len(groups) > 1:
         raise ValueError(
             f"expected one parameter group, because each server stores a part of the parameters, "
             f"got {len(groups)}; pass OptimizerSpec(groups=...), which groups parameters by name "
             "and shape"
         )
+    # Unlike the group's options, the defaults are not changed by a schedule.
+    options = options_of_group(updater.optimizer.defaults)
+    expected = options_of_group(optimizer.defaults)
+    if options != expected:
+        raise ValueError(
+            "expected the optimizer's options to be the same for every part of the parameters, "
+            f"got {', '.join(options)} for a part and {', '.join(expected)} for all of them; pass "
+            "options that do not depend on the parameters, or OptimizerSpec(groups=...)"
+        )
 
 
-def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
+def _require_elementwise(
+    pieces: Sequence[Piece], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
     """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
     kind = type(optimizer)
     # torch wraps `step` of each class when its first optimizer is created.
@@ -89,7 +111,7 @@ def _require_elementwise(pieces: Sequence[Piece], optimizer: torch.optim.Optimiz
     if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
         return
     for piece in pieces:
-        if piece.view_shape != piece.shape:
+        if piece.view_shape != parameters[piece.name].shape:
             raise ValueError(
                 f"expected an elementwise optimizer, because {piece.name} is split, got "
                 f"{kind.__name__}; pass servers=1 and one fragment, or "
