@@ -115,7 +115,18 @@ def normalizing_sgd(parameters):
     return optimizer
 
 
+def sgd_with_another_step(parameters):
+    """Return an optimizer whose `step` was replaced."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    step = optimizer.step
+    optimizer.step = lambda: step()
+    return optimizer
+
+
 def test_step_hooks_need_one_server():
+    train_with(sgd_with_another_step, 1)
+    with pytest.raises(ValueError, match="with the `step` of its class"):
+        train_with(sgd_with_another_step, 2)
     train_with(normalizing_sgd, 1)
     with pytest.raises(ValueError, match=r"without step hooks.*pass servers=1"):
         train_with(normalizing_sgd, 2)

@@ -69,12 +69,15 @@ def updater_of_pieces(
 
 
 def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if the optimizer has step hooks, which may use all of its gradients."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    """Raise `ValueError` if the optimizer has hooks or a replaced `step`, which may use norms."""
+    # Schedulers replace `step` by a function with this attribute, which only counts the calls.
+    is_replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    if is_replaced or hooks:
         raise ValueError(
-            "expected an optimizer without step hooks, because each update uses a part of the "
-            "gradients and a hook may need all of them; pass servers=1 and one fragment, or change "
-            "the gradients on each worker before `push`"
+            "expected an optimizer without step hooks and with the `step` of its class, because "
+            "each update uses a part of the gradients and other code may need all of them; pass "
+            "servers=1 and one fragment, or change the gradients on each worker before `push`"
         )
 
 
