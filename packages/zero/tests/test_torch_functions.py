@@ -31,8 +31,12 @@ NOT_COMPARED = {
     "refine_names", "register_hook", "register_post_accumulate_grad_hook", "reinforce", "rename",
     "rename_", "requires_grad", "requires_grad_", "resize", "resize_", "resize_as", "resize_as_",
     "retain_grad", "retains_grad", "set_", "shape", "share_memory_", "size", "sparse_dim",
-    "storage", "storage_offset", "stride", "unflatten", "untyped_storage",
+    "storage", "storage_offset", "stride", "unflatten", "untyped_storage", "_is_view",
+    "_reduce_ex_internal", "has_torch_function_unary", "has_torch_function_variadic",
 }  # fmt: skip
+#: Functions that copy this rank's elements, because torch does not pass them to subclasses: see the
+#: README's limits.
+COPIES_ELEMENTS = {"torch.tensor", "Tensor.new_tensor"}
 ARGUMENTS = {
     "alone": lambda x: ((), {}),
     "itself": lambda x: ((x.clone(),), {}),
@@ -108,6 +112,8 @@ def compare(stage):
     with torch.no_grad():
         for label, (part, full) in tensors.items():
             for name, function in functions().items():
+                if name in COPIES_ELEMENTS:
+                    continue
                 for form, arguments in ARGUMENTS.items():
                     expected = outcome(function, full, arguments)
                     if expected is None:

@@ -44,7 +44,7 @@ NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
 #: elements.
 READS_ELEMENTS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
-    "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose",
+    "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose", "__dlpack__",
 }  # fmt: skip
 #: The module of torch's collectives.
 COLLECTIVES = "torch.distributed.distributed_c10d"
