@@ -201,14 +201,25 @@ class Plan:
 
         With interleaved stages, it is the number of micro-batches times chunks.
         """
-        if self.schedule == "gpipe" or self.pipeline == 1:
-            return self.microbatches if self.pipeline > 1 else 1
-        if self.schedule == "1f1b":
-            return min(self.microbatches, self.pipeline - stage)
-        # Megatron's interleaved schedule runs 2(p - s - 1) + (v - 1)p forwards of chunks before it
-        # alternates forwards and backwards.
-        warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
-        return min(self.microbatches * self.virtual_stages, warm_up + 1)
+        return in_flight(
+            self.schedule, self.pipeline, self.virtual_stages, self.microbatches, stage
+        )
+
+
+def in_flight(
+    schedule: str, pipeline: int, virtual_stages: int, microbatches: int, stage: int
+) -> int:
+    """Return `Plan.in_flight(stage)` for a plan that is not yet built."""
+    if pipeline == 1:
+        return 1
+    if schedule == "gpipe":
+        return microbatches
+    if schedule == "1f1b":
+        return min(microbatches, pipeline - stage)
+    # Megatron's interleaved schedule runs 2(p - s - 1) + (v - 1)p forwards of chunks before it
+    # alternates forwards and backwards.
+    warm_up = 2 * (pipeline - stage - 1) + (virtual_stages - 1) * pipeline
+    return min(microbatches * virtual_stages, warm_up + 1)
 
 
 @lru_cache(maxsize=1024)

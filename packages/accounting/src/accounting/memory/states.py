@@ -132,13 +132,18 @@ def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
     It is the first stage of its group. Later stages have at most as many micro-batches in flight,
     so one of the returned stages is the fullest.
     """
+    return list(stages_by_kind(model, plan).values())
+
+
+def stages_by_kind(model: Transformer, plan: Plan) -> dict[Hashable, int]:
+    """Return the first stage of each kind; stages with the same layers and ends are of one kind."""
     kinds = _layer_kinds(model)
     first: dict[Hashable, int] = {}
     for stage in range(plan.pipeline):
         counts = Counter(kinds[layer] for layer in plan.stage_layers(model, stage))
         ends = stage == 0, stage == plan.pipeline - 1
         first.setdefault((frozenset(counts.items()), ends), stage)
-    return list(first.values())
+    return first
 
 
 @lru_cache

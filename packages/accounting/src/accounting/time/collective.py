@@ -60,14 +60,23 @@ class Collective:
 
     def seconds(self, link: Link) -> float:
         """Return the time of all calls by the faster of ring and double binary tree."""
-        if self.operation == "send":
-            return self.count * link.latency + float(self.wire) / link.bandwidth
-        ring_steps = self.phases * (self.ranks - 1)
-        ring = self.count * ring_steps * link.latency + float(self.wire) / link.bandwidth
-        tree_steps = self.phases * math.ceil(math.log2(self.ranks))
-        tree_wire = self.phases * float(self.payload)
-        tree = self.count * tree_steps * link.latency + tree_wire / link.bandwidth
-        return min(ring, tree)
+        return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
+
+
+def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
+    """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
+
+    The time is that of the faster of ring and double binary tree.
+    """
+    payload = count * call_bytes
+    if operation == "send":
+        return count * link.latency + payload / link.bandwidth
+    phases = 2 if operation == "all_reduce" else 1
+    ring_wire = payload * phases * (ranks - 1) / ranks
+    ring = count * phases * (ranks - 1) * link.latency + ring_wire / link.bandwidth
+    tree_steps = phases * math.ceil(math.log2(ranks))
+    tree = count * tree_steps * link.latency + phases * payload / link.bandwidth
+    return min(ring, tree)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
@@ -32,20 +33,68 @@ def communication(
     """
     plan = fitted(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
-    size, stage_model = bytes_of(activations), plan.stage_model(model, stage)
+    size = bytes_of(activations)
     collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
     boundaries = total("stage boundaries", "B")
     if batch:
-        stream = tokens * model.d_model * size
-        # A device sends the stream, or its part of the sequence, to the next stage.
-        sent_bytes = stream / (plan.tensor if plan.sequence_parallel else 1)
-        collectives += _tensor(stage_model, model, plan, stream, stage)
-        collectives += _experts(stage_model, plan, stream)
-        collectives += _context(stage_model, model, plan, tokens * size)
-        collectives += _pipeline(plan, sent_bytes, stage)
-        boundaries = _boundaries(plan, sent_bytes)
+        collectives += token_collectives(model, plan, stage, tokens * size)
+        boundaries = _boundaries(plan, _sent_bytes(model, plan, tokens * size))
     nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
     return Communication(name=model.name, collectives=tuple(nonempty), boundaries=boundaries)
+
+
+def token_collectives(
+    model: Transformer, plan: Plan, stage: int, column_bytes: Fraction
+) -> list[Collective]:
+    """Return the collectives of tensor, expert, context and pipeline parallelism.
+
+    Their payload is proportional to `column_bytes`, the size of one feature of all tokens of a
+    micro-batch on a device. The number of their calls is proportional to the micro-batches.
+    """
+    stage_model = plan.stage_model(model, stage)
+    stream = column_bytes * model.d_model
+    return [
+        *_tensor(stage_model, model, plan, stream, stage),
+        *_experts(stage_model, plan, stream),
+        *_context(stage_model, model, plan, column_bytes),
+        *_pipeline(plan, _sent_bytes(model, plan, column_bytes), stage),
+    ]
+
+
+def _sent_bytes(model: Transformer, plan: Plan, column_bytes: Fraction) -> Fraction:
+    """Return the bytes of the stream, or of its part of the sequence, for the next stage."""
+    return column_bytes * model.d_model / (plan.tensor if plan.sequence_parallel else 1)
+
+
+class StateCalls(NamedTuple):
+    """The calls per step that data parallelism makes over all weights or all gradients."""
+
+    name: str
+    operation: str
+    calls: int
+    #: `weights` or `gradients`, which selects the dtype.
+    payload: str
+
+
+def state_calls(
+    zero: int, pipeline: int, microbatches: int, reshard_after_forward: bool
+) -> list[StateCalls]:
+    """Return the calls of data parallelism for a ZeRO stage."""
+    # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
+    reductions = microbatches if zero >= 2 else 1
+    gathers = reductions * (2 if reshard_after_forward else 1)
+    if zero == 3 and pipeline > 1:
+        # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py: gradients
+        # accumulate, and a backward leaves the weights unsharded for the next forward.
+        reductions = 1
+        gathers = microbatches + 1 if reshard_after_forward else 1
+    reduce = "reduce_scatter" if zero else "all_reduce"
+    calls = [StateCalls("gradients", reduce, reductions, "gradients")]
+    if zero in (1, 2):
+        calls.append(StateCalls("updated weights", "all_gather", 1, "weights"))
+    if zero == 3:
+        calls.append(StateCalls("weights", "all_gather", gathers, "weights"))
+    return calls
 
 
 def _states(
@@ -56,27 +105,13 @@ def _states(
     Data parallelism reduces gradients; with ZeRO it also gathers weights.
     """
     dense, routed = device_parameters(model, plan, stage)
-    # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
-    calls_per_step = plan.microbatches if plan.zero >= 2 else 1
-    reduce = "reduce_scatter" if plan.zero else "all_reduce"
-    gathers = calls_per_step * (2 if plan.reshard_after_forward else 1)
-    if plan.zero == 3 and plan.pipeline > 1:
-        # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py: gradients
-        # accumulate, and a backward leaves the weights unsharded for the next forward.
-        calls_per_step = 1
-        gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
+    all_calls = state_calls(plan.zero, plan.pipeline, plan.microbatches, plan.reshard_after_forward)
     for suffix, count, ranks in (
         ("", dense, plan.replicas),
         (" of experts", routed, plan.expert_replicas),
     ):
-        rows: list[tuple[str, str, int, Fraction]] = [
-            ("gradients", reduce, calls_per_step, gradient)
-        ]
-        if plan.zero in (1, 2):
-            rows.append(("updated weights", "all_gather", 1, weight))
-        if plan.zero == 3:
-            rows.append(("weights", "all_gather", gathers, weight))
-        for name, operation, calls, size in rows:
+        for name, operation, calls, payload in all_calls:
+            size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)
     if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient

@@ -6,6 +6,8 @@ the peak, and thin ones are bound by bandwidth. All other operations are bound b
 activations, residual sums, and an unfused softmax.
 """
 
+from typing import NamedTuple
+
 from accounting.hardware import Hardware
 from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan
@@ -31,20 +33,35 @@ HIDDEN_PASSES = 8
 SCORE_PASSES = 14
 
 
-def stage_seconds(
-    model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
-) -> tuple[float, float, float]:
-    """Return the seconds of a micro-batch of `tokens` on a stage: forward and backward.
+class StageRates(NamedTuple):
+    """The seconds of a stage per token and per micro-batch, forward and backward.
 
-    The three numbers are the arithmetic of the matrix products without attention, their memory
-    traffic, and the memory traffic of the operations between them. `model` is the stage's model.
+    Attention is not included.
+    """
+
+    #: Arithmetic of the matrix products per token.
+    arithmetic: float
+    #: Inputs and outputs of the matrix products that move through memory, per token.
+    traffic: float
+    #: Memory traffic of the operations between the matrix products, per token.
+    elementwise: float
+    #: Matrices outside the experts that are read per micro-batch.
+    dense_weights: float
+    #: The same for the matrices of all experts; expert parallelism divides it.
+    routed_weights: float
+
+
+def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware) -> StageRates:
+    """Return the rates of a stage, whose layers are `model`.
+
+    Of `plan`, the degree of tensor parallelism, sequence parallelism and recomputation count.
     """
     kind = work.kind
     utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * device.power_factor
     peak = device.peak(kind.compute) * utilization
     size = float(bytes_of(kind.activations))
     bandwidth = device.memory_bandwidth * BANDWIDTH_FRACTION
-    compute = traffic = 0.0
+    operations = values = dense = routed = 0.0
     for matrix in matrices(model):
         # A tied head multiplies by the embedding, the only table that is split along its rows.
         is_head = model.tied and model.lm_head and matrix.split == "rows"
@@ -56,13 +73,38 @@ def stage_seconds(
         repeats = passes * matrix.times
         ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         entries = matrix.entries / ranks
-        compute += repeats * 2 * tokens * matrix.chosen * entries
+        operations += repeats * 2 * matrix.chosen * entries
         # Each product reads its input and its matrix and writes its output.
-        stored_copies = matrix.copies / plan.expert if matrix.routed else 1
-        width = matrix.rows + matrix.columns / ranks
-        traffic += repeats * size * (tokens * matrix.chosen * width + entries * stored_copies)
-    elementwise = tokens * _elementwise_values(model, plan, work, size) * size
-    return compute / peak, traffic / bandwidth, elementwise / bandwidth
+        values += repeats * matrix.chosen * (matrix.rows + matrix.columns / ranks)
+        if matrix.routed:
+            routed += repeats * entries * matrix.copies
+        else:
+            dense += repeats * entries
+    seconds_per_value = size / bandwidth
+    return StageRates(
+        arithmetic=operations / peak,
+        traffic=values * seconds_per_value,
+        elementwise=_elementwise_values(model, plan, work, size) * seconds_per_value,
+        dense_weights=dense * seconds_per_value,
+        routed_weights=routed * seconds_per_value,
+    )
+
+
+def stage_seconds(
+    model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
+) -> tuple[float, float, float]:
+    """Return the seconds of a micro-batch of `tokens` on a stage: forward and backward.
+
+    The three numbers are the arithmetic of the matrix products without attention, their memory
+    traffic, and the memory traffic of the operations between them. `model` is the stage's model.
+    """
+    rates = stage_rates(model, plan, work, device)
+    weights = rates.dense_weights + rates.routed_weights / plan.expert
+    return (
+        tokens * rates.arithmetic,
+        tokens * rates.traffic + weights,
+        tokens * rates.elementwise,
+    )
 
 
 def _elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
