@@ -29,8 +29,11 @@ from accounting.cli.serving import serving
 from accounting.hardware import find
 from accounting.memory.states import device_parameters
 from accounting.plan import even
-from accounting.search.estimates import MEMORY_TOLERANCE, Estimator
-from accounting.search.plans import _valid_plan, plans_that_fit
+from accounting.search.memory_bound import MemoryBound
+from accounting.search.plans import plans_that_fit
+from accounting.search.space import Space, divisors
+from accounting.search.stage_sizes import StageTable
+from accounting.search.time_bound import TimeBound
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -451,16 +454,50 @@ HYBRID = {
 }
 
 
-def test_no_plan_that_fits_is_dropped_by_its_estimate() -> None:
-    model = Transformer.from_hf(HYBRID)
-    work = Workload(batch=16, seq=64, precision="megatron_bf16", fused_gate=True)
-    estimator = Estimator(model, find("H100"), 8, work, 1e15, {})
+BOUNDED_MODELS = {
+    "hybrid": Transformer.from_hf(HYBRID),
+    "experts": MIXTURE,
+    "tied": replace(SMALL, layers=12, tied=True, attention_layers=None, mlp_layers=None),
+    "mla": replace(
+        DEEPSEEK_V3,
+        layers=7,
+        attention_layers=None,
+        mlp_layers=(0, 1, 2),
+        experts=Experts(count=48, per_token=8, width=2048, shared=2048, layers=(3, 4, 5, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["megatron_bf16", "mixed_bf16", "fsdp_bf16"])
+@pytest.mark.parametrize(
+    ("name", "devices", "batch", "seq"),
+    [
+        ("hybrid", 8, 16, 64),
+        ("experts", 24, 96, 2048),
+        ("tied", 48, 96, 4096),
+        ("mla", 64, 192, 2048),
+    ],
+)
+def test_bounds_of_a_plan_are_at_most_its_memory_and_time(
+    name: str, devices: int, batch: int, seq: int, precision: str
+) -> None:
+    model = BOUNDED_MODELS[name]
+    work = Workload(batch=batch, seq=seq, precision=precision, fused_gate=True)
+    space = Space(model, find("H100"), devices, work, {})
+    table = StageTable(space)
+    seconds, memory = TimeBound(space, table), MemoryBound(space, table)
+    drawn = random.Random(0)
     compared = 0
-    estimates = list(estimator.estimates())
-    for estimate in random.Random(0).sample(estimates, min(60, len(estimates))):
-        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
-        if plan is not None:
-            needed = training_memory(model, plan, work).total
-            assert estimate.memory_bytes <= MEMORY_TOLERANCE * needed, plan
-            compared += 1
-    assert compared > 5
+    for layout in drawn.sample(space.layouts, min(40, len(space.layouts))):
+        candidate = drawn.choice(list(space.candidates(layout)))
+        plan = space.plan(candidate)
+        if plan is None:
+            continue
+        needed = training_memory(model, plan, work).total
+        assert memory.of_layout(layout) <= memory.of_candidate(candidate) <= needed, plan
+        step = step_time(model, plan, work, hardware="H100").total
+        assert seconds.of_layout(layout) <= seconds.of_candidate(candidate) <= step, plan
+        # A loose bound would make the search slow.
+        assert seconds.of_candidate(candidate) >= 0.8 * step, plan
+        compared += 1
+    assert compared > 20

@@ -13,15 +13,14 @@ from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.search.estimates import Estimator
 from accounting.search.plans import (
     AXES,
-    DEGREES,
     MEMORY_FRACTION,
     FittingPlan,
     least_memory,
     plans_that_fit,
 )
+from accounting.search.space import Space
 from accounting.time.goodput import Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
@@ -205,10 +204,10 @@ def no_room(
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = MEMORY_FRACTION * device.memory_bytes
-    estimator = Estimator(model, device, gpus, work, capacity, fixed)
-    needed = least_memory(model, work, estimator)
+    space = Space(model, device, gpus, work, fixed)
+    needed = least_memory(space)
     if needed is None:
-        return f"{head}: divisibility fails, not memory. {_indivisible(model, gpus, work, fixed)}"
+        return f"{head}: divisibility fails, not memory. {_indivisible(space)}"
     return (
         f"{head}: the plan with the least memory needs {binary_size(needed)} per device and "
         f"{binary_size(capacity)} are usable, so {binary_size(needed - capacity)} are missing; use "
@@ -216,22 +215,21 @@ def no_room(
     )
 
 
-def _indivisible(model: Transformer, gpus: int, work: Workload, fixed: Mapping[str, Any]) -> str:
+def _indivisible(space: Space) -> str:
     """Return a sentence that says which numbers do not divide the devices or the batch."""
-    # Searched degrees are powers of two, so the odd part of the devices is data-parallel.
-    searched = gpus // math.prod(fixed.get(name) or 1 for name in DEGREES[1:])
-    ranks = fixed.get("data") or searched // (searched & -searched)
-    excess = work.batch % ranks
+    batch, degrees = space.work.batch, space.data_degrees()
+    excess = batch % degrees[0] if degrees else 0
     if excess:
-        near = [size for size in (work.batch - excess, work.batch - excess + ranks) if size]
+        near = [size for size in (batch - excess, batch - excess + degrees[0]) if size]
         return (
-            f"Data-parallel ranks are a multiple of {ranks}, and batch={work.batch} is {excess} "
-            f"more than such a multiple; pass batch={' or '.join(map(str, near))}, or change the "
-            "number of devices"
+            f"The fewest data-parallel ranks are {degrees[0]}, and batch={batch} is {excess} more "
+            f"than a multiple of {degrees[0]}; pass batch={' or '.join(map(str, near))}, or change "
+            "the number of devices"
         )
     return (
-        f"No degrees divide {gpus} devices, batch={work.batch}, {model.layers} layers and "
-        f"{model.heads} heads; free a fixed field, or change the batch or the number of devices"
+        f"No degrees divide {space.devices} devices, batch={batch}, {space.model.layers} layers "
+        f"and {space.model.heads} heads; free a fixed field, or change the batch or the number of "
+        "devices"
     )
 
 

@@ -1,13 +1,16 @@
 """Search for the fastest plans that fit in memory, and for the fewest devices.
 
-The search varies the tensor, pipeline, context and expert degrees, pipeline chunks, the ZeRO stage,
-recomputation, and the size of a micro-batch. `search/estimates.py` sorts tens of thousands of plans
-by an estimate; only the most promising ones are computed in full.
+The search is a branch and bound over the plans of `search/space.py`. It takes plans in the order of
+a lower bound of their step time, computes them in full, and stops when the next bound exceeds the
+step time of its results. Layouts and plans whose least memory exceeds the device are skipped.
 """
 
+import bisect
+import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +20,10 @@ from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import CHOICES, Plan
 from accounting.precision import Precision, recipe
-from accounting.search.estimates import Estimator
+from accounting.search.memory_bound import MemoryBound
+from accounting.search.space import Candidate, Layout, Space
+from accounting.search.stage_sizes import StageTable
+from accounting.search.time_bound import ROUNDING, TimeBound
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -25,8 +31,6 @@ from accounting.workload import Workload
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 #: Fraction of the memory that a plan may use.
 MEMORY_FRACTION = 0.9
-#: Number of plans that are computed in full to find the least memory.
-PLANS_FOR_LEAST_MEMORY = 100
 #: Degrees whose product is the number of devices.
 DEGREES = ("data", "tensor", "pipeline", "context")
 
@@ -57,60 +61,122 @@ def plans_that_fit(
     progress: Callable[[int, int], None] | None = None,
     **fixed: Any,
 ) -> list[FittingPlan]:
-    """Return up to `most` plans that use all `devices` and fit in memory, fastest first.
+    """Return the `most` fastest plans that use all `devices` and fit in memory, fastest first.
 
-    Fields of `Plan` that are passed are fixed. The search varies all other fields and keeps tensor
-    parallelism inside a node. A tenth of the memory is left for buffers and fragmentation.
-    `memory_bytes` replaces the memory of the device. After `time_limit` seconds, the plans found so
-    far are returned, or `TimeoutError` is raised if there are none. `progress` is called with the
-    number of plans that were computed in full and the number of all plans. Raises `ValueError` if
-    the fixed degrees do not divide the devices.
+    Fields of `Plan` that are passed are fixed. The search compares all other plans of this space:
+
+    - tensor-parallel degrees whose groups are inside a node,
+    - pipeline degrees up to the number of layers, with 1F1B or with 2 to 8 equal interleaved chunks
+      per stage,
+    - context-parallel degrees that leave at least 1024 tokens of a sequence per rank,
+    - expert-parallel degrees, the ZeRO stages, recomputation, and all sizes of a micro-batch.
+
+    Every degree divides the number of devices and the sizes of the model. Plans with tensor
+    parallelism are sequence-parallel, and ZeRO-3 reshards after the forward.
+
+    A tenth of the memory is left for buffers and fragmentation. `memory_bytes` replaces the memory
+    of the device. After `time_limit` seconds, the plans found so far are returned, or
+    `TimeoutError` is raised if there are none. `progress` is called with the number of plans that
+    were computed in full and the number of all plans. Raises `ValueError` if the fixed degrees do
+    not divide the devices.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
     checks.fields(Plan, fixed, **CHOICES)
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes
+    usable = capacity * MEMORY_FRACTION
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    estimator = Estimator(model, device, devices, work, capacity * MEMORY_FRACTION, fixed)
+    space = Space(model, device, devices, work, fixed)
     fitting: list[FittingPlan] = []
-    estimates = sorted(estimator.estimates(), key=lambda estimate: estimate.seconds)
-    for computed, estimate in enumerate(estimates):
+    slowest = math.inf
+    for computed, (bound, candidate) in enumerate(_fitting_by_time(space, usable)):
+        if bound >= slowest:
+            break
         if progress is not None:
-            progress(computed, len(estimates))
+            progress(computed, space.count)
         if time_limit is not None and time.monotonic() - start > time_limit:
             if fitting:
                 break
             raise TimeoutError(
                 f"expected a plan that fits within {time_limit} s, got none among {computed:,} of "
-                f"{len(estimates):,} plans; pass a larger time_limit or fix fields of the plan"
+                f"{space.count:,} plans; pass a larger time_limit or fix fields of the plan"
             )
-        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
-        if plan is None:
-            continue
-        needed = float(training_memory(model, plan, work).total)
-        if needed > estimator.memory_bytes:
-            continue
-        step = step_time(model, plan, work, hardware=device)
-        fitting.append(FittingPlan(plan=plan, memory_bytes=needed, step_seconds=float(step.total)))
-        if len(fitting) >= max(2 * most, 40):
-            break
-    return sorted(fitting, key=lambda candidate: candidate.step_seconds)[:most]
+        found = _computed(space, candidate, usable)
+        if found is not None:
+            bisect.insort(fitting, found, key=lambda plan: plan.step_seconds)
+            if len(fitting) >= most:
+                # Bounds are lower by the same fraction.
+                slowest = fitting[most - 1].step_seconds * (1 - ROUNDING)
+    return fitting[:most]
 
 
-def least_memory(model: Transformer, work: Workload, estimator: Estimator) -> float | None:
-    """Return the least memory of a device over all plans, or None if no plan is valid.
+def _fitting_by_time(space: Space, usable_bytes: float) -> Iterator[tuple[float, Candidate]]:
+    """Yield the plans whose memory bound fits, in the order of the lower bounds of their time."""
+    table = StageTable(space)
+    seconds, memory = TimeBound(space, table), MemoryBound(space, table)
+    return _ascending(
+        (layout for layout in space.layouts if memory.of_layout(layout) <= usable_bytes),
+        seconds.of_layout,
+        lambda layout: (
+            (seconds.of_candidate(candidate), candidate)
+            for candidate in space.candidates(layout)
+            if memory.of_candidate(candidate) <= usable_bytes
+        ),
+    )
 
-    The valid plans with the smallest estimates are computed in full.
+
+def _ascending(
+    layouts: Iterable[Layout],
+    bound_of_layout: Callable[[Layout], float],
+    bounds_of_candidates: Callable[[Layout], Iterable[tuple[float, Candidate]]],
+) -> Iterator[tuple[float, Candidate]]:
+    """Yield the candidates of all layouts with their bounds, the smallest bound first.
+
+    The candidates of a layout are created when no other bound is smaller than that of the layout.
     """
-    computed: list[float] = []
-    for estimate in estimator.by_memory():
-        plan = _valid_plan(model, work, estimator.fields_of_plan(estimate))
-        if plan is not None:
-            computed.append(float(training_memory(model, plan, work).total))
-        if len(computed) == PLANS_FOR_LEAST_MEMORY:
+    order = itertools.count()
+    heap: list[tuple[float, int, Layout | Candidate]] = [
+        (bound_of_layout(layout), next(order), layout) for layout in layouts
+    ]
+    heapq.heapify(heap)
+    while heap:
+        bound, _, item = heapq.heappop(heap)
+        if isinstance(item, Candidate):
+            yield bound, item
+        else:
+            for bound, candidate in bounds_of_candidates(item):
+                heapq.heappush(heap, (bound, next(order), candidate))
+
+
+def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> FittingPlan | None:
+    """Return the plan with its memory and time, or None if it does not fit."""
+    plan = space.plan(candidate)
+    if plan is None:
+        return None
+    memory_bytes = float(training_memory(space.model, plan, space.work).total)
+    if memory_bytes > usable_bytes:
+        return None
+    step = step_time(space.model, plan, space.work, hardware=space.device)
+    return FittingPlan(plan=plan, memory_bytes=memory_bytes, step_seconds=float(step.total))
+
+
+def least_memory(space: Space) -> float | None:
+    """Return the least memory of a device over all plans, or None if no plan is valid."""
+    memory = MemoryBound(space, StageTable(space))
+    least = math.inf
+    plans = _ascending(
+        space.layouts,
+        memory.of_layout,
+        lambda layout: ((memory.of_candidate(c), c) for c in space.candidates(layout)),
+    )
+    for bound, candidate in plans:
+        if bound >= least:
             break
-    return min(computed, default=None)
+        plan = space.plan(candidate)
+        if plan is not None:
+            least = min(least, float(training_memory(space.model, plan, space.work).total))
+    return None if math.isinf(least) else least
 
 
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
@@ -126,17 +192,6 @@ def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> N
         raise ValueError(
             f"expected expert=1 for a model without experts, got expert={fixed['expert']}"
         )
-
-
-def _valid_plan(model: Transformer, work: Workload, plan_fields: dict[str, Any]) -> Plan | None:
-    """Return the plan, or None if it is inconsistent or its memory is not modeled."""
-    try:
-        plan = Plan(**plan_fields)
-        plan.check(model, batch=work.batch, seq=work.seq)
-        plan.keeps_weights_whole()
-    except ValueError:
-        return None
-    return plan
 
 
 @checks.entry(zero=(0, 1, 2, 3))

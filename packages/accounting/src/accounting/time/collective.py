@@ -36,16 +36,11 @@ class Collective:
         return plain(self.count * self.call_bytes)
 
     @property
-    def phases(self) -> int:
-        """Return 2 for an all-reduce, which consists of a reduce-scatter and an all-gather."""
-        return 2 if self.operation == "all_reduce" else 1
-
-    @property
     def wire_fraction(self) -> Fraction:
         """Return the bytes that one device of a ring sends per byte of payload."""
         if self.operation == "send":
             return Fraction(1)
-        return Fraction(self.phases * (self.ranks - 1), self.ranks)
+        return Fraction(phases(self.operation) * (self.ranks - 1), self.ranks)
 
     @property
     def wire(self) -> int | float:
@@ -63,19 +58,30 @@ class Collective:
         return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
 
 
+def phases(operation: str) -> int:
+    """Return 2 for an all-reduce, which consists of a reduce-scatter and an all-gather."""
+    return 2 if operation == "all_reduce" else 1
+
+
+def ring_wire(operation: str, ranks: int, payload: float) -> float:
+    """Return the bytes that one device of a ring sends."""
+    if operation == "send":
+        return payload
+    return payload * phases(operation) * (ranks - 1) / ranks
+
+
 def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
     """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
 
     The time is that of the faster of ring and double binary tree.
     """
     payload = count * call_bytes
+    wire_seconds = ring_wire(operation, ranks, payload) / link.bandwidth
     if operation == "send":
-        return count * link.latency + payload / link.bandwidth
-    phases = 2 if operation == "all_reduce" else 1
-    ring_wire = payload * phases * (ranks - 1) / ranks
-    ring = count * phases * (ranks - 1) * link.latency + ring_wire / link.bandwidth
-    tree_steps = phases * math.ceil(math.log2(ranks))
-    tree = count * tree_steps * link.latency + phases * payload / link.bandwidth
+        return count * link.latency + wire_seconds
+    ring = count * phases(operation) * (ranks - 1) * link.latency + wire_seconds
+    tree_latency = math.ceil(math.log2(ranks)) * link.latency
+    tree = phases(operation) * (count * tree_latency + payload / link.bandwidth)
     return min(ring, tree)
 
 

@@ -94,7 +94,7 @@ def step_time(
 def _stage_seconds(
     model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
-    attention = _attention_flops(model, plan, work, stage)
+    attention = attention_flops(model, plan, work, stage)
     core = 1 / (device.peak(work.kind.activations) * ATTENTION_FRACTION)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
@@ -116,7 +116,7 @@ def _stage_seconds(
     ]
 
 
-def _attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
+def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
     """Return the FLOPs of attention on one device of a stage, with recomputation."""
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}

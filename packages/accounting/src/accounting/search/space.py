@@ -1,0 +1,242 @@
+"""The plans that a search compares: all combinations of degrees that divide devices and model."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from accounting.hardware import Hardware
+from accounting.model.transformer import Transformer
+from accounting.plan import CHOICES, Plan, even
+from accounting.workload import Workload
+
+#: Context parallelism leaves at least this many tokens of a sequence on each rank.
+LEAST_TOKENS_PER_RANK = 1024
+#: Largest number of interleaved chunks per pipeline stage.
+MOST_CHUNKS = 8
+
+
+class Layout(NamedTuple):
+    """Fields of a plan without its ZeRO stage and expert degree; fields as in `Plan`."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    microbatches: int
+    virtual_stages: int
+    schedule: str
+    recompute: str
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that store the same dense weights."""
+        return self.data * self.context
+
+
+class Candidate(NamedTuple):
+    """A layout with an expert degree and a ZeRO stage, which determine a plan."""
+
+    layout: Layout
+    expert: int
+    zero: int
+
+
+class Space:
+    """All plans for one model and batch on a number of devices.
+
+    `fixed` contains fields of `Plan` that the search does not vary.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        device: Hardware,
+        devices: int,
+        work: Workload,
+        fixed: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.devices = devices
+        self.work = work
+        self.fixed = fixed
+        self._cached_options = cache(self._options)
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """All layouts whose degrees divide the devices, the batch and the model."""
+        return [
+            layout
+            for tensor in self._tensor_degrees()
+            for pipeline in self._pipeline_degrees(tensor)
+            for layout in self._layouts(tensor, pipeline)
+        ]
+
+    @cached_property
+    def count(self) -> int:
+        """Number of plans."""
+        return sum(len(self.options(layout)) for layout in self.layouts)
+
+    def data_degrees(self) -> list[int]:
+        """Return the data-parallel degrees that are possible for some batch."""
+        free = {name: value for name, value in self.fixed.items() if name != "microbatches"}
+        # Every data-parallel degree divides the devices, and interleaved stages are not necessary.
+        work = replace(self.work, batch=self.devices)
+        space = Space(self.model, self.device, self.devices, work, free)
+        return sorted({layout.data for layout in space.layouts})
+
+    def options(self, layout: Layout) -> list[tuple[int, int]]:
+        """Return the expert degrees and ZeRO stages of the plans of a layout."""
+        return self._cached_options(layout.replicas, layout.pipeline, layout.schedule)
+
+    def candidates(self, layout: Layout) -> Iterator[Candidate]:
+        """Yield the plans of a layout."""
+        for expert, zero in self.options(layout):
+            yield Candidate(layout, expert, zero)
+
+    def plan(self, candidate: Candidate) -> Plan | None:
+        """Return the plan of a candidate, or None if its memory is not modeled."""
+        layout, expert, zero = candidate
+        try:
+            plan = Plan(
+                **layout._asdict(),
+                expert=expert,
+                zero=zero,
+                sequence_parallel=self.sequence_parallel(layout.tensor),
+                reshard_after_forward=self.reshards,
+            )
+            plan.check(self.model, batch=self.work.batch, seq=self.work.seq)
+            plan.keeps_weights_whole()
+        except ValueError:
+            return None
+        return plan
+
+    @property
+    def reshards(self) -> bool:
+        """True if FSDP frees gathered weights after the forward, which needs less memory."""
+        return bool(self.fixed.get("reshard_after_forward", True))
+
+    def sequence_parallel(self, tensor: int) -> bool:
+        """Return True if plans with this tensor-parallel degree split norms by the sequence."""
+        return bool(self.fixed.get("sequence_parallel", tensor > 1))
+
+    def reference(
+        self, tensor: int, pipeline: int, virtual: int, schedule: str, recompute: str = "none"
+    ) -> Plan:
+        """Return a plan with one replica and one micro-batch per pipeline stage."""
+        return Plan(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_stages=virtual,
+            schedule=schedule,
+            microbatches=pipeline,
+            recompute=recompute,
+            sequence_parallel=self.sequence_parallel(tensor),
+        )
+
+    def _pipeline_degrees(self, tensor: int) -> list[int]:
+        ranks = self.devices // tensor
+        degrees = self._choices("pipeline", divisors(ranks))
+        return [p for p in degrees if ranks % p == 0 and p <= self.model.layers]
+
+    def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
+        if name in self.fixed:
+            return [self.fixed[name]]
+        return list(default)
+
+    def _tensor_degrees(self) -> list[int]:
+        """Return the tensor-parallel degrees whose groups are inside a node."""
+        node = self.device.devices_per_node
+        inside = [
+            tensor
+            for tensor in divisors(self.devices)
+            if tensor <= node and (self.devices <= node or node % tensor == 0)
+        ]
+        return [t for t in self._choices("tensor", inside) if self.devices % t == 0]
+
+    def _layouts(self, tensor: int, pipeline: int) -> Iterator[Layout]:
+        """Yield the layouts with the given degrees."""
+        for virtual in self._choices("virtual_stages", self._chunks(pipeline)):
+            usual = "interleaved" if virtual > 1 else "1f1b"
+            schedule = self.fixed.get("schedule", usual)
+            if self._is_valid(tensor, pipeline, virtual, schedule):
+                for context, data in self._replicas(self.devices // (tensor * pipeline)):
+                    for microbatches in self._microbatches(data):
+                        if schedule == "interleaved" and microbatches % pipeline:
+                            continue
+                        for recompute in self._choices("recompute", CHOICES["recompute"]):
+                            yield Layout(
+                                tensor=tensor,
+                                pipeline=pipeline,
+                                context=context,
+                                data=data,
+                                microbatches=microbatches,
+                                virtual_stages=virtual,
+                                schedule=schedule,
+                                recompute=recompute,
+                            )
+
+    def _chunks(self, pipeline: int) -> list[int]:
+        """Return the numbers of chunks per stage; Megatron interleaves only equal chunks."""
+        if pipeline == 1:
+            return [1]
+        several = range(2, MOST_CHUNKS + 1)
+        return [1, *(v for v in several if even(self.model.layers, pipeline * v))]
+
+    def _is_valid(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> bool:
+        """Return True if the model can be divided by these degrees."""
+        try:
+            plan = self.reference(tensor, pipeline, virtual, schedule)
+            plan.check(self.model, seq=self.work.seq)
+        except ValueError:
+            return False
+        return True
+
+    def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
+        """Yield the context- and data-parallel degrees of `replicas` ranks."""
+        seq = self.work.seq
+        usual = (c for c in divisors(replicas) if c == 1 or seq >= c * LEAST_TOKENS_PER_RANK)
+        for context in self._choices("context", usual):
+            if replicas % context or seq % context:
+                continue
+            data = replicas // context
+            # As in `Plan`, data=0 means that the other degrees determine it.
+            if (self.fixed.get("data") or data) == data:
+                yield context, data
+
+    def _microbatches(self, data: int) -> list[int]:
+        if self.work.batch % data:
+            return []
+        batch = self.work.batch // data
+        return [m for m in self._choices("microbatches", divisors(batch)) if batch % m == 0]
+
+    def _options(self, replicas: int, pipeline: int, schedule: str) -> list[tuple[int, int]]:
+        """Return the expert degrees and ZeRO stages for a number of replicas."""
+        count = self.model.experts.count if self.model.experts else 1
+        experts = divisors(math.gcd(replicas, count))
+        zeros = CHOICES["zero"] if replicas > 1 else (0,)
+        return [
+            (expert, zero)
+            for expert in self._choices("expert", experts)
+            for zero in self._choices("zero", zeros)
+            if replicas % expert == 0
+            and count % expert == 0
+            and self._has_zero(zero, replicas, pipeline, schedule)
+        ]
+
+    def _has_zero(self, zero: int, replicas: int, pipeline: int, schedule: str) -> bool:
+        if pipeline == 1 or replicas == 1:
+            return True
+        # torch's schedules accumulate unsharded gradients, so ZeRO-2 would have no effect.
+        if zero == 2:
+            return "zero" in self.fixed
+        return zero < 3 or schedule != "interleaved"
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    large = [number // d for d in reversed(small)]
+    return small + [d for d in large if d > small[-1]]
