@@ -4,7 +4,9 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,7 +33,7 @@ from accounting.memory.states import device_parameters
 from accounting.plan import even
 from accounting.search.memory_bound import MemoryBound
 from accounting.search.plans import plans_that_fit
-from accounting.search.space import Space, divisors
+from accounting.search.space import Space
 from accounting.search.stage_sizes import StageTable
 from accounting.search.time_bound import TimeBound
 from accounting.time.step import step_time
@@ -96,18 +98,99 @@ def test_answer_is_consistent() -> None:
     assert answer.memory.total == memory.total
 
 
-def test_the_estimate_puts_the_best_plans_in_front() -> None:
-    # Compare with all plans computed in full, which is feasible for a small question.
-    question: dict[str, Any] = {"hardware": "H100", "devices": 8, "batch": 16, "seq": 2048}
-    question |= {"context": 1, "recompute": "none"}
-    model = Transformer(layers=16, d_model=4096, heads=32, vocab_size=64000)
-    best = plans_that_fit(model, **question, most=1)[0]
-    everything = plans_that_fit(model, **question, most=10_000)
-    assert len(everything) > 50
-    assert best.step_seconds <= 1.05 * everything[0].step_seconds
-    run = {"batch": 16, "seq": 2048, "precision": "mixed_bf16"}
-    second = step_time(model, best.plan, hardware="H100", **run)
-    assert second.total == best.step_seconds
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _schedules(model: Transformer, pipeline: int) -> list[tuple[str, int]]:
+    chunks = [v for v in range(2, 9) if pipeline > 1 and even(model.layers, pipeline * v)]
+    return [("1f1b", 1), *(("interleaved", v) for v in chunks)]
+
+
+def _documented_plans(
+    model: Transformer, hardware: str, devices: int, batch: int, seq: int
+) -> Iterator[Plan]:
+    """Yield the plans of the space that the docstring of `plans_that_fit` states."""
+    node = find(hardware).devices_per_node
+    for tensor, pipeline, context in product(_divisors(devices), repeat=3):
+        data, remainder = divmod(devices, tensor * pipeline * context)
+        inside = tensor <= node and (devices <= node or node % tensor == 0)
+        if remainder or not inside or (context > 1 and seq < 1024 * context):
+            continue
+        options = product(
+            _schedules(model, pipeline),
+            _divisors(data * context) if model.experts else [1],
+            (0, 1, 3) if pipeline > 1 else (0, 1, 2, 3),
+            _divisors(batch // data) if batch % data == 0 else [],
+            ("none", "selective", "full"),
+        )
+        for (schedule, virtual), expert, zero, microbatches, recompute in options:
+            try:
+                plan = Plan(
+                    data=data,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    expert=expert,
+                    zero=zero,
+                    microbatches=microbatches,
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    sequence_parallel=tensor > 1,
+                    recompute=recompute,
+                )
+                plan.check(model, batch=batch, seq=seq)
+                plan.keeps_weights_whole()
+            except ValueError:
+                continue
+            # ZeRO has no effect on a single replica.
+            if zero == 0 or plan.replicas > 1:
+                yield plan
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(4, 40))]
+)
+def test_search_returns_the_fastest_plans_of_its_space(seed: int) -> None:
+    """Compare the search with all plans of the documented space, each computed in full."""
+    drawn = random.Random(seed)
+    is_large = seed >= 4
+    heads = drawn.choice([4, 6, 12])
+    experts = Experts(count=drawn.choice([4, 6, 8]), per_token=2, width=256)
+    model = Transformer(
+        layers=drawn.choice([2, 3, 6, 12, 24] if is_large else [2, 3]),
+        d_model=heads * drawn.choice([32, 128]),
+        heads=heads,
+        kv_heads=drawn.choice([heads, heads // 2]),
+        vocab_size=drawn.choice([500, 32000]),
+        tied=drawn.random() < 0.3,
+        experts=experts if drawn.random() < 0.4 else None,
+    )
+    hardware = drawn.choice(["H100", "RTX 4090", "TPU v5p", "A100 40GB"])
+    devices = drawn.choice([4, 6, 8, 12, 16, 24] if is_large else [3, 4, 6])
+    batch, seq = devices * drawn.choice([1, 2, 3]), drawn.choice([512, 2048])
+    precision = drawn.choice(["mixed_bf16", "megatron_bf16", "fsdp_bf16"])
+    work = Workload(batch=batch, seq=seq, precision=precision, fused_gate=True)
+    plans = list(_documented_plans(model, hardware, devices, batch, seq))
+    needed = [training_memory(model, plan, work).total for plan in plans]
+    # Between a tenth and all plans fit.
+    usable = sorted(needed)[int(len(plans) * drawn.uniform(0.1, 1))]
+    fastest = sorted(
+        float(step_time(model, plan, work, hardware=hardware).total)
+        for plan, memory in zip(plans, needed, strict=True)
+        if memory <= usable
+    )
+    result = plans_that_fit(
+        model,
+        hardware=hardware,
+        devices=devices,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        memory_bytes=usable / 0.9 * (1 + 1e-12),
+        most=5,
+    )
+    assert [plan.step_seconds for plan in result] == pytest.approx(fastest[:5], rel=1e-8)
 
 
 def test_plan_with_experts_fits_on_fullest_stage() -> None:

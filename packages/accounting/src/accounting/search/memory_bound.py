@@ -36,8 +36,8 @@ class MemoryBound:
         """Return a lower bound over all plans of a layout."""
         sharded = (self._weight + self._optimizer) / layout.replicas
         return (1 - ROUNDING) * max(
-            sharded * (stage.dense + stage.routed)
-            + stage.activation_bytes * self._stored_tokens(stage, layout)
+            sharded * (stage.parameters.dense + stage.parameters.routed)
+            + stage.costs.activation_bytes * self._stored_tokens(stage, layout)
             for stage in self._table.stages(layout)
         )
 
@@ -52,20 +52,22 @@ class MemoryBound:
     def _stage(self, stage: StageSizes, candidate: Candidate) -> float:
         """Return the bytes of a stage, except for FSDP2 in a pipeline."""
         layout, expert, zero = candidate
-        whole = stage.dense + stage.routed / expert
+        whole = stage.parameters.dense + stage.parameters.routed / expert
         gradients = self._gradient * (_shard(stage, layout) if zero >= 2 else whole)
         states = self._other_states(stage, candidate)
-        saved = stage.activation_bytes * self._stored_tokens(stage, layout)
+        saved = stage.costs.activation_bytes * self._stored_tokens(stage, layout)
         beside = self._temporary_bytes(stage, layout)
         beside += self._block_bytes(layout) if layout.recompute == "full" else 0.0
         if zero == 3 and layout.replicas > 1:
-            blocks = 2 if self._space.reshards else stage.layers
+            blocks = 2 if self._space.reshards else stage.parameters.layers
             block = _block(stage, expert)
             beside += self._gathered_bytes(stage, expert, blocks)
             # The gradients of a block exist in addition to the copy that is reduced.
             beside += block * (self._gathered + self._gradient)
         else:
-            beside += self._cast * (stage.cast - stage.routed * (1 - 1 / expert))
+            beside += self._cast * (
+                stage.parameters.cast - stage.parameters.routed * (1 - 1 / expert)
+            )
         if layout.pipeline == 1:
             is_sharded = layout.replicas > 1
             beside += self._table_gradients(layout.tensor, zero if is_sharded else 0)
@@ -83,32 +85,37 @@ class MemoryBound:
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py.
         """
         layout, expert, _ = candidate
-        gradients = self._gradient * (stage.dense + stage.routed / expert)
+        gradients = self._gradient * (stage.parameters.dense + stage.parameters.routed / expert)
         stored = self._in_flight(stage, layout)
-        saved = stage.activation_bytes * self._stored_tokens(stage, layout)
-        few = self._gathered_bytes(stage, expert, 2 if self._space.reshards else stage.layers)
-        every = self._gathered_bytes(stage, expert, stage.layers)
+        saved = stage.costs.activation_bytes * self._stored_tokens(stage, layout)
+        few = self._gathered_bytes(
+            stage, expert, 2 if self._space.reshards else stage.parameters.layers
+        )
+        every = self._gathered_bytes(stage, expert, stage.parameters.layers)
         moments = [saved + few]
         if layout.microbatches > stored:
             moments.append(saved + few + gradients)
         if stored > 1:
             moments.append(saved * (stored - 1) / stored + every + gradients)
-        reduced = self._gathered_bytes(stage, expert, stage.layers - 1)
+        reduced = self._gathered_bytes(stage, expert, stage.parameters.layers - 1)
         moments.append(reduced + gradients + self._gradient * _block(stage, expert))
         return self._other_states(stage, candidate) + max(moments)
 
     def _other_states(self, stage: StageSizes, candidate: Candidate) -> float:
         """Return the bytes of weights and optimizer."""
         layout, expert, zero = candidate
-        whole, shard = stage.dense + stage.routed / expert, _shard(stage, layout)
+        whole, shard = (
+            stage.parameters.dense + stage.parameters.routed / expert,
+            _shard(stage, layout),
+        )
         weights = self._weight * (shard if zero == 3 else whole)
         return weights + self._optimizer * (shard if zero else whole)
 
     def _gathered_bytes(self, stage: StageSizes, expert: int, blocks: int) -> float:
         """Return the bytes of the gathered weights of the ends and of `blocks` blocks."""
-        every = stage.groups.blocks - stage.routed * (1 - 1 / expert)
+        every = stage.parameters.blocks - stage.parameters.routed * (1 - 1 / expert)
         inside = min(blocks * _block(stage, expert), every)
-        return self._gathered * (stage.groups.ends + inside)
+        return self._gathered * (stage.parameters.ends + inside)
 
     def _in_flight(self, stage: StageSizes, layout: Layout) -> int:
         return in_flight(
@@ -160,9 +167,9 @@ class MemoryBound:
 
 def _shard(stage: StageSizes, layout: Layout) -> float:
     """Return the parameters per device of a stage that ZeRO shards over all replicas."""
-    return (stage.dense + stage.routed) / layout.replicas
+    return (stage.parameters.dense + stage.parameters.routed) / layout.replicas
 
 
 def _block(stage: StageSizes, expert: int) -> float:
     """Return the parameters of the largest block after expert parallelism divides its experts."""
-    return stage.groups.block - stage.block_routed * (1 - 1 / expert)
+    return stage.parameters.block - stage.parameters.block_routed * (1 - 1 / expert)

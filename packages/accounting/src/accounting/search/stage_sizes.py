@@ -1,13 +1,12 @@
 """Sizes of pipeline stages, from which the bounds of all plans of a search follow."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
 from accounting.memory.activations import activations
 from accounting.memory.states import (
-    FsdpGroups,
     cast_weights,
     device_parameters,
     fsdp_groups,
@@ -32,45 +31,64 @@ class TokenCalls(NamedTuple):
     call_bytes: float
 
 
+class StageParameters(NamedTuple):
+    """Parameters per device of a stage before ZeRO and expert parallelism divide them."""
+
+    layers: int
+    dense: int
+    routed: int
+    #: Parameters with a copy in the dtype of the arithmetic, experts included.
+    cast: float
+    #: Parameters outside the blocks.
+    ends: int
+    #: Parameters of the largest block, and of the experts in it.
+    block: int
+    block_routed: int
+    #: Parameters of all blocks.
+    blocks: int
+
+
+class StageCosts(NamedTuple):
+    """Activations and compute of a stage for a kind of recomputation."""
+
+    #: Bytes of saved activations per token of a micro-batch.
+    activation_bytes: float
+    rates: StageRates
+    #: Seconds of attention per sequence, before tensor and context parallelism divide them.
+    attention: float
+
+
 @dataclass(frozen=True, eq=False)
 class StageSizes:
-    """Sizes of a pipeline stage for a tensor-parallel degree and a kind of recomputation.
-
-    Numbers of parameters are per device before ZeRO and expert parallelism divide them.
-    """
+    """Sizes of a pipeline stage for a tensor-parallel degree and a kind of recomputation."""
 
     #: The first of the stages with these sizes.
     stage: int
     is_last: bool
     #: True if `step_time` may choose this stage for the collectives.
     is_inner: bool
-    layers: int
-    dense: int
-    routed: int
-    #: Parameters with a copy in the dtype of the arithmetic, experts included.
-    cast: float
-    #: Parameters of the groups that FSDP gathers.
-    groups: FsdpGroups
-    #: Parameters of the experts in the largest block.
-    block_routed: int
-    #: Bytes of saved activations per token of a micro-batch.
-    activation_bytes: float
-    rates: StageRates
-    #: Seconds of attention per sequence, before tensor and context parallelism divide them.
-    attention: float
+    parameters: StageParameters
+    costs: StageCosts
+    #: Collectives other than those of data parallelism.
     calls: tuple[TokenCalls, ...]
 
 
 class StageTable:
-    """The sizes of the stages of all layouts of a search."""
+    """The sizes of the stages of all layouts of a search.
+
+    Stages with the same layers and ends have the same sizes in all layouts with the same
+    tensor-parallel degree and recomputation, so their sizes are computed once.
+    """
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._cached = cache(self._sizes)
+        self._stages = cache(self._compute_stages)
+        self._parameters: dict[Hashable, StageParameters] = {}
+        self._costs: dict[Hashable, StageCosts] = {}
 
     def stages(self, layout: Layout) -> tuple[StageSizes, ...]:
         """Return the sizes of one stage of each kind."""
-        return self._cached(
+        return self._stages(
             layout.tensor,
             layout.pipeline,
             layout.virtual_stages,
@@ -78,45 +96,63 @@ class StageTable:
             layout.recompute,
         )
 
-    def _sizes(
+    def _compute_stages(
         self, tensor: int, pipeline: int, virtual: int, schedule: str, recompute: str
     ) -> tuple[StageSizes, ...]:
         plan = self._space.reference(tensor, pipeline, virtual, schedule, recompute)
-        stages = stages_by_kind(self._space.model, plan).values()
-        return tuple(self._stage_sizes(plan, stage) for stage in stages)
+        sizes = []
+        for kind, stage in stages_by_kind(self._space.model, plan).items():
+            parameters_key, costs_key = (tensor, kind), (tensor, recompute, kind)
+            if parameters_key not in self._parameters:
+                self._parameters[parameters_key] = self._compute_parameters(plan, stage)
+            if costs_key not in self._costs:
+                self._costs[costs_key] = self._compute_costs(plan, stage)
+            is_end = stage in (0, pipeline - 1)
+            sizes.append(
+                StageSizes(
+                    stage=stage,
+                    is_last=stage == pipeline - 1,
+                    is_inner=not is_end if pipeline > 2 else stage == pipeline // 2,
+                    parameters=self._parameters[parameters_key],
+                    costs=self._costs[costs_key],
+                    calls=self._calls(plan, stage),
+                )
+            )
+        return tuple(sizes)
 
-    def _stage_sizes(self, plan: Plan, stage: int) -> StageSizes:
-        model, work, device = self._space.model, self._space.work, self._space.device
+    def _compute_parameters(self, plan: Plan, stage: int) -> StageParameters:
+        model = self._space.model
         stage_model = plan.stage_model(model, stage)
         dense, routed = device_parameters(model, plan, stage)
-        cast = cast_weights(model, plan, work.kind, stage)
-        # A micro-batch of the reference plan consists of one sequence.
-        sequences = replace(work, batch=plan.microbatches)
-        saved = float(activations(model, plan, sequences, stage=stage).total) / work.seq
-        whole = replace(plan, tensor=1, sequence_parallel=False, devices=0)
-        attention = attention_flops(model, whole, replace(work, batch=1), stage)
-        attention_rate = device.peak(work.kind.activations) * ATTENTION_FRACTION
-        one_block = one_layer(stage_model)
-        is_end = stage in (0, plan.pipeline - 1)
-        return StageSizes(
-            stage=stage,
-            is_last=stage == plan.pipeline - 1,
-            is_inner=not is_end if plan.pipeline > 2 else stage == plan.pipeline // 2,
+        cast = cast_weights(model, plan, self._space.work.kind, stage)
+        groups = fsdp_groups(model, plan, stage)
+        return StageParameters(
             layers=stage_model.layers,
             dense=dense,
             routed=routed,
             cast=float(dict(cast.factors)["parameters"]) if cast else 0.0,
-            groups=fsdp_groups(model, plan, stage),
-            block_routed=device_parameters(one_block, Plan(tensor=plan.tensor))[1],
-            activation_bytes=saved,
-            rates=stage_rates(stage_model, plan, work, device),
-            attention=attention / attention_rate,
-            calls=self._calls(plan, stage),
+            ends=groups.ends,
+            block=groups.block,
+            block_routed=device_parameters(one_layer(stage_model), Plan(tensor=plan.tensor))[1],
+            blocks=groups.blocks,
+        )
+
+    def _compute_costs(self, plan: Plan, stage: int) -> StageCosts:
+        model, work, device = self._space.model, self._space.work, self._space.device
+        # A micro-batch of the reference plan consists of one sequence.
+        sequences = replace(work, batch=plan.microbatches)
+        saved = activations(model, plan, sequences, stage=stage).total
+        whole = replace(plan, tensor=1, sequence_parallel=False, devices=0)
+        attention = attention_flops(model, whole, replace(work, batch=1), stage)
+        return StageCosts(
+            activation_bytes=float(saved) / work.seq,
+            rates=stage_rates(plan.stage_model(model, stage), plan, work, device),
+            attention=attention / (device.peak(work.kind.activations) * ATTENTION_FRACTION),
         )
 
     def _calls(self, plan: Plan, stage: int) -> tuple[TokenCalls, ...]:
         value_bytes = bytes_of(self._space.work.kind.activations)
-        collectives = token_collectives(self._space.model, plan, stage, Fraction(value_bytes))
+        collectives = token_collectives(self._space.model, plan, stage, value_bytes)
         return tuple(
             TokenCalls(
                 call.axis,

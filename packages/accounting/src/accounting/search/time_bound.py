@@ -77,7 +77,11 @@ class TimeBound:
             context = self._axis(stage, "context", layout.context, layout)
             sends = self._axis(stage, "pipeline", layout.pipeline, layout)
             states = self._states(
-                stage.dense, stage.routed, layout._replace(recompute="none"), expert, zero
+                stage.parameters.dense,
+                stage.parameters.routed,
+                layout._replace(recompute="none"),
+                expert,
+                zero,
             )
             can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
             hidden = sum(min(call.seconds, can_hide) for call in states)
@@ -97,9 +101,9 @@ class TimeBound:
         tokens = sequences * self._space.work.seq
         results = []
         for stage in self._table.stages(layout):
-            rates = stage.rates
+            rates = stage.costs.rates
             weights = rates.dense_weights + rates.routed_weights / expert
-            compute = tokens * rates.arithmetic + sequences / layout.tensor * stage.attention
+            compute = tokens * rates.arithmetic + sequences / layout.tensor * stage.costs.attention
             moved = tokens * (rates.traffic + rates.elementwise) + layout.microbatches * weights
             results.append((compute + moved, compute))
         slowest = max(busy for busy, _ in results)
@@ -162,5 +166,5 @@ def _updated(stage: StageSizes, candidate: Candidate) -> float:
     """Return the parameters that a device of a stage updates."""
     layout, expert, zero = candidate
     if zero:
-        return (stage.dense + stage.routed) / layout.replicas
-    return stage.dense + stage.routed / expert
+        return (stage.parameters.dense + stage.parameters.routed) / layout.replicas
+    return stage.parameters.dense + stage.parameters.routed / expert
