@@ -130,6 +130,18 @@ def test_incomplete_hardware_file_reports_reason(text: str, reason: str, tmp_pat
     assert reason in str(e.value)
 
 
+def test_hardware_file_with_two_tables_or_missing_reports_reason(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    with pytest.raises(FileNotFoundError, match=r"got .*mine\.toml, which does not exist; pass an"):
+        find(str(file))
+    file.write_text('[first]\nlike = "H100"\n[second]\nlike = "H100"\n')
+    with pytest.raises(ValueError, match="expected one table, got 2: first, second"):
+        find(str(file))
+    file.write_text("")
+    with pytest.raises(ValueError, match="expected one table, got 0: none"):
+        find(str(file))
+
+
 @given(m=st.integers(1, 9999), k=st.integers(1, 9999), n=st.integers(1, 9999))
 def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
     slot = roofline("H100", shape=(m, k, n), dtype="bf16")

@@ -160,6 +160,13 @@ def test_path_folder_and_dict_give_equal_models(tmp_path: Path) -> None:
     assert Transformer.from_hf(str(tmp_path / "config.json")) == expected
 
 
+def test_config_with_byte_order_mark_is_read(tmp_path: Path) -> None:
+    config = PUBLISHED["deepseek-v3"].config
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8-sig")
+    assert Transformer.from_hf(file) == Transformer.from_hf(config)
+
+
 def test_vision_model_config_gives_language_model() -> None:
     text = PUBLISHED["gemma2-2b"].config | {"model_type": "gemma3_text"}
     whole = {"model_type": "gemma3", "vision_config": {}, "text_config": text}

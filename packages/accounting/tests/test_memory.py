@@ -294,6 +294,14 @@ def test_schedules_store_micro_batches_in_flight() -> None:
     assert first == 4 * single * (1 + Fraction(3, 8))
 
 
+def test_model_states_need_no_sequence_length() -> None:
+    model = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
+    states = training_memory(model, batch=0, precision="mixed_bf16")
+    assert states.total == training_memory(model, batch=0, seq=128, precision="mixed_bf16").total
+    with pytest.raises(ValueError, match="expected seq >= 1 with batch=2, got 0"):
+        training_memory(model, batch=2)
+
+
 def test_search_returns_only_plans_that_fit() -> None:
     model = Transformer(
         layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256

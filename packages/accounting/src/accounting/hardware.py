@@ -99,8 +99,17 @@ def find(hardware: str | Hardware) -> Hardware:
 def _from_file(path: Path) -> Hardware:
     """Return the only device in a file; raise `ValueError` with the reason if it cannot be read."""
     try:
-        ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8")).items()
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        if len(content) != 1:
+            found = ", ".join(content) or "none"
+            raise ValueError(f"expected one table, got {len(content)}: {found}")
+        ((name, entry),) = content.items()
         return _hardware(name, {"source": f"the file {path}"} | entry)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"expected a file with one table in the format of hardware.toml, got {path}, which does "
+            f"not exist; pass an existing file or one of {', '.join(HARDWARE)}"
+        ) from None
     except KeyError as error:
         reason = f"{error} is not one of {', '.join(HARDWARE)}"
     except (TypeError, ValueError, AttributeError) as error:

@@ -20,8 +20,8 @@ class Workload:
 
     #: Number of sequences per step over all devices; 0 selects only the model states.
     batch: int
-    #: Tokens per sequence.
-    seq: int
+    #: Tokens per sequence; required if `batch` is not 0.
+    seq: int = 0
     #: A recipe, or its name in `PRECISIONS`.
     precision: str | Precision = "fp32"
     #: True if attention saves its log-sum-exp and never writes its scores to memory.
@@ -41,7 +41,14 @@ class Workload:
     transformers: bool = False
 
     def __post_init__(self) -> None:
-        checks.convert_fields(self, batch=0)
+        checks.convert_fields(self, batch=0, seq=0)
+        if not self.seq:
+            if self.batch:
+                raise ValueError(
+                    f"expected seq >= 1 with batch={self.batch}, got 0; pass the tokens per sequence"
+                )
+            # Model states do not depend on the length of the sequences.
+            object.__setattr__(self, "seq", 1)
         recipe(self.precision)
         if self.compiled and self.transformers:
             raise ValueError(

@@ -72,7 +72,7 @@ def content_of(config: object) -> dict[str, Any]:
                 "downloads the file of a model on the hub"
             )
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8-sig"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not JSON ({error}); pass a config.json") from None
         if not isinstance(content, dict):

@@ -136,7 +136,8 @@ def plan_for(
     """Return the fastest plan that fits in memory, and the cost of training on `tokens` with it.
 
     `batch` is in sequences of `seq` tokens; the default is about 4 million tokens. Fields of `Plan`
-    that are passed are fixed, and the search varies all other fields. `usd_per_hour` is the price
+    that are passed are fixed, and the search varies all other fields. As in `plans_that_fit`, the
+    memory is that of `training_memory` with `fused_gate=True`. `usd_per_hour` is the price
     of one device; the default is that of the hardware. The failure rate per device-hour is that of
     the 54-day run of Llama 3 405B. `time_limit` and `progress` are those of `plans_that_fit`.
     Raises `ValueError` if no plan fits.

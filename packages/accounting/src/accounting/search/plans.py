@@ -69,13 +69,16 @@ def plans_that_fit(
     - pipeline degrees up to the number of layers, with 1F1B or with 2 to 8 equal interleaved chunks
       per stage,
     - context-parallel degrees that leave at least 1024 tokens of a sequence per rank,
-    - expert-parallel degrees, the ZeRO stages, recomputation, and all sizes of a micro-batch.
+    - expert-parallel degrees, all kinds of recomputation, and all sizes of a micro-batch,
+    - ZeRO stages 0 to 3, without stage 2 in a pipeline and stage 3 with interleaved chunks.
 
     Every degree divides the number of devices and the sizes of the model. Plans with tensor
     parallelism are sequence-parallel, and ZeRO-3 reshards after the forward.
 
     A tenth of the memory is left for buffers and fragmentation. `memory_bytes` replaces the memory
-    of the device. After `time_limit` seconds, the plans found so far are returned, or
+    of the device. Memory is that of `training_memory` with `fused_gate=True`: one kernel computes
+    the gated product of an MLP, which saves fewer activations than the default of
+    `training_memory`. After `time_limit` seconds, the plans found so far are returned, or
     `TimeoutError` is raised if there are none. `progress` is called with the number of plans that
     were computed in full and the number of all plans. Raises `ValueError` if the fixed degrees do
     not divide the devices.
