@@ -116,7 +116,7 @@ def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
         ),
         (DEVICE_FILE + "color = 3\n", "color"),
         ('[mine]\nlike = "H999"\n', "'H999' is not one of V100, A100"),
-        (DEVICE_FILE + "[other]\n", "too many values"),
+        (DEVICE_FILE + "[other]\n", "expected one table, got 2: Mine, other"),
         ('[mine]\nlike = "H100"\npeaks = { bf16 = 1e15 }\n', "published = { bf16 = ... }"),
         ("[mine", "Expected"),
         ("mine = 3\n", "int"),

@@ -257,13 +257,13 @@ def test_every_proposed_plan_divides_devices_batch_and_layers(model: Transformer
 
 
 def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
-    # 28 layers are 4 chunks of 7, 28 chunks of one layer, but not 8 or 16 chunks. Of 30 layers, both
-    # ends have one less.
+    # 28 layers are 4 chunks of 7 and 28 chunks of 1, but not 8 or 16 equal chunks. With 6 and 10
+    # chunks of 28 layers, and with all of these of 30 layers, both ends have one layer less.
     assert [n for n in (2, 4, 8, 16) if even(28, n)] == [2, 4]
     assert [n for n in (2, 4, 8, 16, 32) if even(30, n)] == [2, 4, 8, 16]
     uneven = replace(SMALL, layers=28, attention_layers=None, mlp_layers=None)
     question = {"hardware": "H100", "devices": 8, "batch": 64, "seq": 4096, "tensor": 1, "zero": 1}
-    for pipeline, virtual in ((4, {1, 7}), (2, {1, 2, 7})):
+    for pipeline, virtual in ((4, {1, 7}), (2, {1, 2, 3, 5, 7})):
         result = plans_that_fit(uneven, **question, pipeline=pipeline, recompute="none", most=100)
         assert {c.plan.virtual_stages for c in result} == virtual
     uneven = replace(uneven, layers=30, attention_layers=None, mlp_layers=None)
@@ -463,10 +463,11 @@ def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
         assert plan_for(SMALL, gpus=11, batch=batch, seq=64).plan.data == 11
     # A pipeline of 7 stages needs no data-parallel ranks.
     assert plan_for(SMALL, gpus=7, batch=9, seq=64).plan.pipeline == 7
-    with pytest.raises(
-        ValueError, match=r"not memory\. No degrees divide 4096 devices, batch=1, 8 l"
-    ):
+    # At most 8 tensor ranks and 8 stages divide 4096 devices.
+    with pytest.raises(ValueError, match="ranks are 64, and batch=1 is 63 less; pass batch=64"):
         plan_for(SMALL, gpus=4096, batch=1, seq=64)
+    with pytest.raises(ValueError, match=r"not memory\. No degrees divide 4 devices, batch=4, 8 l"):
+        plan_for(SMALL, gpus=4, batch=4, seq=64, microbatches=3)
 
 
 @pytest.mark.parametrize("vocab_size", [SMALL.vocab_size, 100 * SMALL.vocab_size])

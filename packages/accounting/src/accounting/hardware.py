@@ -107,8 +107,8 @@ def _from_file(path: Path) -> Hardware:
         return _hardware(name, {"source": f"the file {path}"} | entry)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"expected a file with one table in the format of hardware.toml, got {path}, which does "
-            f"not exist; pass an existing file or one of {', '.join(HARDWARE)}"
+            f"expected a file with one table in the format of hardware.toml, got {path}, which "
+            f"does not exist; pass an existing file or one of {', '.join(HARDWARE)}"
         ) from None
     except KeyError as error:
         reason = f"{error} is not one of {', '.join(HARDWARE)}"

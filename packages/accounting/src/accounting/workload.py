@@ -45,7 +45,8 @@ class Workload:
         if not self.seq:
             if self.batch:
                 raise ValueError(
-                    f"expected seq >= 1 with batch={self.batch}, got 0; pass the tokens per sequence"
+                    f"expected seq >= 1 with batch={self.batch}, got 0; "
+                    "pass the number of tokens per sequence"
                 )
             # Model states do not depend on the length of the sequences.
             object.__setattr__(self, "seq", 1)

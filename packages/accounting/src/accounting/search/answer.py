@@ -219,13 +219,15 @@ def no_room(
 def _indivisible(space: Space) -> str:
     """Return a sentence that says which numbers do not divide the devices or the batch."""
     batch, degrees = space.work.batch, space.data_degrees()
-    excess = batch % degrees[0] if degrees else 0
+    fewest = degrees[0] if degrees else 1
+    head = f"The fewest data-parallel ranks are {fewest}, and batch={batch} is"
+    if batch < fewest:
+        return f"{head} {fewest - batch} less; pass batch={fewest}, or change the number of devices"
+    excess = batch % fewest
     if excess:
-        near = [size for size in (batch - excess, batch - excess + degrees[0]) if size]
         return (
-            f"The fewest data-parallel ranks are {degrees[0]}, and batch={batch} is {excess} more "
-            f"than a multiple of {degrees[0]}; pass batch={' or '.join(map(str, near))}, or change "
-            "the number of devices"
+            f"{head} {excess} more than a multiple of {fewest}; pass batch={batch - excess} or "
+            f"{batch - excess + fewest}, or change the number of devices"
         )
     return (
         f"No degrees divide {space.devices} devices, batch={batch}, {space.model.layers} layers "
