@@ -1,12 +1,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_quick_start_runs() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+def test_quick_start_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    ((snippet, shown),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, flags=re.S)
     exec(snippet, {})
+    assert capsys.readouterr().out == shown
 
 
 def picture() -> str:

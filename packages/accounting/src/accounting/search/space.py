@@ -82,7 +82,7 @@ class Space:
     def data_degrees(self) -> list[int]:
         """Return the data-parallel degrees that are possible for some batch."""
         free = {name: value for name, value in self.fixed.items() if name != "microbatches"}
-        # Every data-parallel degree divides the devices, and interleaved stages are not necessary.
+        # A batch of one sequence per device is a multiple of data x pipeline for every layout.
         work = replace(self.work, batch=self.devices)
         space = Space(self.model, self.device, self.devices, work, free)
         return sorted({layout.data for layout in space.layouts})
