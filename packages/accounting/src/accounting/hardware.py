@@ -101,8 +101,8 @@ def _from_file(path: Path) -> Hardware:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         if len(content) != 1:
-            found = ", ".join(content) or "none"
-            raise ValueError(f"expected one table, got {len(content)}: {found}")
+            names = ", ".join(content) or "none"
+            raise ValueError(f"expected one table, got {len(content)}: {names}")
         ((name, entry),) = content.items()
         return _hardware(name, {"source": f"the file {path}"} | entry)
     except FileNotFoundError:

@@ -105,9 +105,9 @@ def plans_that_fit(
                 f"expected a plan that fits within {time_limit} s, got none among {computed:,} of "
                 f"{space.count:,} plans; pass a larger time_limit or fix fields of the plan"
             )
-        found = _computed(space, candidate, usable)
-        if found is not None:
-            bisect.insort(fitting, found, key=lambda plan: plan.step_seconds)
+        fitting_plan = _computed(space, candidate, usable)
+        if fitting_plan is not None:
+            bisect.insort(fitting, fitting_plan, key=lambda plan: plan.step_seconds)
             if len(fitting) >= most:
                 # Bounds are lower by the same fraction.
                 slowest = fitting[most - 1].step_seconds * (1 - ROUNDING)
@@ -174,7 +174,7 @@ def least_memory(space: Space) -> float | None:
         lambda layout: ((memory.of_candidate(c), c) for c in space.candidates(layout)),
     )
     for bound, candidate in plans:
-        if bound >= least:
+        if bound >= least * (1 - ROUNDING):
             break
         plan = space.plan(candidate)
         if plan is not None:

@@ -138,7 +138,8 @@ class StageTable:
         )
 
     def _compute_costs(self, plan: Plan, stage: int) -> StageCosts:
-        model, work, device = self._space.model, self._space.work, self._space.device
+        model, work = self._space.model, self._space.work
+        device = self._space.device
         # A micro-batch of the reference plan consists of one sequence.
         sequences = replace(work, batch=plan.microbatches)
         saved = activations(model, plan, sequences, stage=stage).total

@@ -107,7 +107,7 @@ class TimeBound:
             moved = tokens * (rates.traffic + rates.elementwise) + layout.microbatches * weights
             results.append((compute + moved, compute))
         slowest = max(busy for busy, _ in results)
-        # Of equally slow stages, the one with the most compute hides the most communication.
+        # If several stages are equally slow, the most compute hides the most communication.
         return slowest, max(
             compute for busy, compute in results if busy >= slowest * (1 - ROUNDING)
         )
