@@ -1,7 +1,8 @@
 """A lower bound of the memory of a plan, from the sizes of its stages.
 
-The bound is `training_memory` without the rounding of shards and without those moments of FSDP2 in
-a pipeline that are rarely the peak.
+The bound is `training_memory` without three terms: the rounding of shards, the logits that GPipe
+saves for every micro-batch but one, and the moments of FSDP2 in a pipeline that are rarely the
+peak.
 """
 
 from dataclasses import replace

@@ -52,9 +52,9 @@ class StageRates(NamedTuple):
 
 
 def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware) -> StageRates:
-    """Return the rates of a stage, whose layers are `model`.
+    """Return the rates of a stage; `model` is the stage's model.
 
-    Of `plan`, the degree of tensor parallelism, sequence parallelism and recomputation count.
+    The rates depend on three fields of `plan`: `tensor`, `sequence_parallel` and `recompute`.
     """
     kind = work.kind
     utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * device.power_factor
