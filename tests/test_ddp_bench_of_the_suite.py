@@ -3,8 +3,8 @@
 import pytest
 import suite_workloads
 import torch
-from ddp.bench import bench
 from ddp.assignment import assign_buckets
+from ddp.bench import bench
 from ddp.bucket import make_bucket
 from worker_pool import run_ranks
 
