@@ -15,7 +15,7 @@ from ddp.process_group import ReduceGroup
 
 
 class BucketAssignment:
-    """The buckets of a model, and the place of each parameter in them.
+    """The buckets of a model, and the bucket and slot of each parameter.
 
     Before the first step, the expected order of gradients is the reverse order of registration. The
     first step records the real order. `rebuild` then assigns the parameters again, so that buckets

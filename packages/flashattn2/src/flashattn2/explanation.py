@@ -4,13 +4,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.compilation import is_mapped
 from flashattn2.dispatch import select_backend
 from flashattn2.spec import FLOAT32_RANGE, Window, make_spec
-from flashattn2.validation import DTYPES, check_dense, check_sinks, check_tensors, check_varlen
+from flashattn2.validation import (
+    DTYPES,
+    check_dense,
+    check_sinks,
+    check_tensors,
+    check_varlen,
+    is_jit_tracing,
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def find_torch_reason(
             f"sdpa passes scale {scale!r} to torch's own function; flashattn2 needs a positive "
             "normal number of float32"
         )
-    if not is_compiling() and torch.jit.is_tracing():
+    if is_jit_tracing():
         return "sdpa passes calls inside torch.jit.trace to torch's own function"
     for x in (query, key, value):
         reason = _find_tensor_reason(x, query)

@@ -105,13 +105,14 @@ def has_readable_values(x: Tensor) -> bool:
     return type(x) in PLAIN_TYPES and x.is_cpu
 
 
-def check_tensors(**tensors: Tensor) -> None:
-    """Raise an error unless every argument is a strided `torch.Tensor`.
+def is_jit_tracing() -> bool:
+    """Return True inside `torch.jit.trace`, whose result is valid only for the same lengths."""
+    return not torch.compiler.is_compiling() and torch.jit.is_tracing()
 
-    Inside `torch.jit.trace`, raise an error for all arguments: a trace would contain the lengths
-    and the backend of its example, and return wrong results for other lengths.
-    """
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise an error unless every argument is a strided tensor outside of `torch.jit.trace`."""
+    if is_jit_tracing():
         raise NotImplementedError(
             "torch.jit.trace is not supported, because the trace would be valid only for the "
             "lengths of its example; use torch.export or torch.compile"

@@ -105,10 +105,8 @@ class MemoryBound:
     def _other_states(self, stage: StageSizes, candidate: Candidate) -> float:
         """Return the bytes of weights and optimizer."""
         layout, expert, zero = candidate
-        whole, shard = (
-            stage.parameters.dense + stage.parameters.routed / expert,
-            _shard(stage, layout),
-        )
+        whole = stage.parameters.dense + stage.parameters.routed / expert
+        shard = _shard(stage, layout)
         weights = self._weight * (shard if zero == 3 else whole)
         return weights + self._optimizer * (shard if zero else whole)
 

@@ -39,7 +39,7 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
 def checks(
     config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
-    """Yield all checks of a record; if a part of it is missing, only the check that names it."""
+    """Yield all checks of a record, or only one that names its missing parts if there are any."""
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
     missing = record.missing()

@@ -62,10 +62,7 @@ class Record:
         return loss_curves(self.samples)
 
     def missing(self) -> list[str]:
-        """Return the results, samples and evidence that the configuration requires and that lack.
-
-        The other checks of `plan` and `train` read all of them.
-        """
+        """Return the results, samples and evidence that are missing although checks read them."""
         missing = [f"evidence of {part}" for part in sorted(PARTS - self.evidence.keys())]
         if missing:
             return missing
@@ -82,7 +79,7 @@ class Record:
         return missing
 
     def _missing_samples(self, name: str) -> list[str]:
-        """Return the steps of a variant for which a rank has not one complete sample."""
+        """Return the steps of a variant without exactly one complete sample of each rank."""
         keys = SAMPLE_KEYS | ({"received"} if self.evidence["sockets_count"] else set())
         steps = []
         for rank in range(ranks_of(name, self.config.world)):
