@@ -1,0 +1,61 @@
+"""Every test that `make test` leaves out names the faster test of the same property."""
+
+import ast
+import tomllib
+
+from workspace import ROOT
+
+TABLE = tomllib.loads((ROOT / "tests" / "exhaustive.toml").read_text())
+LEFT_OUT = {"exhaustive", "timing", "gpu"}
+
+
+def marks(expression):
+    """Return the names of the pytest marks that mark a whole test or file."""
+    parts = expression.elts if isinstance(expression, ast.List | ast.Tuple) else [expression]
+    prefix = "pytest.mark."
+    texts = [ast.unparse(part) for part in parts]
+    return {text.removeprefix(prefix) for text in texts if text.startswith(prefix)}
+
+
+def marks_of_tests(path):
+    """Return the marks of each test of a file."""
+    tree = ast.parse(path.read_text())
+    of_file = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            of_file = marks(node.value)
+    return {
+        node.name: of_file.union(*map(marks, node.decorator_list))
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+TESTS = {
+    str(path.relative_to(ROOT)): marks_of_tests(path)
+    for folder in ("tests", "packages/*/tests")
+    for path in sorted(ROOT.glob(f"{folder}/test_*.py"))
+}
+
+
+def test_the_table_lists_every_exhaustive_test():
+    exhaustive = {
+        (file, name)
+        for file, tests in TESTS.items()
+        for name, names_of_marks in tests.items()
+        if "exhaustive" in names_of_marks
+    }
+    assert exhaustive == {(file, name) for file, rows in TABLE.items() for name in rows}
+
+
+def test_faster_tests_of_the_table_run_in_make_test():
+    for file, rows in TABLE.items():
+        for name, faster_or_reason in rows.items():
+            if isinstance(faster_or_reason, str):
+                assert faster_or_reason.endswith("."), name
+                continue
+            assert faster_or_reason, name
+            for faster in faster_or_reason:
+                faster_file, _, faster_name = faster.rpartition("::")
+                names_of_marks = TESTS[faster_file or file][faster_name]
+                assert not names_of_marks & LEFT_OUT, f"{name}: {faster}"
