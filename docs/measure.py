@@ -108,9 +108,14 @@ def newest(name: str, label: str) -> dict[str, Any] | None:
 
 
 def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
-    """Return the newest results of one run on each kind of GPU or processor."""
+    """Return the newest results of one run on each kind of GPU or processor.
+
+    The first results did not record the flags of the processor. They are left out if there are
+    results that did.
+    """
     every = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{name}-{label}.json")]
-    return {_machine(stored): stored for stored in sorted(every, key=_date)}
+    with_flags = [stored for stored in every if "cpu_flags" in stored["environment"]]
+    return {_machine(stored): stored for stored in sorted(with_flags or every, key=_date)}
 
 
 def _date(stored: dict[str, Any]) -> str:
@@ -118,8 +123,12 @@ def _date(stored: dict[str, Any]) -> str:
 
 
 def _machine(stored: dict[str, Any]) -> str:
+    """Return the GPUs, or the processor with the flags on which its speed depends."""
     facts = stored["environment"]
-    return ", ".join(facts["gpus"]) or str(facts["processor"])
+    if facts["gpus"]:
+        return ", ".join(facts["gpus"])
+    flags = " ".join(flag for flag in facts.get("cpu_flags", ()) if flag in DECIDING_FLAGS)
+    return f"{facts['processor']}, {facts['cores']} cores {flags}".strip()
 
 
 def write_pages(name: str) -> None:
@@ -182,11 +191,8 @@ def _matches(row: Row, pattern: Row) -> bool:
 
 def _command(stored: dict[str, Any]) -> str:
     facts = stored["environment"]
-    flags = " ".join(flag for flag in facts.get("cpu_flags", ()) if flag in DECIDING_FLAGS)
-    machine = _machine(stored)
-    where = machine if facts["gpus"] else f"{machine}, {facts['cores']} cores {flags}"
     return (
-        f"`{stored['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "
+        f"`{stored['command']}`, {facts['date'][:10]}: {_machine(stored)}; torch {facts['torch']}, "
         f"Python {facts['python']}."
     )
 
