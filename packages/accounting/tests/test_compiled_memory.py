@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, Workload, fits, training_memory
+from accounting import Ledger, Plan, Transformer, Workload, fits, training_memory
 from accounting.memory.activations import activations, head_activations
 from reference import Model
 from torch.nn import functional as F
@@ -53,6 +53,21 @@ def test_compiled_step_needs_less_memory() -> None:
     model = Transformer(layers=2, d_model=256, heads=4, vocab_size=50_000)
     run: dict[str, Any] = {"batch": 4, "seq": 1024, "precision": "mixed_bf16"}
     assert training_memory(model, **run, compiled=True).total < training_memory(model, **run).total
+
+
+def test_a_ledger_lists_the_eager_tensors_of_a_compiled_step() -> None:
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x.exp().sin()
+        return x.sum()
+
+    peaks = []
+    for step in (chain, torch.compile(chain, backend="aot_eager_decomp_partition")):
+        x = torch.ones(64, 1024, requires_grad=True)
+        with Ledger() as ledger:
+            step(x).backward()
+        peaks.append(ledger.peak_bytes)
+    assert peaks[0] == peaks[1]
 
 
 def test_fits_refuses_compiled_modules() -> None:

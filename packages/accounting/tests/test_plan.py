@@ -66,6 +66,11 @@ def test_search_for_deepseek_v3_on_2048_devices_takes_less_than_two_seconds() ->
     assert answer.plan.devices == 2048
 
 
+def test_plans_for_tpus_print_no_command_for_gpus() -> None:
+    answer = plan_for(SMALL, gpus=8, hardware="TPU v5p", batch=8, seq=64)
+    assert "torchrun" not in answer.explain()
+
+
 @pytest.mark.timing
 def test_refusal_takes_less_than_two_seconds() -> None:
     begin = time.process_time()

@@ -67,6 +67,49 @@ def test_printed_coverage_is_counted_on_held_out_sources() -> None:
         assert 0.75 <= sum(inside) / len(inside) <= 0.9
 
 
+def test_widest_interval_is_compared_with_all_held_out_runs() -> None:
+    inside = []
+    for run, ratio in zip(RUNS, ratios(), strict=True):
+        others = [other for other in ratios() if other.source != ratio.source]
+        interval = learned(others, None).scaled(float(modeled(run, held_out=True).total))
+        inside.append(interval.low <= run.seconds <= interval.high)
+    sources = {ratio.source for ratio in ratios()}
+    assert coverage(None) == (sum(inside), len(inside), len(sources))
+    # Only two runs are of a device or dtype with too few sources for an interval of its own.
+    usual = [(device, "bf16", "dense") for device in ("A100", "H100")]
+    others = {
+        run.model.name: inside[i] for i, run in enumerate(RUNS) if ratios()[i].group not in usual
+    }
+    assert others == {"PaLM 540B": True, "DeepSeek-V3": False}
+
+
+def test_runs_on_h100_are_as_far_off_as_stated() -> None:
+    group = ("H100", "bf16", "dense")
+    pairs = [pair for pair in zip(RUNS, ratios(), strict=True) if pair[1].group == group]
+
+    def factors(source: str, lengths: range) -> list[float]:
+        """Return measured over modeled seconds of the runs of a source."""
+        return [
+            math.exp(ratio.held_out)
+            for run, ratio in pairs
+            if ratio.source.startswith(source) and run.seq in lengths
+        ]
+
+    torchtitan = factors("torchtitan", range(1_000_000))
+    assert (min(torchtitan), max(torchtitan)) == pytest.approx((1.17, 1.80), abs=0.005)
+    usual = factors("llm-foundry", range(4097))
+    assert (min(usual), max(usual)) == pytest.approx((0.99, 1.41), abs=0.005)
+    assert max(factors("llm-foundry", range(32_768, 1_000_000))) == pytest.approx(2.23, abs=0.005)
+    interval = learned([r for r in ratios() if not r.source.startswith("torchtitan")], group)
+    assert sum(interval.low <= factor <= interval.high for factor in torchtitan) == 1
+    assert len(torchtitan) == 6
+    # Eager and compiled runs of one layout, as published.
+    times = [
+        run.seconds for run, ratio in pairs if run.plan.devices == 8 and "torchtitan" in run.source
+    ]
+    assert times[0] / times[1] == pytest.approx(1.16, abs=0.005)
+
+
 def test_interval_of_dense_bf16_on_a100_is_within_a_quarter() -> None:
     interval = learned(ratios(), ("A100", "bf16", "dense"))
     assert interval.high / interval.middle < 1.25
@@ -178,7 +221,7 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
     ("layers", "width", "heads", "d_ff", "gpus", "batch", "hours", "ratio"),
     [
         (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.7),
-        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.26),
+        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.48),
         (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 0.95),
     ],
 )
@@ -200,4 +243,4 @@ def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
     answer = plan_for(model, gpus=gpus, hardware="H100", tokens=15.6e12, seq=8192, batch=batch)
     predicted = answer.days.scaled(24 * gpus)
     assert hours / predicted.middle == pytest.approx(ratio, rel=0.02)
-    assert (predicted.low < hours < predicted.high) == (ratio < 1.5)
+    assert (predicted.low < hours < predicted.high) == (ratio < 2)

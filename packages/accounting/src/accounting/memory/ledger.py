@@ -27,6 +27,7 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 class Ledger(LiveMemory):
     """A context around a training step that lists the live tensors.
 
+    A compiled module runs eagerly inside the context, so the list is that of its eager step.
     `table()` returns the list, and an out-of-memory error receives it as a note. Tensors of all
     devices count. A tensor that existed before counts only once an operator returns it or a view of
     it, so pass weights and optimizer state to `hold`. `rounding` is the granularity of the

@@ -256,21 +256,20 @@ def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
 
 @lru_cache
 def coverage(group: Group | None = None) -> tuple[int, int, int]:
-    """Return the numbers of covered runs, runs and sources of a group, or of all groups.
+    """Return the numbers of covered runs, runs and sources of a group.
 
-    A run is covered if the interval learned from all other sources contains it.
+    A run is covered if the interval that is learned for the group from all other sources contains
+    it. Without a group, all runs are compared with the widest interval of the other sources.
     """
     seen = ratios()
     members = [ratio for ratio in seen if group in (None, ratio.group)]
+    sources = {ratio.source for ratio in members}
     covered = 0
-    for source in {ratio.source for ratio in members}:
-        others = tuple(ratio for ratio in seen if ratio.source != source)
-        intervals = {r.group: learned(others, r.group) for r in members if r.source == source}
-        for ratio in members:
-            if ratio.source == source:
-                interval = intervals[ratio.group]
-                covered += interval.low <= math.exp(ratio.held_out) <= interval.high
-    return covered, len(members), len({ratio.source for ratio in members})
+    for source in sources:
+        interval = learned([ratio for ratio in seen if ratio.source != source], group)
+        held_out = [math.exp(ratio.held_out) for ratio in members if ratio.source == source]
+        covered += sum(interval.low <= factor <= interval.high for factor in held_out)
+    return covered, len(members), len(sources)
 
 
 @checks.entry()
