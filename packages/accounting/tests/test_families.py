@@ -16,6 +16,7 @@ import torch
 from accounting import Transformer, flops, kv_cache, parameters
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
 from accounting.model.registry import transformer_arguments
+from accounting.model.transformer import _part_sizes
 from random_configurations import outcomes
 from reference import described
 from transformers_cache import cache_name
@@ -637,7 +638,7 @@ def test_missing_field_is_default_of_its_class_or_refused() -> None:
     for family in sorted(set(FAMILIES) - UNBUILT):
         content = with_other_sizes(family)
         recorder = Recorder(content)
-        transformer_arguments(recorder)
+        transformer_arguments(recorder, _part_sizes)
         fields = CONFIG_MAPPING[family].__dataclass_fields__
         for name in recorder.read & set(fields) & set(content) - set(NEEDED.get(family, {})):
             explicit = content | {name: default_of(fields[name])}

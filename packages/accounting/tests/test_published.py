@@ -75,7 +75,7 @@ def test_widest_interval_is_compared_with_all_held_out_runs() -> None:
         inside.append(interval.low <= run.seconds <= interval.high)
     sources = {ratio.source for ratio in ratios()}
     assert coverage(None) == (sum(inside), len(inside), len(sources))
-    # Only two runs are of a device or dtype with too few sources for an interval of its own.
+    # Only two runs are of a device or dtype whose sources are too few for a separate interval.
     usual = [(device, "bf16", "dense") for device in ("A100", "H100")]
     others = {
         run.model.name: inside[i] for i, run in enumerate(RUNS) if ratios()[i].group not in usual

@@ -1,6 +1,6 @@
 """The parts of a multimodal configuration: its language model, and a known vision tower."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accounting.model.config import Config
@@ -8,7 +8,9 @@ from accounting.model.family import class_named, family_arguments, spelled
 from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer, matrices
+
+# The parameters of each part of a `Transformer`, from its keyword arguments.
+PartSizes = Callable[[Table], dict[str, int]]
 
 # Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
@@ -71,7 +73,7 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     )
 
 
-def vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
+def vision_tower(content: Mapping[str, Any], width: int, part_sizes: PartSizes) -> Iterator[Matrix]:
     """Yield the parts of a vision tower of a known kind and of its projector.
 
     The parts are tables, because text tokens do not multiply them. Every tensor-parallel rank
@@ -88,10 +90,9 @@ def vision_tower(content: Mapping[str, Any], width: int) -> Iterator[Matrix]:
             yield _tower_part(name, fields.size(name, formula))
     else:
         fields = Config(vision, str(kind), merged_table(str(kind)))
-        tower = Transformer(**family_arguments({**vision, "architectures": None}, str(kind)))
-        for name in dict.fromkeys(matrix.part for matrix in matrices(tower)):
-            sizes = (matrix.size for matrix in matrices(tower) if matrix.part == name)
-            yield _tower_part(name, sum(sizes))
+        arguments = family_arguments({**vision, "architectures": None}, str(kind))
+        for name, size in part_sizes(arguments).items():
+            yield _tower_part(name, size)
     outer = Config({**content, "vision": fields, "width": width}, family, table)
     for name, formula in table.get("projector", {}).items():
         yield _tower_part(f"projector {name}", outer.size(name, formula))

@@ -14,11 +14,14 @@ from accounting import checks
 from accounting.model.family import family_arguments
 from accounting.model.family_tables import FAMILIES, REFUSED
 from accounting.model.formulas import Table
-from accounting.model.multimodal import has_head, language_model, tied, vision_tower
+from accounting.model.multimodal import PartSizes, has_head, language_model, tied, vision_tower
 
 
-def transformer_arguments(content: Mapping[str, Any]) -> Table:
-    """Return the keyword arguments of the `Transformer` that a configuration describes."""
+def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> Table:
+    """Return the keyword arguments of the `Transformer` that a configuration describes.
+
+    `part_sizes` returns the parameters of each part of a `Transformer` with the given arguments.
+    """
     family = content.get("model_type")
     if not isinstance(family, str | None):
         raise ValueError(f"expected model_type to be a name, got {family!r}")
@@ -29,8 +32,8 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
         raise ValueError(_reason(family))
     # The class of the whole model decides whether its language model has a head.
     named = {"architectures": None if has_head(content) else [f"{text['model_type']}Model"]}
-    arguments = transformer_arguments(text | tied(content, text) | named)
-    tower = tuple(vision_tower(content, arguments["d_model"]))
+    arguments = transformer_arguments(text | tied(content, text) | named, part_sizes)
+    tower = tuple(vision_tower(content, arguments["d_model"], part_sizes))
     missing = "without its other parts"
     if tower:
         missing = "with the parameters of its vision tower; FLOPs and activations are of text"

@@ -8,6 +8,7 @@ whose rows are in matrices.toml.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 from accounting import checks
 from accounting.model.formulas import tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
+from accounting.model.registry import content_of, transformer_arguments
 
 
 @checks.named
@@ -101,9 +103,7 @@ class Transformer:
         hub. The class in `architectures` decides which parts exist, such as the head or a pooler;
         without it, a decoder has a head.
         """
-        from accounting.model.registry import content_of, transformer_arguments
-
-        return cls(**transformer_arguments(content_of(config)))
+        return cls(**transformer_arguments(content_of(config), _part_sizes))
 
     def __post_init__(self) -> None:
         least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}
@@ -252,6 +252,14 @@ _RECORDS: dict[str, tuple[type, bool]] = {
     "extra": (Matrix, True),
 }
 _PARTS = tables("model/matrices.toml")
+
+
+def _part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters of each part of a `Transformer` with these arguments."""
+    sizes: Counter[str] = Counter()
+    for matrix in matrices(Transformer(**arguments)):
+        sizes[matrix.part] += matrix.size
+    return dict(sizes)
 
 
 @lru_cache(maxsize=4096)
