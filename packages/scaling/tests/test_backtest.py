@@ -340,7 +340,9 @@ def untuned_sets():
     complete = {"portion_steps_elapsed": "1.0"}
     table = FOLDER / "scaling" / "untuned_checkpoints.csv"
     epochs = ["total_epochs", "current_epoch"]
-    yield load_runs(table, columns={"parameters": "N"}, where=complete, ignore=epochs)
+    yield load_runs(
+        table, columns={"parameters": "N"}, where=complete, ignore=epochs, history=False
+    )
 
 
 @pytest.mark.exhaustive
