@@ -224,7 +224,7 @@ def test_a_million_rows_are_read_in_5_seconds(tmp_path):
     )
     for source in (table, path):
         start = time.process_time()
-        assert len(load_runs(source, history=False)) == 1_000_000
+        assert len(load_runs(source)) == 1_000_000
         seconds = time.process_time() - start
         figure = f"scaling: a million rows read from a {type(source).__name__}"
         assert_at_most(figure, 5, seconds, "s")

@@ -70,8 +70,7 @@ class ParametricFit(Estimate):
         """Return `Law.predict`, with the 95 % interval of one new run, including its noise."""
         mean = self.posterior.predict(parameters, tokens)
         warn_of_prediction(parameters, tokens, self.runs)
-        interval = self.drift.interval_of_run(mean, parameters, tokens, self.residuals)
-        return Prediction(mean.loss, interval)
+        return self.drift.prediction_of_run(mean, parameters, tokens, self.residuals)
 
 
 def fit_parametric(

@@ -306,7 +306,10 @@ def _has_checkpoints(size: Array, progress: Array) -> bool:
     """
     rows_like_checkpoints = 0
     order = np.argsort(size, kind="stable")
-    for group in np.split(order, np.flatnonzero(np.diff(size[order])) + 1):
+    _, starts, counts = np.unique(size[order], return_index=True, return_counts=True)
+    is_long = counts >= min(ANY_CHECKPOINTS, EVEN_CHECKPOINTS)
+    for start, count in zip(starts[is_long], counts[is_long], strict=True):
+        group = order[start : start + count]
         tokens = np.unique(progress[group])
         if len(tokens) >= ANY_CHECKPOINTS or _has_even_spacing(tokens):
             rows_like_checkpoints += len(group)

@@ -118,10 +118,10 @@ class Drift(ComparesArrays):
             intervals[name] = _widen(interval, getattr(best, name), per_decade[name] * decades)
         return replace(best, intervals=intervals, coverage=COVERAGE if decades else "")
 
-    def interval_of_run(
+    def prediction_of_run(
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
-    ) -> Interval:
-        """Return the interval of one new run: the interval of the mean with noise and drift."""
+    ) -> Prediction:
+        """Return the prediction of one new run: the interval of the mean with noise and drift."""
         decades = self.decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
         for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
             # Along the optima, a decade of parameters or of tokens is two decades of compute.
@@ -129,7 +129,8 @@ class Drift(ComparesArrays):
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
         noise = run_noise(residuals, mean.interval.level)
         with_noise = _widen(mean.interval, mean.loss, noise)
-        return _widen(with_noise, mean.loss, self.loss * decades, ratio)
+        interval = _widen(with_noise, mean.loss, self.loss * decades, ratio)
+        return Prediction(mean.loss, interval, COVERAGE if decades else "")
 
     def decades(self, compute: float) -> float:
         """Return the decades from a compute down to `start`, or up to the smallest run; else 0."""

@@ -50,6 +50,12 @@ class Prediction:
 
     loss: float
     interval: Interval
+    #: The coverage measured for such intervals on published tables; empty within the runs.
+    coverage: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"loss {self.loss:.5g} {self.interval}"]
+        return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
 
     def __float__(self) -> float:
         return self.loss
