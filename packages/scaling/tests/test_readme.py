@@ -10,4 +10,5 @@ def test_quick_start_runs(tmp_path, monkeypatch, capsys):
     code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
     exec(compile(code, "README", "exec"), {})
     assert (tmp_path / "fit.png").exists()
-    assert capsys.readouterr().out
+    (shown,) = re.findall(r"```text\n(.*?)```", section, re.S)
+    assert capsys.readouterr().out == shown
