@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ from llmsys_suite.ranks.launch import launch
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links, parallel, plan, scale, train
+from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants import variants_here
 from reported_figures import doubled, figures
 
@@ -229,9 +231,12 @@ def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]
 def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcome:
     start = time.perf_counter()
     config = run.config
+    assert config.out is not None
     run.config = replace(config, out=out)
     if run.rank == 0:
         run.folder = RunFolder.create(run.config, {})
+        if (config.out / MODEL).exists():
+            shutil.copy(config.out / MODEL, out / MODEL)
     run.results = {stage: honest[stage] for stage in ("plan", "train") if stage in honest}
     trained = run.trained
     run.recorder._samples = []

@@ -13,10 +13,12 @@ import tinyml
 import torch
 from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.inputs import trained_model
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
+from llmsys_suite.audit.training_checks import weights as weight_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.audit.training_checks.record import Record
@@ -34,7 +36,9 @@ from llmsys_suite.measure.samples import (
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.results import Audit, Plan, Train
 from llmsys_suite.text.data import read_text
+from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.stored_tensors import stored_bytes
+from safetensors.torch import save_file
 from tinyml.quantization.int8 import Int8Linear
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
@@ -556,6 +560,8 @@ def test_a_reported_loss_that_no_sample_has_fails():
     ("kind", "nbytes", "name"),
     [
         ("moments", 1600, "ddp flat: stored moments"),
+        ("moments", 804, "ddp flat: stored moments"),
+        ("parameters", 396, "ddp flat: stored parameters"),
         ("parameters", 800, "ddp flat: stored parameters"),
         ("all", 1700, "ddp flat: all that is stored"),
     ],
@@ -566,6 +572,29 @@ def test_tensors_that_a_variant_should_not_store_fail(kind, nbytes, name):
         stored[1] = stored[1] | {kind: nbytes}
 
     assert tampered(change) == [name]
+
+
+@pytest.mark.parametrize(("change", "failed"), [(0.0, SINGLE), (1e-4, "")])
+def test_a_variant_whose_losses_are_not_rounded_to_bf16_fails(change, failed):
+    trajectory = [5.0 - 0.1 * step for step in range(12)]
+    curves = {SINGLE: [loss + change for loss in trajectory], PEER: [5.1] * 12}
+    rows = [{"variant": name, "final_loss": curve[-1]} for name, curve in curves.items()]
+    record = SimpleNamespace(
+        config=replace(CONFIG, dtype="bf16"),
+        losses=curves,
+        evidence={"trajectory": trajectory},
+        train=SimpleNamespace(rows=rows, losses=curves),
+    )
+    checks = {check.name: check for check in weight_checks.losses(record)}
+    assert checks["rounding of bf16 in the losses"].where == failed
+
+
+def test_a_model_that_is_not_the_trained_one_fails(tmp_path):
+    model = Decoder(ModelConfig.named("mini"))
+    save_file(model.state_dict(), tmp_path / MODEL)
+    run = SimpleNamespace(out=tmp_path)
+    assert trained_model(run, model).passed
+    assert not trained_model(run, Decoder(ModelConfig.named("mini"))).passed
 
 
 def test_initial_weights_of_another_scale_fail():

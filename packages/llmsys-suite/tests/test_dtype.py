@@ -1,9 +1,11 @@
 """The dtype of a run decides the arithmetic of products, and nothing else."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
+from llmsys_suite.audit import evidence
 from llmsys_suite.audit.tolerances import loss_tolerance, weight_tolerance
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.measure import low_precision
@@ -75,6 +77,17 @@ def test_checks_in_float32_restore_the_dtype_also_after_an_exception():
         fail()
     assert run.compute_dtype == torch.bfloat16
     assert run.autocast()._enabled
+
+
+def test_saved_bytes_are_counted_in_the_dtype_of_the_run(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    saved = {}
+    for dtype in ("fp32", "bf16"):
+        run = a_run(dtype)
+        run.config = replace(run.config, data=text, steps=1, warmup=0)
+        saved[dtype] = evidence.recompute(run)["saved_bytes"]
+    assert saved["bf16"] < saved["fp32"]
 
 
 def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch):

@@ -60,10 +60,12 @@ def recompute(run: Run) -> dict[str, Any]:
                 "row_digests": row_evidence(run.config, train),
                 "initial_scales": initial_scales(run),
                 "model_counts": count_model(run),
-                "saved_bytes": count_saved_bytes(run),
             }
         if run.rank == run.world - 1:
             evidence["trajectory"] = replay(run, initial_weights(run), REPLAYED)
+    if run.rank == 0:
+        # Counted in the dtype of the run, because bf16 activations are smaller.
+        evidence["saved_bytes"] = count_saved_bytes(run)
     return evidence
 
 

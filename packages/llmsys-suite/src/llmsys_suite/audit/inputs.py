@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.text.generation import MODEL
 
 
 def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -32,3 +35,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     target_logits = z.gather(-1, targets[..., None])[..., 0]
     mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
     return mean
+
+
+def trained_model(run: Run, model: Decoder) -> Check:
+    """Compare the weights of an analyzed model with the file that the stage `learn` has written."""
+    stored = load_file(run.out / MODEL)
+    different = [n for n, p in model.named_parameters() if not torch.equal(stored[n], p.cpu())]
+    weights = Sources("weights of the analyzed model", "the model file")
+    return weights.none("trained model", different)

@@ -63,7 +63,9 @@ def require_same(
     if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} is not a checkpoint of the stage learn: it has no {min(lacks)}")
     if expected["text"] not in (None, state["text"]):
-        raise UsageError(f"{source} was begun on another text; give that one with --data")
+        raise UsageError(
+            f"{source} was begun on another text or tokens; give the same --data and --tokenizer"
+        )
     for name in ("size", "context", "seed", "clip", "learning_rate"):
         if state[name] != getattr(config, name):
             raise UsageError(

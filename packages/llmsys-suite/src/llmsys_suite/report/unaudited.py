@@ -13,6 +13,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the derivation": (),
         "the division of the peak into activations, head and loss": (),
         "whether the planned and the measured peak are both wrong by less than a half": (),
+        "whether the rate of a product is wrong by less than a factor of 1.6": (),
     },
     "links": {
         "times": ("rows.time_us", "rows.p99_us"),
@@ -38,6 +39,10 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "whether gradients are rounded after the second step, if no bytes are saved": (),
         "hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms"),
         "the boundaries between phases": (),
+        "work of a variant outside of its timed steps": (),
+        "whether utilization is wrong by less than a factor of 1.6": (),
+        "whether bytes of shards or of all stored tensors are wrong by less than a fifth": (),
+        "errors below the rounding of bf16 or tf32, and whether products are in tf32": (),
         "bytes on the wire on a GPU": (),
         "the peak memory of each variant within a step": (),
         "whether DDP and FSDP2 of torch are too slow by less than a factor of 1.4": (),
@@ -50,10 +55,13 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "losses before the resumed step": (),
         "which of the variants has trained": (),
         "the generated text": (),
+        "which part of the text has trained a vocabulary": (),
+        "errors below the rounding of bf16 or tf32, and whether products are in tf32": (),
         "the moments of the last checkpoint": (),
     },
     "parallel": {
         "waiting": ("rows.waiting",),
+        "the dtype of products, and errors below its rounding": (),
         "the work in a timed iteration, and the split that it belongs to": (),
     },
     "memory": {
@@ -62,14 +70,16 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the largest allocations": (),
         "mixed precision": ("mixed.saved_for_backward_mib",),
         "the number of rows": ("rows",),
+        "whether peaks are wrong by less than 4 %": (),
     },
     "scale": {
         "losses of all runs but one short run": (),
         "warnings of the fit": (),
+        "the dtype of products, and errors below its rounding": (),
         "the interval of the extrapolation": ("extrapolated.low", "extrapolated.high"),
     },
     "inspect": {
-        "the lens between layers, and entropies": ("lens.entropy",),
+        "the lens before the last layer, and entropies": ("lens.entropy",),
         "heads of other kinds than previous, and scores by chance": (
             "heads.chance",
             "heads.p_value",

@@ -75,8 +75,9 @@ def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     model = run.model
     rows = max(1, run.config.rows // run.world)
     shape = (rows, model.num_heads, model.context, model.d_model // model.num_heads)
+    dtype = torch.bfloat16 if run.config.dtype == "bf16" else torch.float32
     torch.manual_seed(run.config.seed)
-    drawn = [torch.randn(shape, device=run.device).to(run.compute_dtype) for _ in range(3)]
+    drawn = [torch.randn(shape, device=run.device).to(dtype) for _ in range(3)]
     q, k, v = (tensor.requires_grad_() for tensor in drawn)
     return q, k, v
 
