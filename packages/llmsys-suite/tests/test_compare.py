@@ -19,8 +19,6 @@ from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
     round_ratios,
-    slower_than,
-    undecided_at,
 )
 from llmsys_suite.results import Audit, Plan, Skipped, Train
 
@@ -80,6 +78,12 @@ def make_run(
     return folder
 
 
+def variants_slower_by(rows, percent):
+    """Return the variants that are slower by more than `percent`, and those that are undecided."""
+    slower = [row.variant for row in rows if row.is_slower_by(percent)]
+    return slower, [row.variant for row in rows if row.is_slower_by(percent) is None]
+
+
 def verdicts(rows):
     return {row.variant: row.verdict for row in rows}
 
@@ -87,8 +91,7 @@ def verdicts(rows):
 def test_the_same_code_under_three_times_the_load_is_not_called_different(tmp_path):
     rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", load=3.0, seed=1)])
     assert not set(verdicts(rows).values()) & {*DIFFERENT}
-    assert slower_than(rows, 0.0) == []
-    assert undecided_at(rows, 0.0) == [row.variant for row in rows]
+    assert variants_slower_by(rows, 0.0) == ([], [row.variant for row in rows])
 
 
 def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
@@ -107,7 +110,7 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
     assert not set(by_variant.values()) & {*DIFFERENT}
     row = next(row for row in rows if row.variant == "ddp flat")
     assert row.low < scale < row.high
-    assert slower_than(rows, 5.0) == (["ddp flat"] if verdict == "slower" else [])
+    assert variants_slower_by(rows, 5.0)[0] == (["ddp flat"] if verdict == "slower" else [])
 
 
 @pytest.mark.parametrize(
@@ -137,14 +140,13 @@ def test_fail_above_succeeds_only_if_every_variant_is_shown_to_be_fast_enough(
 def test_a_variant_that_is_the_same_within_the_margin_passes_any_limit_above_it(percent):
     row = compare.Comparison("a", 1.01, 0.97, 1.049, 30, 0, margin=0.05)
     assert row.verdict == "same"
-    assert slower_than([row], percent) == undecided_at([row], percent) == []
+    assert row.is_slower_by(percent) is False
 
 
 def test_a_limit_below_half_of_the_margin_never_fails_for_a_small_difference():
     row = compare.Comparison("a", 1.02, 1.015, 1.025, 30, 0, margin=0.05, differs=True)
     assert row.verdict == "same"
-    assert slower_than([row], 1.0) == []
-    assert undecided_at([row], 1.0) == ["a"]
+    assert row.is_slower_by(1.0) is None
 
 
 #: Noise of real runs of the same code, and worse: correlated rounds, heavy tails, slow seconds, and
@@ -411,5 +413,5 @@ def test_a_variant_that_only_some_runs_have_trained_cannot_be_told():
     before, after = ({v: (random.normal(0, 0.01, 300), 0) for v in OURS} for _ in range(2))
     del after["fsdp"]
     rows = compare_ratios([before], [after])
-    assert undecided_at(rows, 10) == ["fsdp"]
+    assert variants_slower_by(rows, 10)[1] == ["fsdp"]
     assert "fsdp  not trained by all of these runs  cannot tell" in str(rows[-1])

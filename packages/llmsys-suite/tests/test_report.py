@@ -123,7 +123,7 @@ def a_run(path, **config):
         "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),
-        "memory": of.Memory(rows=4, peaks=[peaks], inference_timeline=line,
+        "memory": of.Memory(rows=4, peaks=[peaks],
                             training_timeline=line, largest="", mixed=[]),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
@@ -188,7 +188,7 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
         # Links, train, learn, memory, scale and compress.
-        assert layout["pictures"] == 6
+        assert layout["pictures"] == 5
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 

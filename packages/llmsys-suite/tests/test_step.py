@@ -85,11 +85,9 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
     assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
 
 
-def test_a_case_runs_in_a_separate_process_and_writes_a_chrome_trace(tmp_path):
-    ran = sweep.in_a_process(MINI, 120, profile=True, traces=tmp_path)
+def test_a_case_runs_in_a_separate_process_and_lists_operators():
+    ran = sweep.in_a_process(MINI, 120, profile=True)
     assert len(ran["seconds"]) == 15
-    (trace,) = tmp_path.iterdir()
-    assert json.loads(trace.read_text())["traceEvents"]
     for phase in ran["operators"]:
         assert 1 <= len(phase["top"]) <= 10
         assert phase["total_ms"] < phase["timer_ms"]
@@ -217,7 +215,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
-        (["--profile"], "--profile writes operators and traces; name a folder with --out"),
+        (["--profile"], "--profile writes operators; name a folder with --out"),
         (["--out", "/proc/none"], "cannot write to /proc/none"),
         (["--out", "."], ". exists and is not empty"),
     ],

@@ -123,10 +123,10 @@ def step(
     rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="With --out: the operators of a step, and a trace.")
+        bool, typer.Option("--profile", help="With --out: the operators of a step.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON, traces.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON.")] = None,
 ) -> None:
     """Time one training step by size, context and precision, each in a separate process."""
     from llmsys_suite.step.report import benchmark
@@ -211,10 +211,8 @@ def compare(
 
 def _status_above(rows: list[Comparison], percent: float) -> int:
     """Return the exit status of `--fail-above` and print the variants that decide it."""
-    from llmsys_suite.report.compare import slower_than, undecided_at
-
-    slower = slower_than(rows, percent)
-    undecided = undecided_at(rows, percent)
+    slower = [row.variant for row in rows if row.is_slower_by(percent)]
+    undecided = [row.variant for row in rows if row.is_slower_by(percent) is None]
     if slower:
         print(f"llmsys: slower by more than {percent:g} %: {', '.join(slower)}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -121,27 +122,16 @@ def diagnosis() -> list[tuple[str, str, str]]:
     facts = environment()
     rows = [(key, str(facts[key]), "") for key in ("python", "torch", "processor", "cores")]
     memory = available_memory_bytes("cpu") / GIB
-    rows.append(
-        ("memory free", f"{memory:.1f} GiB", "" if memory > 4 else "close other programs: 4 GiB")
-    )
-    busy = facts["load_average"] > 0.5 * usable_cores()
-    rows.append(
-        (
-            "load average",
-            str(facts["load_average"]),
-            "other work is running: trust ratios, not times" if busy else "",
-        )
-    )
+    remedy = "" if memory > 4 else "close other programs: 4 GiB"
+    rows.append(("memory free", f"{memory:.1f} GiB", remedy))
+    is_busy = facts["load_average"] > 0.5 * usable_cores()
+    remedy = "other work is running: trust ratios, not times" if is_busy else ""
+    rows.append(("load average", str(facts["load_average"]), remedy))
     shm = Path("/dev/shm")
     if shm.exists():
-        free = os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize / 2**20
-        rows.append(
-            (
-                "/dev/shm free",
-                f"{free:.0f} MiB",
-                "" if free > 256 else "shared-memory collectives fall back; give it 256 MiB",
-            )
-        )
+        free = shutil.disk_usage(shm).free / 2**20
+        remedy = "" if free > 256 else "shared-memory collectives fall back; give it 256 MiB"
+        rows.append(("/dev/shm free", f"{free:.0f} MiB", remedy))
     rows.append(("gloo", "yes" if dist.is_gloo_available() else "no", ""))
     rows.append(("CUDA devices", str(torch.cuda.device_count()), ""))
     if torch.cuda.is_available():

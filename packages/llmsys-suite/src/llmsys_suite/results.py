@@ -102,11 +102,10 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks by context, timelines, allocations, and mixed precision."""
+    """Peaks by context, a timeline, allocations, and mixed precision."""
 
     rows: int
     peaks: Rows
-    inference_timeline: list[tuple[str, float]]
     training_timeline: list[tuple[str, float]]
     #: The largest allocations at the peak of training.
     largest: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsys_suite.config import UsageError
@@ -55,12 +55,7 @@ def warnings(before: RunFolder, after: RunFolder) -> list[str]:
         for folder in dict.fromkeys((before, after))
         if isinstance(audit := folder.results.get("audit"), Audit) and not audit.passed
     ]
-    for file, keys in SHOULD_AGREE.items():
-        old, new = before.read_json(file), after.read_json(file)
-        for key in keys:
-            if old.get(key) != new.get(key):
-                lines.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
-    return lines
+    return lines + _differences(before, after, SHOULD_AGREE)
 
 
 def require_comparable(before: RunFolder, after: RunFolder) -> None:
@@ -82,14 +77,21 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
                 f"the variants of {folder.path} did not fit in memory together and ran one after "
                 "another, so they have no rounds to compare; choose a smaller --size"
             )
-    for name, keys in MUST_AGREE.items():
-        old, new = before.read_json(name), after.read_json(name)
+    if differences := _differences(before, after, MUST_AGREE):
+        raise UsageError(f"{differences[0]}; their times cannot be compared")
+
+
+def _differences(
+    before: RunFolder, after: RunFolder, keys_of_file: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a sentence for each of the keys in which two runs differ."""
+    lines = []
+    for file, keys in keys_of_file.items():
+        old, new = before.read_json(file), after.read_json(file)
         for key in keys:
             if old.get(key) != new.get(key):
-                raise UsageError(
-                    f"the runs differ in {key}: {_short(old.get(key), new.get(key))}; "
-                    "their times cannot be compared"
-                )
+                lines.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
+    return lines
 
 
 def _short(old: Any, new: Any) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import t as student
+from scipy.stats import trim_mean
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
@@ -33,6 +34,9 @@ Array = np.ndarray
 #: rounds.
 Ratios = dict[str, tuple[Array, int]]
 RESAMPLES = 400
+#: Fraction that is cut from both ends of the logs before their mean. The mean of the middle half is
+#: as robust as the median and more efficient.
+TRIMMED = 0.25
 #: A step is disturbed if its rank waited for a core for more than this fraction of it, while other
 #: programs did more than CROWDED of the work of the machine.
 DISTURBED, CROWDED = 0.05, 0.1
@@ -70,6 +74,18 @@ class Comparison:
             return "faster"
         is_inside = 1 / (1 + self.margin) < self.low and self.high < 1 + self.margin
         return "same" if is_inside else "cannot tell"
+
+    def is_slower_by(self, percent: float) -> bool | None:
+        """Return whether the time grew by more than `percent`; None if the rounds cannot tell.
+
+        The whole interval must lie on one side of the limit. Finding no difference is not evidence
+        that there is none.
+        """
+        limit = 1 + percent / 100
+        if self.low > limit and self.verdict == "slower":
+            return True
+        is_fast_enough = self.high <= limit and has_enough_rounds(self.rounds, self.disturbed)
+        return False if is_fast_enough else None
 
     def __str__(self) -> str:
         total = self.rounds + self.disturbed
@@ -133,28 +149,6 @@ def has_enough_rounds(rounds: int, disturbed: int) -> bool:
     return rounds >= max(LEAST_ROUNDS, LEAST_SHARE * (rounds + disturbed))
 
 
-def slower_than(rows: list[Comparison], percent: float) -> list[str]:
-    """Return the variants whose whole interval is above `percent` slower."""
-    limit = 1 + percent / 100
-    return [row.variant for row in rows if row.low > limit and row.verdict == "slower"]
-
-
-def undecided_at(rows: list[Comparison], percent: float) -> list[str]:
-    """Return the variants that may or may not be slower by more than `percent`.
-
-    A variant is decided if its whole interval lies above or below the limit and there are enough
-    undisturbed rounds. Finding no difference is not evidence that there is none.
-    """
-    limit = 1 + percent / 100
-    slower = slower_than(rows, percent)
-    return [
-        row.variant
-        for row in rows
-        if row.variant not in slower
-        and not (row.high <= limit and has_enough_rounds(row.rounds, row.disturbed))
-    ]
-
-
 def round_ratios(samples: list[Sample]) -> Ratios:
     """Return the log ratios and the number of disturbed rounds of each variant.
 
@@ -201,7 +195,7 @@ def _compare(
     degrees = math.inf
     for sign, side in ((-1, before), (1, after)):
         estimates = [_error(logs, random) for logs, _ in side]
-        log_ratio += sign * sum(_middle(logs) for logs, _ in side) / len(side)
+        log_ratio += sign * sum(trim_mean(logs, TRIMMED) for logs, _ in side) / len(side)
         variance += sum(error**2 for error, _ in estimates) / len(side) ** 2 + APART**2 / len(side)
         degrees = min(degrees, sum(freedom for _, freedom in estimates))
     error = math.sqrt(variance)
@@ -219,22 +213,15 @@ def _compare(
     )
 
 
-def _middle(logs: Array) -> float:
-    """Return the mean of the middle half, which is as robust as the median and more efficient."""
-    cut = len(logs) // 4
-    return float(np.sort(logs)[cut : len(logs) - cut].mean())
-
-
 def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
-    """Return the bootstrap standard error of `_middle` and its degrees of freedom.
+    """Return the bootstrap standard error of the trimmed mean and its degrees of freedom.
 
     The autocorrelation r of the rounds, clipped to the quartiles, reduces the effective number of
     rounds to n (1 - r) / (1 + r).
     """
     n = len(logs)
-    drawn = np.sort(logs[random.integers(0, n, (RESAMPLES, n))], axis=1)
-    cut = n // 4
-    error = float(drawn[:, cut : n - cut].mean(1).std())
+    drawn = logs[random.integers(0, n, (RESAMPLES, n))]
+    error = float(trim_mean(drawn, TRIMMED, axis=1).std())
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))

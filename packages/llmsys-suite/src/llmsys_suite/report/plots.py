@@ -172,21 +172,6 @@ def _plain_ticks(axes: Axes) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def links(rows: Sequence[dict[str, Any]]) -> str:
-    """Draw bus bandwidth against size for each algorithm."""
-    series = [r for r in rows if r["case"] == "all_reduce"]
-
-    def draw(axes: Axes) -> None:
-        for color, name in zip(COLORS, dict.fromkeys(r["algorithm"] for r in series), strict=False):
-            mine = [r for r in series if r["algorithm"] == name]
-            x, y = [r["size_bytes"] for r in mine], [r["busbw_gbps"] for r in mine]
-            axes.plot(x, y, "o-", color=color, markersize=3, label=name)
-        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
-        below(axes, 4)
-
-    return figure(draw, "Bus bandwidth of an all-reduce against its size")
-
-
 def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
     """Draw held-out loss against bytes."""
 

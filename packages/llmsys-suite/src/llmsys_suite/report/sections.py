@@ -63,7 +63,7 @@ def _links(links: of.Links, *_: Any) -> Section:
     )
     shown = pick(rows, COLUMNS["links"])
     top = [row for row in shown if row["bytes"] == largest]
-    return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
+    return Section("links", finding, top, folded=[("all sizes", shown)])
 
 
 def _attention(attention: of.Attention, *_: Any) -> Section:

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from scipy.stats import quantile_test
+
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import PEER, SINGLE
@@ -16,16 +18,14 @@ from llmsys_suite.results import Plan
 def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
     """Return the median and a 95 % interval from order statistics.
 
-    The number of values below the true median is binomial for any distribution. `among` corrects
-    for the choice of the best among that number of variants.
+    The interval is unbounded if there are too few values. `among` corrects for the choice of the
+    best among that number of variants.
     """
-    ordered, n = sorted(values), len(values)
-    total, cut = 0.0, 0
-    while cut < n // 2 and total + math.comb(n, cut) / 2**n <= 0.025 / among:
-        total += math.comb(n, cut) / 2**n
-        cut += 1
-    low, high = (ordered[cut - 1], ordered[n - cut]) if cut else (0.0, math.inf)
-    return statistics.median(ordered), low, high
+    test = quantile_test(values, p=0.5)
+    low, high = test.confidence_interval(confidence_level=1 - 0.05 / among)
+    if math.isnan(low):
+        low, high = 0.0, math.inf
+    return statistics.median(values), float(low), float(high)
 
 
 def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:

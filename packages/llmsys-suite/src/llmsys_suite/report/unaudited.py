@@ -66,7 +66,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "memory": {
         "the peak of inference": ("peaks.inference_peak_mib",),
-        "timelines": ("inference_timeline", "training_timeline"),
+        "the timeline": ("training_timeline",),
         "the largest allocations": (),
         "mixed precision": ("mixed.saved_for_backward_mib",),
         "the number of rows": ("rows",),

@@ -51,7 +51,8 @@ def run(run: Run) -> Memory | None:
     return Memory(
         rows=ROWS,
         peaks=[profiles[length]["peaks"] for length in contexts(config)],
-        **profiles[config.context]["drawn"],
+        training_timeline=profiles[config.context]["drawn"]["training_timeline"],
+        largest=profiles[config.context]["drawn"]["largest"],
         mixed=mixed,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -15,10 +14,10 @@ PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 SHOWN = 10
 
 
-def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
+def by_phase(step: Step) -> list[dict[str, Any]]:
     """Return a row per phase of a warmed-up step: its operators and their fractions.
 
-    `timer_ms` includes the profiler. Chrome's trace of the step is written to `trace`.
+    `timer_ms` includes the profiler.
     """
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
@@ -31,10 +30,6 @@ def by_phase(step: Step, trace: Path | None = None) -> list[dict[str, Any]]:
             seconds = now(step.device) - begin
         summary = summarize(seen.key_averages(), step.device.type)
         rows.append({"phase": phase, "timer_ms": seconds * 1e3} | summary)
-    if trace is not None:
-        with profile(activities=activities, acc_events=True) as whole:
-            step.timed()
-        whole.export_chrome_trace(str(trace))
     return rows
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from llmsys_suite.step.kernels import by_phase
 from llmsys_suite.step.training import AUTOCAST, Step
 
 
-def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
+def measure(case: Case, *, profile: bool = False) -> dict[str, Any]:
     """Return the seconds of each part of each step, and other facts about the process."""
     step = Step(case)
     seconds = [step.timed() for _ in range(max(WARMUPS) + STEPS)]
@@ -35,18 +34,16 @@ def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> 
         "peak_bytes": peak,
         "threads": torch.get_num_threads(),
         "product_rate": product_rate(step.device, AUTOCAST[case.dtype]),
-        "operators": by_phase(step, trace) if profile or trace else [],
+        "operators": by_phase(step) if profile else [],
     }
 
 
 def main() -> None:
-    """Measure the case of the first argument, which also contains `profile` and `trace`."""
+    """Measure the case of the first argument, which may also contain `profile`."""
     end_with_parent(os.getppid())
     options = json.loads(sys.argv[1])
-    trace = options.pop("trace", None)
     profile = options.pop("profile", False)
-    result = measure(Case(**options), profile=profile, trace=Path(trace) if trace else None)
-    print(json.dumps(result))
+    print(json.dumps(measure(Case(**options), profile=profile)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def benchmark(
     if not 0 < limit < math.inf:
         raise UsageError(f"--time-limit {limit} is not a number of seconds")
     if profile and out is None:
-        raise UsageError("--profile writes operators and traces; name a folder with --out")
+        raise UsageError("--profile writes operators; name a folder with --out")
     if device == "cuda" and not count_gpus():
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
     cases = [
@@ -81,15 +81,14 @@ def _measured_lines(
     yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
     yield "|---" * 8 + "|"
     measured = []
-    traces = out / "traces" if out is not None and profile else None
-    for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
+    for row in sweep.measure(cases, limit=limit, profile=profile):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
             table = {"cases": [asdict(case) for case in cases], "rows": measured}
             RunFolder(out).write_json("rows.json", table)
         yield _line(_cells(row))
     if out is not None:
-        yield f"\n{out}: rows.json" + (", traces" if profile else "")
+        yield f"\n{out}: rows.json"
 
 
 def _cells(row: Row) -> list[str]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from llmsys_suite.environment import GIB, available_memory_bytes
@@ -43,13 +42,12 @@ def measure(
     limit: float = 60.0,
     extrapolate: bool = True,
     profile: bool = False,
-    traces: Path | None = None,
 ) -> Iterator[Row]:
     """Yield the rows of each case: one per number of warm-up steps, or one with the reason.
 
     `limit` is in seconds per case. With `extrapolate`, a case that does not fit has times predicted
     from fewer layers, and the largest case that fits is predicted too, for comparison. With
-    `profile` rows have `operators`; Chrome traces are written to the folder `traces`.
+    `profile` rows have `operators`.
     """
     largest: tuple[int, Case, float] | None = None
     rates: dict[str, float] = {}
@@ -59,7 +57,7 @@ def measure(
             continue  # its row covers both
         try:
             require_fit(case, limit, rates.get(case.dtype, 0.0))
-            measured = in_a_process(case, limit, profile=profile, traces=traces)
+            measured = in_a_process(case, limit, profile=profile)
         except LeftOut as reason:
             fewer = extrapolate and case.model.num_layers > max(FEW)
             line = extrapolated(case, limit) if fewer else case.labels() | {"note": ""}
@@ -91,16 +89,10 @@ def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
         raise LeftOut(f"would take {seconds:.0f} s")
 
 
-def in_a_process(
-    case: Case, limit: float, *, profile: bool = False, traces: Path | None = None
-) -> dict[str, Any]:
+def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
     """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
-    options: dict[str, Any] = asdict(case) | {"profile": profile}
-    if traces is not None:
-        traces.mkdir(parents=True, exist_ok=True)
-        name = "-".join(str(value) for value in case.labels().values())
-        options["trace"] = str(traces / f"{name}.json")
-    command = [sys.executable, "-m", "llmsys_suite.step.process", json.dumps(options)]
+    options = json.dumps(asdict(case) | {"profile": profile})
+    command = [sys.executable, "-m", "llmsys_suite.step.process", options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:

@@ -27,8 +27,8 @@ SHARDED_PARAMETERS = ("fsdp", "torch FSDP2")
 BUFFERED = ("ddp overlapped", "ddp bucketed", "ddp shared memory", "zero 1")
 #: Allowed difference of a shard from 1/n of the total: rows of small matrices split unevenly.
 UNEVEN = 0.2
-#: Number of losses from which the audit expects one that differs from float32 in bf16. A single loss
-#: may be equal by chance.
+#: Number of losses from which the audit expects one in bf16 that differs from float32. One loss
+#: alone may be equal by chance.
 LEAST_STEPS = 10
 
 
