@@ -1,7 +1,6 @@
-"""One step, timed by size, context and precision: what is counted, left out and extrapolated."""
+"""One step, timed by size, context and precision: what is counted and left out."""
 
 import json
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -103,10 +102,9 @@ def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
         sweep.require_fit(Case(size="tiny"), 60, rate=1e6)
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
         sweep.in_a_process(MINI, 0.01)
-    for extrapolate in (False, True):
-        both = [Case(size="xl", compile=is_compiled) for is_compiled in (False, True)]
-        (row,) = sweep.measure(both, extrapolate=extrapolate)
-        assert "needs" in row["note"]
+    both = [Case(size="xl", compile=is_compiled) for is_compiled in (False, True)]
+    (row,) = sweep.measure(both)
+    assert "needs" in row["note"]
 
 
 @pytest.mark.parametrize(
@@ -122,37 +120,6 @@ def test_the_reason_of_a_failed_process_is_reported(monkeypatch, status, message
     monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
     with pytest.raises(sweep.LeftOut, match=why):
         sweep.in_a_process(MINI, 60)
-
-
-@pytest.mark.parametrize("size", ["mini", "tiny"])
-def test_a_model_of_few_layers_is_never_extrapolated_from_as_many_or_more(monkeypatch, size):
-    ran = []
-
-    def does_not_end(case, *_, **__):
-        ran.append(case)
-        raise sweep.LeftOut("did not end within 1 s")
-
-    monkeypatch.setattr(sweep, "in_a_process", does_not_end)
-    (row,) = sweep.measure([Case(size=size)])
-    assert row["note"] == "did not end within 1 s"
-    assert ran == [Case(size=size)]
-
-
-def test_a_time_that_is_a_line_in_the_layers_is_extrapolated_exactly(monkeypatch):
-    def ran(case, *_, **__):
-        layers = case.model.num_layers
-        return process_output([[1 + 2 * layers, 3 * layers, 0.5 + layers]] * 15)
-
-    monkeypatch.setattr(sweep, "in_a_process", ran)
-    monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 3 * 2**30)
-    rows = list(sweep.measure([Case(size="small", rows=1), Case(size="2.7B", rows=1)]))
-    *timed, left_out, predicted = rows
-    assert [row["warmup"] for row in timed] == [0, 1, 2, 5]
-    assert re.match(r"needs .* are free; (not )?extrapolated", left_out["note"])
-    assert "not extrapolated" in left_out["note"] or left_out["forward_mean_ms"] == 65e3
-    assert predicted["size"] == "small"
-    assert predicted["forward_mean_ms"] == pytest.approx(25e3)
-    assert predicted["note"].endswith("extrapolated from 2 and 4 layers: 1.00 of what it takes")
 
 
 def test_precision_and_checkpointing_are_what_the_case_asks_for():
@@ -192,17 +159,6 @@ def test_kinds_of_operators_are_distinguished():
     assert row["product_share"] == pytest.approx(0.9)
     assert row["attention_product_share"] == pytest.approx(0.3)
     assert row["softmax_share"] == pytest.approx(0.1)
-
-
-def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
-    rows = [
-        sweep.row(Case(size="mini", compile=is_compiled), process_output([[x] * 3] * 15), 5)
-        for is_compiled, x in ((False, 0.2), (True, 0.1))
-    ]
-    rows[1]["first_step_ms"] = 3_600.0
-    assert sweep.pays_after(rows) == pytest.approx({"compile_s": 3, "speedup": 2, "steps": 10})
-    rows[1]["step_p50_ms"] = 700.0
-    assert sweep.pays_after(rows)["steps"] == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,4 @@
-"""The table of a benchmark by size: cases that fit are timed, others extrapolated.
-
-A step consists of a number of equal layers and a constant part, so its time is linear in the number
-of layers. Two models with few layers determine the line, which is compared with the largest case
-that fits.
-"""
+"""The table of a benchmark by size: cases that fit are timed, the others have a reason."""
 
 from __future__ import annotations
 
@@ -20,8 +15,6 @@ from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
-#: Layers of the two models that the line goes through.
-FEW = (2, 4)
 #: Minimum fraction of a matrix product's rate that a step of a whole model is expected to reach.
 USUAL = 1 / 3
 #: Usable fraction of free memory; the process itself and the workspaces of kernels need the rest.
@@ -36,20 +29,11 @@ class TooLarge(LeftOut):
     """The case needs more memory than is available, compiled or not."""
 
 
-def measure(
-    cases: Sequence[Case],
-    *,
-    limit: float = 60.0,
-    extrapolate: bool = True,
-    profile: bool = False,
-) -> Iterator[Row]:
+def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
     """Yield the rows of each case: one per number of warm-up steps, or one with the reason.
 
-    `limit` is in seconds per case. With `extrapolate`, a case that does not fit has times predicted
-    from fewer layers, and the largest case that fits is predicted too, for comparison. With
-    `profile` rows have `operators`.
+    `limit` is in seconds per case. With `profile` rows have `operators`.
     """
-    largest: tuple[int, Case, float] | None = None
     rates: dict[str, float] = {}
     too_large: set[Case] = set()
     for case in cases:
@@ -59,23 +43,13 @@ def measure(
             require_fit(case, limit, rates.get(case.dtype, 0.0))
             measured = in_a_process(case, limit, profile=profile)
         except LeftOut as reason:
-            fewer = extrapolate and case.model.num_layers > max(FEW)
-            line = extrapolated(case, limit) if fewer else case.labels() | {"note": ""}
-            yield line | {"note": "; ".join(filter(None, (str(reason), line["note"])))}
-            if isinstance(reason, TooLarge) and "step_p50_ms" not in line:
+            yield case.labels() | {"note": str(reason)}
+            if isinstance(reason, TooLarge):
                 too_large.add(case)
             continue
         rates[case.dtype] = measured["product_rate"]
-        rows = [row(case, measured, skipped) for skipped in WARMUPS]
-        yield from rows
-        if (work := case.executed_flops()) > (largest[0] if largest else 0):
-            largest = work, case, rows[-1]["step_p50_ms"]
-    if extrapolate and largest and largest[1].model.num_layers > max(FEW):
-        _, case, largest_ms = largest
-        line = extrapolated(case, limit)
-        if "step_p50_ms" in line:
-            line["note"] += f": {line['step_p50_ms'] / largest_ms:.2f} of what it takes"
-        yield line
+        for skipped in WARMUPS:
+            yield row(case, measured, skipped)
 
 
 def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
@@ -131,34 +105,4 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "seconds": counted,
         "operators": measured["operators"],
         "note": "",
-    }
-
-
-def extrapolated(case: Case, limit: float) -> Row:
-    """Return the predicted time of a case, from steps of models with few layers."""
-    labels = case.labels() | {"warmup": max(WARMUPS)}
-    few = [replace(case, layers=layers) for layers in FEW]
-    try:
-        for shallow in few:
-            require_fit(shallow, limit)
-        ends = [row(shallow, in_a_process(shallow, limit), max(WARMUPS)) for shallow in few]
-    except LeftOut as reason:
-        return labels | {"note": f"not extrapolated: {FEW[1]} layers: {reason}"}
-    beyond = (case.model.num_layers - FEW[0]) / (FEW[1] - FEW[0])
-    for key in (*(f"{phase}_mean_ms" for phase in PHASES), "step_p50_ms"):
-        low, high = (end[key] for end in ends)
-        labels[key] = low + beyond * (high - low)
-    labels["tokens_per_s"] = case.tokens / (labels["step_p50_ms"] / 1e3)
-    return labels | {"note": f"extrapolated from {FEW[0]} and {FEW[1]} layers"}
-
-
-def pays_after(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the compile time, the speedup, and the steps that compensate for compiling."""
-    plain, compiled = (next(r for r in rows if r["compile"] is which) for which in (False, True))
-    cost = compiled["first_step_ms"] - plain["first_step_ms"]
-    gain = plain["step_p50_ms"] - compiled["step_p50_ms"]
-    return {
-        "compile_s": cost / 1e3,
-        "speedup": plain["step_p50_ms"] / compiled["step_p50_ms"],
-        "steps": cost / gain if gain > 0 else float("inf"),
     }
