@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -282,7 +283,7 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
 
 def _evidence(run: Run) -> dict[str, Any]:
     """Return the evidence for the checks of `plan` and `train`, on every rank."""
-    return audit.combine(audit.measure(run), run.gather(audit.recompute(run)))
+    return dict(ChainMap(audit.measure(run), *run.gather(audit.recompute(run))))
 
 
 def _stage_checks(run: Run, stage: str) -> list[Check]:

@@ -12,14 +12,15 @@ from typing import Any
 import collectives
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from llmsys_suite.audit import peers
-from llmsys_suite.audit.flops import count_flops
+from llmsys_suite.audit import peers, reference
 from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder
+from llmsys_suite.plain import Weights
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights
 
@@ -69,14 +70,6 @@ def recompute(run: Run) -> dict[str, Any]:
     return evidence
 
 
-def combine(measured: dict[str, Any], recomputed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the measurements with the evidence that each rank has computed alone."""
-    evidence = dict(measured)
-    for part in recomputed:
-        evidence |= part
-    return evidence
-
-
 def count_model(run: Run) -> dict[str, int]:
     """Count parameters and the FLOPs of a training step of the reference on the meta device."""
     weights = initial_weights(run)
@@ -89,6 +82,23 @@ def count_model(run: Run) -> dict[str, int]:
         "flops_full": full,
         "flops_causal": causal,
     }
+
+
+def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[int, int]:
+    """Return the FLOPs of a training step: all, and without masked products.
+
+    They are counted on the meta device. Attention's products are the only batched ones. Under a
+    causal mask they need T (T + 1) / 2 of the T^2 pairs.
+    """
+    leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
+    tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss = reference.loss(leaves, tokens, tokens, heads)
+        loss.backward()
+    total = counter.get_total_flops()
+    by_operator = counter.get_flop_counts()["Global"]
+    batched = sum(n for operator, n in by_operator.items() if "bmm" in str(operator))
+    return total, total - batched * (context - 1) // (2 * context)
 
 
 def count_saved_bytes(run: Run) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.evidence import combine, measure, recompute
+from llmsys_suite.audit.evidence import measure, recompute
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -45,7 +46,7 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     evidence: dict[str, Any] = {}
     recorded: list[Check] = []
     if is_trained:
-        evidence = combine(measured, run.gather(recomputed))
+        evidence = dict(ChainMap(measured, *run.gather(recomputed)))
         recorded = recorded_checks(run, evidence)
     return evidence, [*recorded, *collective, *alone] if run.rank == 0 else []
 

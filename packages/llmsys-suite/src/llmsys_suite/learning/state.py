@@ -1,8 +1,9 @@
-"""The training state of `learn`: the contents of its checkpoints, and the runs that may resume."""
+"""The schedule and the training state of `learn`, and the checkpoints that a run may resume."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ CHECKPOINT = "checkpoint"
 PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint decides.
 DEFAULT_STEPS = 400
+#: Peak learning rate relative to that of `train`, and the fraction of steps in the warm-up.
+RATE, WARM = 2.0, 0.05
 
 
 def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:
@@ -92,3 +95,13 @@ def resumed(run: Run) -> Path | None:
     """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
     restarted_from = run.out / CHECKPOINT
     return restarted_from if restarts() and restarted_from.exists() else run.config.resume
+
+
+def is_due(step: int, total: int, times: int) -> bool:
+    """Return True at equal intervals, `times` per training, and after the last step."""
+    return step == total or step % max(1, total // times) == 0
+
+
+def schedule(progress: float) -> float:
+    """Return the learning-rate factor: a linear warm-up, then half a cosine."""
+    return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))

@@ -19,8 +19,16 @@ from safetensors.torch import save_file
 from llmsys_suite.learning.choice import make_variant
 from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, traced_steps
-from llmsys_suite.learning.schedule import RATE, is_due, schedule
-from llmsys_suite.learning.state import CHECKPOINT, PROBE, beginning, require_same, resumed
+from llmsys_suite.learning.state import (
+    CHECKPOINT,
+    PROBE,
+    RATE,
+    beginning,
+    is_due,
+    require_same,
+    resumed,
+    schedule,
+)
 from llmsys_suite.ranks.failure import collect_stop_requests
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from llmsys_suite.environment import GIB, available_memory_bytes
@@ -25,27 +25,18 @@ class LeftOut(Exception):
     """The reason why a case was not timed."""
 
 
-class TooLarge(LeftOut):
-    """The case needs more memory than is available, compiled or not."""
-
-
 def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
     """Yield the rows of each case: one per number of warm-up steps, or one with the reason.
 
     `limit` is in seconds per case. With `profile` rows have `operators`.
     """
     rates: dict[str, float] = {}
-    too_large: set[Case] = set()
     for case in cases:
-        if case.compile and replace(case, compile=False) in too_large:
-            continue  # its row covers both
         try:
             require_fit(case, limit, rates.get(case.dtype, 0.0))
             measured = in_a_process(case, limit, profile=profile)
         except LeftOut as reason:
             yield case.labels() | {"note": str(reason)}
-            if isinstance(reason, TooLarge):
-                too_large.add(case)
             continue
         rates[case.dtype] = measured["product_rate"]
         for skipped in WARMUPS:
@@ -56,7 +47,7 @@ def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
     """Raise LeftOut if a case needs too much memory or, at a product's `rate`, too much time."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
-        raise TooLarge(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+        raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
     steps = max(WARMUPS) + STEPS
     seconds = steps * case.executed_flops() / (USUAL * rate) if rate else 0.0
     if seconds > limit:

@@ -16,7 +16,12 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.audit.stage_checks.probed_step import rate, read_checkpoint, read_state
+from llmsys_suite.audit.stage_checks.probed_step import (
+    global_batch,
+    rate,
+    read_checkpoint,
+    read_state,
+)
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
@@ -81,7 +86,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     config = run.config
     heads = run.model.num_heads
     allowed = loss_tolerance(config, REPLAYED_LOSS)
-    train, held_out = read_parts(config)
+    _, held_out = read_parts(config)
     rows = on_device(run, reference.spread(held_out, evaluation.HELDOUT_ROWS, config.context))
     stored = load_file(run.out / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
@@ -91,8 +96,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     if result.begun_at == 0:
         start = in_float64(seeded(run, run.model))
         float64 = Sources("reported", "float64")
-        batch = reference.batch(train, config.rows, config.context, config.seed + 1, 0)
-        exact = reference.mean_loss(start, *on_device(run, batch), heads)
+        exact = reference.mean_loss(start, *global_batch(run, result, 0), heads)
         yield float64.equal("first loss", exact, result.losses[0], allowed)
     if config.resume is not None and not restarts():
         yield from _continued(run, result, config.resume)
@@ -113,12 +117,10 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The first step depends on the moments of the checkpoint, and the second loss on that step.
-        config = run.config
-        train, _ = read_parts(config)
-        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step + 1)
-        loss = reference.mean_loss(weights, *on_device(run, batch), run.model.num_heads)
+        batch = global_batch(run, result, step + 1)
+        loss = reference.mean_loss(weights, *batch, run.model.num_heads)
         moments = Sources("reported", "the checkpoint's moments in float64")
-        allowed = loss_tolerance(config, LOSS)
+        allowed = loss_tolerance(run.config, LOSS)
         name = "second loss after the checkpoint"
         yield moments.equal(name, loss, result.losses[step + 1], allowed)
 
@@ -129,7 +131,6 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     The loss is compared with the mean over the ranks' losses, the learning rate with its formula,
     and the rows with the audit's sampler.
     """
-    config = run.config
     total = len(result.losses)
     if result.begun_at == total:
         return  # the checkpoint was saved after the last step
@@ -137,7 +138,6 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
     for s in RunFolder(run.out).samples():
         if s["stage"] == "learn" and s["phase"] == "step":
             by_step[s["step"]][s["rank"]] = s
-    train, _ = read_parts(config)
     rates = []
     losses = []
     missing = []
@@ -150,9 +150,8 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
             continue
         mean = sum(s["loss"] for s in ranks.values()) / run.world
         losses.append((mean, result.losses[step], f"step {step}"))
-        batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
         rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.row_digests(batch):
+        if rows != reference.row_digests(global_batch(run, result, step)):
             foreign.append(f"step {step}")
     yield Sources("samples", "the number of losses").none("every step of every rank", missing)
     optimizer = Sources("read from the optimizer", "the schedule")

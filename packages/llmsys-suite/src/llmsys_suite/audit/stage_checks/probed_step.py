@@ -84,10 +84,9 @@ def repeat_step(
     Return its loss, the weights before and after the step, and the optimizer.
     """
     config = run.config
-    train, _ = read_parts(config)
-    batch = reference.batch(train, result.rows, config.context, config.seed + 1, step)
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
-    loss, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+    batch = global_batch(run, result, step)
+    loss, gradients = reference.gradients(weights, *batch, run.model.num_heads)
     if config.clip is not None:
         gradients = clipped(gradients, config.clip)
     optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
@@ -96,6 +95,13 @@ def repeat_step(
         optimizer.m = {n: m.to(run.device).double() for n, m in checkpoint["exp_avg"].items()}
         optimizer.v = {n: v.to(run.device).double() for n, v in checkpoint["exp_avg_sq"].items()}
     return loss, weights, optimizer.step(weights, gradients), optimizer
+
+
+def global_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
+    """Return the rows that all ranks train on in a step, from the independent sampler."""
+    train, _ = read_parts(run.config)
+    context, seed = run.config.context, run.config.seed + 1
+    return on_device(run, reference.batch(train, result.rows, context, seed, step))
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
