@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accounting.bench import table
+from collectives.bench import table
 
 from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run
