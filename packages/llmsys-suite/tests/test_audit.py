@@ -13,7 +13,7 @@ import tinyml
 import torch
 from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import trained_model
+from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import check_again
 from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.text import held_out_windows, read_bytes
@@ -593,8 +593,8 @@ def test_a_model_that_is_not_the_trained_one_fails(tmp_path):
     model = Decoder(ModelConfig.named("mini"))
     save_file(model.state_dict(), tmp_path / MODEL)
     run = SimpleNamespace(out=tmp_path)
-    assert trained_model(run, model).passed
-    assert not trained_model(run, Decoder(ModelConfig.named("mini"))).passed
+    assert compare_with_file(run, model).passed
+    assert not compare_with_file(run, Decoder(ModelConfig.named("mini"))).passed
 
 
 def test_initial_weights_of_another_scale_fail():

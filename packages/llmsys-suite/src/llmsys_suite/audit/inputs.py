@@ -37,7 +37,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return mean
 
 
-def trained_model(run: Run, model: Decoder) -> Check:
+def compare_with_file(run: Run, model: Decoder) -> Check:
     """Compare the weights of an analyzed model with the file that the stage `learn` has written."""
     stored = load_file(run.out / MODEL)
     different = [n for n, p in model.named_parameters() if not torch.equal(stored[n], p.cpu())]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import cross_entropy, in_float64, on_device, trained_model
+from llmsys_suite.audit.inputs import compare_with_file, cross_entropy, in_float64, on_device
 from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
@@ -47,7 +47,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     """Write each compressed model to a file, read it, and compare it with the method's row."""
     if not isinstance(run.trained, Decoder):
         return
-    yield trained_model(run, run.trained)
+    yield compare_with_file(run, run.trained)
     tokens, targets = compress.heldout(run)
     yield same_rows("methods", compress.METHODS, [row["method"] for row in result.rows])
     rows = {row["method"]: row for row in result.rows}

@@ -11,7 +11,7 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import in_float64, trained_model
+from llmsys_suite.audit.inputs import compare_with_file, in_float64
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS, SUMS
 from llmsys_suite.model import Decoder
@@ -23,7 +23,7 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     """Recompute everything that the stage reports about the trained model."""
     if not isinstance(run.trained, Decoder):
         return
-    yield trained_model(run, run.trained)
+    yield compare_with_file(run, run.trained)
     yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
     model = run.trained
     layers = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers))]
