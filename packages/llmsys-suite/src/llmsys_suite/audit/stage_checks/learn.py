@@ -17,7 +17,7 @@ from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.audit.stage_checks.probed_step import (
-    global_batch,
+    learn_batch,
     rate,
     read_checkpoint,
     read_state,
@@ -96,7 +96,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     if result.begun_at == 0:
         start = in_float64(seeded(run, run.model))
         float64 = Sources("reported", "float64")
-        exact = reference.mean_loss(start, *global_batch(run, result, 0), heads)
+        exact = reference.mean_loss(start, *learn_batch(run, result, 0), heads)
         yield float64.equal("first loss", exact, result.losses[0], allowed)
     if config.resume is not None and not restarts():
         yield from _continued(run, result, config.resume)
@@ -117,7 +117,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The first step depends on the moments of the checkpoint, and the second loss on that step.
-        batch = global_batch(run, result, step + 1)
+        batch = learn_batch(run, result, step + 1)
         loss = reference.mean_loss(weights, *batch, run.model.num_heads)
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = loss_tolerance(run.config, LOSS)
@@ -151,7 +151,7 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
         mean = sum(s["loss"] for s in ranks.values()) / run.world
         losses.append((mean, result.losses[step], f"step {step}"))
         rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.row_digests(global_batch(run, result, step)):
+        if rows != reference.row_digests(learn_batch(run, result, step)):
             foreign.append(f"step {step}")
     yield Sources("samples", "the number of losses").none("every step of every rank", missing)
     optimizer = Sources("read from the optimizer", "the schedule")

@@ -85,7 +85,7 @@ def repeat_step(
     """
     config = run.config
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
-    batch = global_batch(run, result, step)
+    batch = learn_batch(run, result, step)
     loss, gradients = reference.gradients(weights, *batch, run.model.num_heads)
     if config.clip is not None:
         gradients = clipped(gradients, config.clip)
@@ -97,7 +97,7 @@ def repeat_step(
     return loss, weights, optimizer.step(weights, gradients), optimizer
 
 
-def global_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
+def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
     """Return the rows that all ranks train on in a step, from the independent sampler."""
     train, _ = read_parts(run.config)
     context, seed = run.config.context, run.config.seed + 1
