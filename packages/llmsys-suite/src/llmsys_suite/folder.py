@@ -22,7 +22,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Increased whenever the content of the files changes.
-FORMAT = 10
+FORMAT = 11
 MANIFEST = "manifest.json"
 #: Files that every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
