@@ -26,17 +26,25 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from llmsys_suite.step.case import Case
+
 ROWS = Path(__file__).parent / "rows"
 EXAMPLES = Path(__file__).parents[2] / "packages" / "llmsys-suite" / "examples"
 PROCESSES = 5
+#: Layers of the two models from which a size that does not fit is extrapolated.
+FEW = (2, 4)
+#: Seconds after which a size counts as one that does not fit.
+SECONDS_PER_SIZE = 240.0
 
 Row = dict[str, Any]
 
@@ -117,9 +125,50 @@ def sizes() -> list[Row]:
     from llmsys_suite.step.case import Case
 
     cases = [Case(size=size, rows=1) for size in ("small", "medium", "large", "xl", "2.7B", "10B")]
-    measured = [row for row in sweep.measure(cases, limit=240.0) if row.get("warmup") in (5, None)]
-    needed = {case.size: case.peak_bytes() / 2**30 for case in cases}
-    return [{"needed_gib": needed[row["size"]]} | _flat(row) for row in measured]
+    by_size = {case.size: case for case in cases}
+    rows = []
+    largest: Row = {}
+    for row in sweep.measure(cases, limit=SECONDS_PER_SIZE):
+        case = by_size[row["size"]]
+        if "warmup" not in row:
+            line = _extrapolated(case)
+            rows.append(line | {"note": f"{row['note']}; {line['note']}"})
+        elif row["warmup"] == 5:
+            rows.append(row)
+            largest = row
+    # The largest size that fits is predicted too, for comparison.
+    line = _extrapolated(by_size[largest["size"]])
+    line["note"] += f": {line['step_p50_ms'] / largest['step_p50_ms']:.2f} of what it takes"
+    return [
+        {"needed_gib": by_size[row["size"]].peak_bytes() / 2**30} | _flat(row)
+        for row in (*rows, line)
+    ]
+
+
+def _extrapolated(case: Case) -> Row:
+    """Return the predicted time of a case, from steps of models with few layers.
+
+    A step consists of a number of equal layers and a constant part, so its time is linear in the
+    number of layers.
+    """
+    from llmsys_suite.step import sweep
+    from llmsys_suite.step.case import PHASES
+
+    labels = case.labels() | {"warmup": 5}
+    few = [replace(case, layers=layers) for layers in FEW]
+    try:
+        for shallow in few:
+            sweep.require_fit(shallow, SECONDS_PER_SIZE)
+        ran = [sweep.in_a_process(shallow, SECONDS_PER_SIZE) for shallow in few]
+    except sweep.LeftOut as reason:
+        return labels | {"note": f"not extrapolated: {FEW[1]} layers: {reason}"}
+    ends = [sweep.row(shallow, measured, 5) for shallow, measured in zip(few, ran, strict=True)]
+    beyond = (case.model.num_layers - FEW[0]) / (FEW[1] - FEW[0])
+    for key in (*(f"{phase}_mean_ms" for phase in PHASES), "step_p50_ms"):
+        low, high = (end[key] for end in ends)
+        labels[key] = low + beyond * (high - low)
+    labels["tokens_per_s"] = case.tokens / (labels["step_p50_ms"] / 1e3)
+    return labels | {"note": f"extrapolated from {FEW[0]} and {FEW[1]} layers"}
 
 
 def _flat(row: Row) -> Row:
@@ -132,7 +181,7 @@ def _measure_case(**options: Any) -> Row:
     from llmsys_suite.step.case import Case
 
     profile = options.pop("profile", False)
-    return list(sweep.measure([Case(**options)], limit=600, extrapolate=False, profile=profile))[-1]
+    return list(sweep.measure([Case(**options)], limit=600, profile=profile))[-1]
 
 
 def precision() -> list[Row]:
@@ -362,8 +411,6 @@ def attention_time() -> list[Row]:
 
 def model_compiled() -> list[Row]:
     """Time the tiny model with and without compilation, and the steps after which it pays."""
-    from llmsys_suite.step.sweep import pays_after
-
     plain, compiled = (
         _measure_case(size="tiny", compile=compile_model) for compile_model in (False, True)
     )
@@ -376,7 +423,9 @@ def model_compiled() -> list[Row]:
         }
         for name, row in (("plain", plain), ("compiled", compiled))
     ]
-    return [rows[0], rows[1] | {"pays_after": pays_after([plain, compiled])["steps"]}]
+    cost_ms = compiled["first_step_ms"] - plain["first_step_ms"]
+    gain_ms = plain["step_p50_ms"] - compiled["step_p50_ms"]
+    return [rows[0], rows[1] | {"pays_after": cost_ms / gain_ms if gain_ms > 0 else math.inf}]
 
 
 def checkpointing() -> list[Row]:
