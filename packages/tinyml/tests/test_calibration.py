@@ -321,3 +321,42 @@ def test_memory_is_that_of_one_block(width, count):
     inputs = model.blocks[0].mlp[2].in_features
     matrices = 8 * (2 * inputs**2 + 4 * 128 * inputs)  # 128 columns are rounded at a time
     assert block < peak <= size_of(small).bytes + 1.5 * (block + hidden) + matrices
+
+
+class Counted(nn.Module):
+    """A block whose outputs depend on the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls * torch.relu(self.linear(x))
+
+
+def test_calibration_leaves_the_buffers_as_they_were():
+    batches = [torch.randn(8, 16) for _ in range(3)]
+    model = nn.Sequential(Counted(), Counted())
+    result = gptq(model, batches, 4)
+    assert result[0].calls == result[1].calls == 0
+    # Every batch is calibrated as the first call of the model.
+    joined = gptq(model, [torch.cat(batches)], 4)
+    assert torch.equal(result[1].linear.weight, joined[1].linear.weight)
+
+
+def test_a_list_of_tensors_as_a_batch_is_refused():
+    with pytest.raises(TypeError, match="got a list; a batch is the single argument"):
+        gptq(nn.Sequential(nn.Linear(16, 4)), [[torch.randn(8, 16), torch.zeros(8)]])
+
+
+def test_gptq_runs_in_inference_mode():
+    model, batches = (
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)),
+        torch.randn(2, 8, 16),
+    )
+    expected = gptq(model, list(batches))
+    with torch.inference_mode():
+        result = gptq(model, list(batches + 0))
+    assert torch.equal(result[2].weight, expected[2].weight)

@@ -519,3 +519,8 @@ def test_bad_requests_say_what_to_ask_for():
         prune_channels(
             By(lambda s, x: s.a(x) if x.sum() > 0 else x, a=nn.Linear(4, 4)), 0.5, torch.randn(2, 4)
         )
+
+
+def test_the_example_may_be_a_vector():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert prune_channels(model, 0.5, torch.randn(8))[0].out_features == 8

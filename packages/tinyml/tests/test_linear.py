@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tinyml import (
     add_lora,
     gptq,
+    kmeans_quantize,
     load,
     merge_and_unload,
     prepare_qat,
@@ -369,3 +370,34 @@ def test_layer_with_another_parametrization_is_refused_and_unchanged(compress):
     with pytest.raises(ValueError, match=r"without parametrizations, .* one of \['bias'\]"):
         compress(model)
     assert torch.equal(model(torch.ones(1, 8)), before)
+
+
+def test_the_range_of_large_weights_does_not_overflow():
+    layer = nn.Linear(8, 2)
+    layer.weight.data.uniform_(-1, 1).mul_(2e38)  # the difference of the extremes exceeds float32
+    stored = quantize(layer, 8, symmetric=False).weight
+    assert (stored - layer.weight).abs().max() <= 0.51 * 4e38 / 255
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_weights_whose_grid_does_not_fit_in_their_type_are_refused(bits):
+    layer = nn.Linear(64, 64).half()
+    layer.weight.data[:, :2] = torch.tensor([65000, -65000])
+    with pytest.raises(ValueError, match=rf"{bits}-bit grid fits in torch.float16"):
+        quantize(layer, bits, symmetric=False)
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda model: kmeans_quantize(model, 3),
+        lambda model: quantize(model, 3),
+        lambda model: quantize(model, 8, activations="dynamic"),
+    ],
+)
+def test_models_are_not_on_the_default_device(compress):
+    model = nn.Sequential(nn.Linear(64, 32))
+    with torch.device("meta"):
+        compressed = compress(model)
+        assert compressed[0].weight.device.type == "cpu"
+    assert torch.equal(compressed[0].weight, compress(model)[0].weight)

@@ -214,3 +214,42 @@ def test_sums_follow_a_change_of_the_precision_of_float32(monkeypatch):
         assert torch.equal(layer(x), expected)
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # by torch.func.jvp
+def test_derivatives_in_both_modes_are_those_of_the_dense_weight():
+    model = quantize(nn.Sequential(nn.Linear(24, 8)), 8, activations="dynamic")
+    weight = model[0].weight
+    inputs, tangent = torch.randn(5, 24), torch.randn(5, 24)
+    outputs, change = torch.func.jvp(model, (inputs,), (tangent,))
+    assert torch.equal(outputs, model(inputs))
+    assert torch.equal(change, tangent @ weight.t())
+    # `jacrev` uses `vmap`, in which torch refuses random numbers.
+    for jacobian in (torch.func.jacfwd, torch.func.jacrev):
+        assert torch.allclose(jacobian(model)(inputs[0]), weight)
+
+
+@pytest.mark.parametrize(("bits", "activations"), [(8, "dynamic"), (8, "auto"), (4, "auto")])
+def test_models_may_be_made_and_converted_in_inference_mode(bits, activations):
+    linear, inputs = nn.Linear(64, 32), torch.randn(3, 64)
+    expected = quantize(linear, bits, activations=activations)(inputs)
+    with torch.inference_mode():
+        model = quantize(linear, bits, activations=activations)
+        assert torch.equal(model(inputs), expected)
+        assert model.double()(inputs.double()).dtype == torch.float64
+    assert torch.allclose(model(inputs.double()).float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_an_error_of_the_float_implementation_is_raised():
+    model = quantize(nn.Sequential(nn.Linear(64, 32)), 8, activations="dynamic")
+    model[0].always = None
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(4, 32))
+
+
+def test_a_replaced_layer_keeps_its_mode():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].eval()
+    model = quantize(model, 8, activations="dynamic")
+    assert not model[0].training
+    assert model[1].training

@@ -178,9 +178,9 @@ def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> N
 def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
     """Return a value that changes when one of these tensors is replaced or modified in place.
 
-    A modification through `.data` leaves no trace, as for autograd.
+    Modifications through `.data` and of inference tensors leave no trace, as for autograd.
     """
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
 
 
 @contextmanager

@@ -170,7 +170,8 @@ class _Probe(fx.Interpreter):
             return super().run_node(n)
         name, product = self._products[n]
         value = self.env[product.source]
-        self._record(name, value.detach().movedim(product.dim, 0).flatten(1).cpu().double())
+        by_element = value.detach().movedim(product.dim, 0).reshape(value.shape[product.dim], -1)
+        self._record(name, by_element.cpu().double())
         if self.noise is None:
             return super().run_node(n)
         self.env[product.source] = self._noise_like(

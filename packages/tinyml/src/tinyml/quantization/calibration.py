@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tinyml.compressed_weight import CompressedWeight
 from tinyml.conversion import tensor_versions
 from tinyml.validation import Progress
 
@@ -98,6 +99,7 @@ class _Replay:
         #: Placeholders for records that were freed: tensors of the same shapes without values.
         self._placeholders: dict[tuple[int, str], Any] = {}
         self._keeps_all = False
+        self._buffers = _Buffers(model)
         #: The name of the last recorded block, by batch and by the name of its list.
         self._last: dict[tuple[int, str], str] = {}
         # The state of the current run.
@@ -140,6 +142,8 @@ class _Replay:
                     self._keeps_all = True
                     continue
                 raise
+            finally:
+                self._buffers.restore()
             return
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
@@ -153,6 +157,11 @@ class _Replay:
                 f"expected batches that reach layers in one order, got batch {self._number}, which "
                 f"reaches {name} after a layer that other batches reach later; join the batches "
                 "into one, or exclude the layer with protect"
+            )
+        if not isinstance(inputs, Tensor):
+            raise TypeError(
+                f"expected a tensor as the input of {name}, got a {type(inputs).__name__}; a batch "
+                "is the single argument of the model, or a mapping of keyword arguments"
             )
         stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
         if self._inputs is None:
@@ -206,6 +215,24 @@ class _Replay:
         if before is not None:
             freed = self._records.pop((number, before))
             self._placeholders[number, before] = tree_map_only(Tensor, _Freed.of, freed)
+
+
+class _Buffers:
+    """A copy of a model's buffers, because a run may change them, such as a counter of calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            if not isinstance(module, CompressedWeight)  # layers replace them
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Undo all changes since the copy was made."""
+        for module, name, buffer, values in self._saved:
+            module._buffers[name] = buffer.copy_(values)
 
 
 def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

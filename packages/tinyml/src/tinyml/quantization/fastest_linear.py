@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import (
@@ -77,10 +78,19 @@ class FastestLinear(Replacement):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
-        if input.requires_grad and torch.is_grad_enabled():
-            with without_autocast(input.device):  # the gradient keeps the precision of the input
-                dense = F.linear(input, self.weight.to(input.dtype))
-            return same_value(self(input.detach()), dense)
+        is_backward = input.requires_grad and torch.is_grad_enabled()
+        if is_backward or forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
+            return self._differentiable(input)
+        return self._fastest(input)
+
+    def _differentiable(self, input: Tensor) -> Tensor:
+        with without_autocast(input.device):  # the gradient keeps the precision of the input
+            dense = F.linear(input, self.weight.to(input.dtype))
+        with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
+            outputs = self._fastest(input.detach())
+        return same_value(outputs, dense)
+
+    def _fastest(self, input: Tensor) -> Tensor:
         return self.implementations[self.always or self._implementation(input)](self, input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
@@ -167,11 +177,12 @@ class FastestLinear(Replacement):
 
 def _agree(call: Callable[[], Tensor], exact: Callable[[], Tensor]) -> bool:
     """Return True if an implementation exists on this build and is correct up to rounding."""
+    expected = exact().float()
     try:
-        error = (call().float() - exact().float()).norm()
+        error = (call().float() - expected).norm()
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
-    return bool(error <= 0.1 * exact().float().norm())
+    return bool(error <= 0.1 * expected.norm())
 
 
 def with_fastest_linears(
@@ -205,6 +216,7 @@ def with_fastest_linears(
         if key not in tables:
             tables[key] = make(linear)
         if (table := tables[key]) is not None:
+            table.training = linear.training
             replacements[linear] = table
         if progress is not None:
             progress(name, done, len(linears))

@@ -43,6 +43,7 @@ from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import Progress, check_bits, first_names, require_batches
 
 
+@torch.inference_mode(mode=False)  # inference tensors do not count their modifications
 @torch.no_grad()
 def gptq(
     model: nn.Module,

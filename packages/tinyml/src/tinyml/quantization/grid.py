@@ -70,7 +70,8 @@ def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
         scale = torch.where(scale < smallest, torch.ones_like(scale), scale)
         return Grid(scale, torch.zeros_like(scale), low, high)
     minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
-    scale = (maximum - minimum) / (high - low)
+    # The difference of two large numbers overflows, and that of their halves does not.
+    scale = (maximum / 2 - minimum / 2) / (high - low) * 2
     scale = torch.where(scale < smallest, torch.ones_like(scale), scale)
     zero = (low - minimum / scale).round().clamp(low, high)
     return Grid(scale, zero, low, high)

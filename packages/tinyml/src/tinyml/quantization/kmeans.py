@@ -164,9 +164,9 @@ def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
     if len(boundaries) > 31 or flat.device.type != "cpu":
         return torch.bucketize(flat, boundaries).to(torch.int16)
     # A few comparisons of cached values are faster than a binary search per value.
-    codes = torch.empty(flat.numel(), dtype=torch.int16)
+    codes = torch.empty(flat.numel(), dtype=torch.int16, device=flat.device)
     for values, out in zip(flat.split(1 << 15), codes.split(1 << 15), strict=True):
-        above = torch.zeros(len(values), dtype=torch.uint8)
+        above = torch.zeros(len(values), dtype=torch.uint8, device=flat.device)
         for boundary in boundaries:
             above += values > boundary
         out.copy_(above)
@@ -203,7 +203,8 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return the means and counts of up to 2 `bins` intervals, half by width and half by count."""
-    widths = torch.linspace(float(ordered[0]), float(ordered[-1]), bins + 1, dtype=torch.float64)
+    first, last = float(ordered[0]), float(ordered[-1])
+    widths = torch.linspace(first, last, bins + 1, dtype=torch.float64, device=ordered.device)
     by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered))
     by_count = torch.arange(bins + 1, device=ordered.device) * ordered.numel() // bins
     edges = torch.unique(torch.cat([by_width, by_count]))

@@ -27,6 +27,7 @@ from tinyml.quantization.int8 import Int8Linear
 from tinyml.validation import Progress
 
 
+@torch.inference_mode(mode=False)  # inference tensors do not count their modifications
 @torch.no_grad()
 def quantize(
     model: nn.Module,

@@ -15,14 +15,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     flat = codes.reshape(-1).to(torch.uint8)
     if flat.numel() and int(codes.max()) >= 2**bits:
         raise ValueError(f"code {int(codes.max())} does not fit in {bits} bits")
-    parts, shift = [], 0
+    parts: list[Tensor] = []
+    shift = 0
     for width in _planes(bits):
         per_byte = 8 // width
         plane = (flat >> shift) & (2**width - 1)
         plane = torch.nn.functional.pad(plane, (0, -plane.numel() % per_byte)).view(-1, per_byte)
-        parts.append(sum(plane[:, i] << (i * width) for i in range(per_byte)))
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=plane.device)
+        parts.append((plane << shifts).sum(1, dtype=torch.uint8))
         shift += width
-    return torch.cat([torch.as_tensor(part, dtype=torch.uint8) for part in parts])
+    return torch.cat(parts)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,7 +89,7 @@ class Int8Weights:
         codes[: (len(codes) + 1) // 2] = 127
         weights = Int8Weights(codes)
         trials = [_random_ends(inputs, -127, 127, seed) for seed in (1, 2)]
-        trials.append(torch.full_like(inputs, -127))
+        trials.append(torch.full(inputs.shape, -127.0, device=inputs.device))
         try:
             sums = [IMPLEMENTATIONS["int8"](weights, trial.float()) for trial in trials]
         except (RuntimeError, AttributeError):  # not available for this build or shape
@@ -105,8 +106,9 @@ class Int8Weights:
 
 def _random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
     """Return random numbers, each of which is `low` or `high`."""
-    signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(seed)).bool()
-    return torch.where(signs, high, low).to(like)
+    # `torch.vmap` refuses the random numbers of torch.
+    numbers = np.random.default_rng(seed).choice([low, high], like.shape)
+    return torch.as_tensor(numbers, dtype=like.dtype, device=like.device)
 
 
 def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:

@@ -97,10 +97,20 @@ def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 class _ValueOf(torch.autograd.Function):
+    generate_vmap_rule = True  # for `torch.func`
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(value: Tensor, gradient_of: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         return None, gradients[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[1].clone()
