@@ -41,7 +41,8 @@ class GridWeight(CompressedWeight):
         self.register_buffer("codes", pack(codes - grid.low, bits))
         self.register_buffer("scale", grid.scale.to(weight.dtype))
         self.register_buffer("zero", grid.zero.to(torch.int8) if grid.zero.any() else None)
-        largest = self.scale * torch.maximum(grid.high - grid.zero, grid.zero - grid.low)
+        furthest = torch.maximum(grid.high - grid.zero, grid.zero - grid.low)
+        largest = self.scale * furthest.to(self.scale)
         if not largest.isfinite().all() and not self(self.scale).isfinite().all():
             raise ValueError(
                 f"expected weights whose {bits}-bit grid fits in {weight.dtype}, got a grid up to "
