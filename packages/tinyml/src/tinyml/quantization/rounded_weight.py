@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import CompressedWeight
 from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
@@ -93,7 +94,9 @@ def learned(step: Tensor, count: int) -> Tensor:
 
 def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
     """Return exactly `value`, with the gradient of `gradient_of`."""
-    return _ValueOf.apply(value.detach(), gradient_of)
+    # `torch.compile` does not support functions with a `jvp`.
+    function = _ValueOf if forward_ad._current_level < 0 else _ValueOfWithTangent
+    return function.apply(value.detach(), gradient_of)
 
 
 class _ValueOf(torch.autograd.Function):
@@ -111,6 +114,8 @@ class _ValueOf(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         return None, gradients[0]
 
+
+class _ValueOfWithTangent(_ValueOf):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         return tangents[1].clone()
