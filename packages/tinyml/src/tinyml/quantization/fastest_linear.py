@@ -176,7 +176,7 @@ class FastestLinear(Replacement):
 
 
 def _agree(call: Callable[[], Tensor], exact: Callable[[], Tensor]) -> bool:
-    """Return True if an implementation exists on this build and is correct up to rounding."""
+    """Return True if `call` is supported on this build and returns `exact()` up to rounding."""
     expected = exact().float()
     try:
         error = (call().float() - expected).norm()
@@ -209,15 +209,15 @@ def with_fastest_linears(
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    tables: dict[tuple[int | None, int], FastestLinear | None] = {}
+    made: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
-        # A table includes a bias, so a weight that is used with two biases needs two tables.
+        # A replacement includes a bias, so a weight that is used with two biases needs two.
         key = weight_identity(linear), id(linear.bias)
-        if key not in tables:
-            tables[key] = make(linear)
-        if (table := tables[key]) is not None:
-            table.training = linear.training
-            replacements[linear] = table
+        if key not in made:
+            made[key] = make(linear)
+        if (replacement := made[key]) is not None:
+            replacement.training = linear.training
+            replacements[linear] = replacement
         if progress is not None:
             progress(name, done, len(linears))
     model = replace_modules(model, replacements)

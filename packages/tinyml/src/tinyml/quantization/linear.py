@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -19,7 +20,7 @@ from tinyml.layers import (
     setting_per_layer,
     weight_of,
 )
-from tinyml.quantization.fastest_linear import with_fastest_linears
+from tinyml.quantization.fastest_linear import FastestLinear, with_fastest_linears
 from tinyml.quantization.grid import as_rows, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
@@ -62,38 +63,43 @@ def quantize(
             f"layers only, got {list(layers)}"
         )
     model = plain_copy(model)
-    protected = protected_modules(model, protect)
-    if activations == "auto" and bits == 4:
-        groups_of = 32 if group_size is None else group_size
+    if activations == "float":
+        widths = setting_per_layer(bits, layers_of(model, layers, protect))
 
-        def packed(layer: nn.Module) -> Int4Linear | None:
-            if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
-                return None  # the kernel does not support such a layer
-            grid = _on_grid(layer, 4, groups_of, symmetric)
-            table = Int4Linear(grid, cast(Tensor | None, layer.bias))
-            return table if table.has_faster_implementation() else None
+        def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
+            return _on_grid(layer, widths[name], group_size, symmetric) if name in widths else None
 
-        return with_fastest_linears(model, packed, protected, progress)
-    if activations != "float":
-        auto = activations == "auto"
-        if bits != 8 or group_size is not None or not symmetric:
-            other = ", or bits=4," if auto else ""
-            raise ValueError(
-                f"expected bits=8 with one symmetric scale per channel{other} for {activations=}, "
-                f"got {bits=}, {group_size=}, {symmetric=}"
-            )
+        return compress_weights(model, layers, compress, protect)
+    is_auto = activations == "auto"
+    make: Callable[[nn.Module], FastestLinear | None]
+    if is_auto and bits == 4:
+        make = partial(_int4_layer, group_size=group_size, symmetric=symmetric)
+    elif bits == 8 and group_size is None and symmetric:
+        make = partial(_int8_layer, may_stay_float=is_auto)
+    else:
+        other = ", or bits=4," if is_auto else ""
+        raise ValueError(
+            f"expected bits=8 with one symmetric scale per channel{other} for {activations=}, "
+            f"got {bits=}, {group_size=}, {symmetric=}"
+        )
+    return with_fastest_linears(model, make, protected_modules(model, protect), progress)
 
-        def products(layer: nn.Module) -> Int8Linear | None:
-            table = Int8Linear(layer, may_stay_float=auto)
-            return table if not auto or table.has_faster_implementation() else None
 
-        return with_fastest_linears(model, products, protected, progress)
-    widths = setting_per_layer(bits, layers_of(model, layers, protect))
+def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
+    """Return the layer with 4-bit weights, or None if that is not faster here."""
+    if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
+        return None  # the kernel does not support such a layer
+    grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
+    replacement = Int4Linear(grid, cast(Tensor | None, layer.bias))
+    return replacement if replacement.has_faster_implementation() else None
 
-    def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-        return _on_grid(layer, widths[name], group_size, symmetric) if name in widths else None
 
-    return compress_weights(model, layers, compress, protect)
+def _int8_layer(layer: nn.Module, may_stay_float: bool) -> Int8Linear | None:
+    """Return the layer with int8 products, or None if it may stay in float and that is faster."""
+    replacement = Int8Linear(layer, may_stay_float=may_stay_float)
+    if may_stay_float and not replacement.has_faster_implementation():
+        return None
+    return replacement
 
 
 def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:
