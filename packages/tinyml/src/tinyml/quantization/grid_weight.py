@@ -45,8 +45,8 @@ class GridWeight(CompressedWeight):
         largest = self.scale * furthest.to(self.scale)
         if not largest.isfinite().all() and not self(self.scale).isfinite().all():
             raise ValueError(
-                f"expected weights whose {bits}-bit grid fits in {weight.dtype}, got a grid up to "
-                "infinity; scale the weights down, or exclude the layer with protect"
+                f"expected weights whose {bits}-bit grid fits in {weight.dtype}, got values of "
+                "the grid that overflow; scale the weights down, or exclude the layer with protect"
             )
 
     @staticmethod
@@ -57,9 +57,11 @@ class GridWeight(CompressedWeight):
         bits, low, *shape = form
         weight = torch.empty(shape, dtype=scale.dtype, device="meta")
         no_codes = torch.full((len(scale), weight.numel() // len(scale)), low)
-        grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
+        # The range of the grid was checked when the codes were made.
+        unscaled = torch.zeros_like(scale)
+        grid = Grid(unscaled, unscaled if zero is None else zero, low, low)
         restored = GridWeight(no_codes, grid, weight, bits, transposed=transposed)
-        restored.codes = codes
+        restored.codes, restored.scale = codes, scale
         return restored
 
     def right_inverse(self, weight: Tensor) -> Tensor:

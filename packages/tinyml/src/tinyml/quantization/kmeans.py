@@ -96,7 +96,7 @@ def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tenso
     The summary is the values themselves if at most 1024 are distinct, so that the result is
     optimal. Otherwise it is the means of about 1024 intervals. Return the centroids (min(k,
     distinct values), ascending, float64) and the index of each value's centroid (int16, with the
-    shape of `values`).
+    shape of `values`; `centroids[indices.int()]` are the rounded values).
     """
     _check_arguments(values, k, init)
     # Half precision fits in float32, where sorting takes half the time.
