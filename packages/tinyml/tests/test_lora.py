@@ -493,3 +493,13 @@ def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged()
     handle.remove()
     model[2].base.register_forward_hook(lambda *_: None)  # only observes
     torch.testing.assert_close(merge(model)(inputs), before)
+
+
+def test_changed_factors_are_noticed_in_inference_mode():
+    model = trained(add_lora(nn.Sequential(nn.Linear(8, 8)), 2))
+    with torch.inference_mode():
+        inputs = torch.randn(3, 8).double()
+        merge(model.double())(inputs)
+        model[0].lora_A.mul_(2)  # torch does not count this modification
+        with pytest.raises(RuntimeError, match="got changed ones"):
+            model(inputs)

@@ -237,6 +237,7 @@ def test_models_may_be_made_and_converted_in_inference_mode(bits, activations):
         model = quantize(linear, bits, activations=activations)
         assert torch.equal(model(inputs), expected)
         assert model.double()(inputs.double()).dtype == torch.float64
+    assert not any(tensor.is_inference() for tensor in model.buffers())
     assert torch.allclose(model(inputs.double()).float(), expected, rtol=0.1, atol=0.1)
 
 

@@ -175,12 +175,13 @@ def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> N
             )
 
 
-def tensor_versions(*tensors: Tensor) -> list[tuple[int, int]]:
+def tensor_versions(*tensors: Tensor) -> list[tuple[int, object]]:
     """Return a value that changes when one of these tensors is replaced or modified in place.
 
-    Modifications through `.data` and of inference tensors leave no trace, as for autograd.
+    A modification through `.data` leaves no trace, as for autograd. The values of inference tensors
+    always differ, because torch does not count their modifications.
     """
-    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    return [(t.data_ptr(), object() if t.is_inference() else t._version) for t in tensors]
 
 
 @contextmanager

@@ -109,6 +109,7 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
     return start, after[:64], digest.hexdigest().encode()
 
 
+@torch.inference_mode(mode=False)  # inference tensors do not count their modifications
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
     """Return a copy of the uncompressed `model` that has the compressed weights of a file.

@@ -63,7 +63,7 @@ class FastestLinear(Replacement):
         super().__init__()
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._prepared: dict[str, Any] = {}
-        self._stamp: list[tuple[int, int]] = []
+        self._stamp: list[tuple[int, object]] = []
         self._selected: dict[Any, str] = {}
 
     @property
@@ -96,7 +96,10 @@ class FastestLinear(Replacement):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
+        with torch.inference_mode(
+            mode=False
+        ):  # prepared weights are not kept for inference tensors
+            return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _implementation(self, inputs: Tensor) -> str:
         tokens = inputs.numel() // self.in_features

@@ -54,7 +54,8 @@ class Int8Linear(FastestLinear):
         # change their type. A conversion of types leaves integers unchanged.
         scale = self.scale
         super()._apply(fn, recurse)
-        self.scale = fn(scale.view(torch.int32)).view(torch.float32)
+        with torch.inference_mode(mode=False):
+            self.scale = fn(scale.view(torch.int32)).view(torch.float32)
         return self
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
