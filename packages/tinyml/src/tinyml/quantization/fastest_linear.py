@@ -96,9 +96,8 @@ class FastestLinear(Replacement):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        with torch.inference_mode(
-            mode=False
-        ):  # prepared weights are not kept for inference tensors
+        # The prepared form of an inference tensor would be rebuilt at every call.
+        with torch.inference_mode(mode=False):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _implementation(self, inputs: Tensor) -> str:
@@ -212,13 +211,13 @@ def with_fastest_linears(
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    made: dict[tuple[int | None, int], FastestLinear | None] = {}
+    by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
         # A replacement includes a bias, so a weight that is used with two biases needs two.
         key = weight_identity(linear), id(linear.bias)
-        if key not in made:
-            made[key] = make(linear)
-        if (replacement := made[key]) is not None:
+        if key not in by_weight_and_bias:
+            by_weight_and_bias[key] = make(linear)
+        if (replacement := by_weight_and_bias[key]) is not None:
             replacement.training = linear.training
             replacements[linear] = replacement
         if progress is not None:
