@@ -371,6 +371,15 @@ def test_future_is_completed_when_its_handle_is():
     run_ranks(futures_of_finished_calls, 2, backend="")
 
 
+def test_future_of_a_call_whose_data_have_moved_is_completed():
+    # The thread that runs the call has not noticed yet that the engine has finished it.
+    work = Work(lambda: None, [torch.ones(1)], has_moved=lambda: True)
+    assert work.is_completed()
+    threading.Timer(0.02, work.run).start()
+    assert work.get_future().done()
+    assert work.is_completed()
+
+
 def nested():
     """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)

@@ -133,6 +133,10 @@ class Work(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future that holds the result or the error."""
+        if self._has_moved():
+            # `is_completed` returns True already, so the future must be completed too. The thread
+            # that runs the operation waits for the interpreter only.
+            self._done.wait()
         with self._lock:
             if self._future is None:
                 self._trigger = Future()
