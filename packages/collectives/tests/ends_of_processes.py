@@ -19,6 +19,7 @@ import collectives.backend
 import torch
 import torch.distributed as dist
 from collectives.shared_memory import segment
+from collectives.store import run_within
 
 WORLD = 2
 SECONDS = 40
@@ -49,7 +50,18 @@ def run_scenario(name: str, rank: int) -> object:
     if name == "daemon thread waits" and rank == 0:
         threading.Thread(target=dist.all_reduce, args=(total,), daemon=True).start()
         time.sleep(0.2)
+    if name == "store answers late":
+        with suppress(TimeoutError):
+            run_within(0.01, query_repeatedly)
     return None
+
+
+def query_repeatedly() -> None:
+    """Return from the store again and again, so that one of the returns is at the end."""
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        store.check(["missing"])
 
 
 def make_calls(tensor: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ USUAL_SCENARIOS = (
     "callback runs",
     "exception is raised",
     "daemon thread makes calls",
+    "store answers late",
 )
 SCENARIOS = (
     *USUAL_SCENARIOS,

@@ -7,15 +7,20 @@
 # thread of this package may be inside torch. At exit, the queued calls of each group therefore get
 # `CLOSE_SECONDS` to finish, and so does a call on a daemon thread of the user. A group whose calls
 # wait for other ranks is aborted, which ends these waits. Then all threads are joined, for
-# `EXIT_SECONDS` at most. A daemon thread of the user that makes another call is ended by
-# `SystemExit`. The main thread can still make calls, in functions that run at exit.
+# `EXIT_SECONDS` at most. Threads whose caller has stopped waiting may never return, for example if a
+# store hangs. On a busy machine most of them return late, so they are joined for `ABANDONED_SECONDS`
+# at most. A daemon thread of the user that makes another call is ended by `SystemExit`. The main
+# thread can still make calls, in functions that run at exit.
 
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+# Time that the exit of the process waits for all threads whose callers have stopped waiting.
+ABANDONED_SECONDS = 1.0
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_abandoned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def start_thread(name: str, function: Callable[[], object]) -> threading.Thread:
@@ -33,13 +38,21 @@ def is_daemon_of_user() -> bool:
 
 
 def abandon(thread: threading.Thread) -> None:
-    """Exclude a thread from `join_threads`, because it may never return."""
-    _threads.discard(thread)
+    """Mark a thread that may never return, so that the exit of the process hardly waits for it."""
+    _abandoned.add(thread)
 
 
 def join_threads(seconds: float) -> None:
-    """Wait at most `seconds` until all threads have ended."""
+    """Wait until all threads have ended.
+
+    Wait at most `seconds`, and then at most `ABANDONED_SECONDS` for abandoned threads.
+    """
+    _join(_threads - _abandoned, seconds)
+    _join(_abandoned, ABANDONED_SECONDS)
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for thread in list(_threads):
+    for thread in list(threads):
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
