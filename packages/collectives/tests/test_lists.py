@@ -1,5 +1,6 @@
 """Collectives with lists and with a root, and tensors with lazy conjugates and negatives."""
 
+import inspect
 import mmap
 import os
 import warnings
@@ -535,3 +536,15 @@ def with_default_device():
 
 def test_default_device_and_dtype_do_not_matter():
     assert run_ranks(with_default_device, 2) == [[4.0] * 4 + [2.0] * 3] * 2
+
+
+FUNCTIONS_OF_TORCH = {name for name in collectives.__all__ if hasattr(dist, name)} - {"ReduceOp"}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS_OF_TORCH))
+def test_arguments_have_the_names_and_the_order_of_torch(name):
+    ours = list(inspect.signature(getattr(collectives, name)).parameters)
+    theirs = list(inspect.signature(getattr(dist, name)).parameters)
+    assert ours[: len(theirs)] == theirs
+    # The timeout of a barrier is missing from some versions of torch.
+    assert set(ours[len(theirs) :]) <= {"algorithm", "timeout"}

@@ -95,23 +95,23 @@ def reduce_scatter_tensor(
 
 @for_members
 def all_gather_into_tensor(
-    output: Tensor,
-    input: Tensor,
+    output_tensor: Tensor,
+    input_tensor: Tensor,
     group: Any = None,
     async_op: bool = False,
     *,
     algorithm: str = "auto",
 ) -> dist.Work | None:
-    """Write the inputs of all ranks to `output`, in rank order.
+    """Write the inputs of all ranks to `output_tensor`, in rank order.
 
-    `output` has `world_size` times as many elements as `input`.
+    `output_tensor` has `world_size` times as many elements as `input_tensor`.
     """
-    if is_forwarded("all_gather_into_tensor", output, algorithm):
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+    if is_forwarded("all_gather_into_tensor", output_tensor, algorithm):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     comm = communicator(group)
-    check_pair("output", output, "input", input, comm.world)
-    call = describe_call(comm, "all_gather", input, algorithm, outputs=[output])
-    return run(comm, call, async_op, output, input)
+    check_pair("output_tensor", output_tensor, "input_tensor", input_tensor, comm.world)
+    call = describe_call(comm, "all_gather", input_tensor, algorithm, outputs=[output_tensor])
+    return run(comm, call, async_op, output_tensor, input_tensor)
 
 
 @for_members
@@ -247,11 +247,15 @@ def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool
 
 @for_members
 def barrier(
-    group: Any = None, async_op: bool = False, *, timeout: timedelta | None = None
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.Work | None:
     """Wait until every rank of the group has called this function.
 
-    `timeout` applies to this call only. The default is the group's timeout.
+    `device_ids` has no effect, as on gloo: no device takes part in the call. `timeout` applies to
+    this call only. The default is the group's timeout.
     """
     comm = communicator(group)
     call = Call("barrier", (), torch.uint8)
