@@ -601,7 +601,6 @@ def profiled():
         dist.all_reduce(torch.ones(10), async_op=True).wait()
         dist.broadcast(torch.ones(10), 0)
         dist.barrier()
-        time.sleep(0.1)
     events = [event.name for event in profile.events() if event.name.startswith("collectives:")]
     return sorted(events)
 

@@ -363,25 +363,27 @@ def interrupted():
     from collectives.groups import communicator
 
     comm, store = communicator(), dist.distributed_c10d._get_default_store()
-
-    def give_up():
-        comm.abort()
-        # The waiting call fails within this time; the other rank joins it only afterwards.
-        time.sleep(0.2)
-        store.set("given up", "yes")
-
     collectives.barrier()
-    timer = threading.Timer(0.2, give_up)
+    tick = comm.topology.arena.tick
+
+    def abort():
+        while comm.topology.arena.tick == tick:
+            time.sleep(0.001)
+        comm.abort()
+
+    thread = threading.Thread(target=abort)
     if dist.get_rank() == 0:
-        timer.start()
+        thread.start()
     else:
-        store.wait(["given up"])
+        # This rank joins the call only after it has failed on the other rank.
+        store.wait(["has failed"])
     start = time.monotonic()
     with pytest.raises(collectives.RankLost, match="rank 0"):
         collectives.all_reduce(torch.ones(10))
     seconds = time.monotonic() - start
     if dist.get_rank() == 0:
-        timer.join()
+        store.set("has failed", "")
+        thread.join()
     return seconds
 
 
