@@ -471,6 +471,30 @@ def test_sequences_that_append_to_one_row_are_refused():
     assert torch.equal(cache[1:3, :, 0], q[:, :, 0])
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize(
+    ("table", "lengths"),
+    [
+        # The new key of the first sequence is in the third row of page 0, as a key of the second.
+        ([[0, 1], [2, 0]], [2, 7]),
+        # The first sequence has page 0 twice.
+        ([[0, 0], [1, 2]], [5, 2]),
+    ],
+)
+def test_new_keys_in_rows_of_other_keys_are_refused(interpreter, table, lengths, backend):
+    cache = torch.randn(3, 2, 4, 16)
+    new = torch.randn(2, 2, 1, 16)
+    lengths, table = torch.tensor(lengths).int(), torch.tensor(table).int()
+    before = cache.clone()
+
+    options = {"cache_seqlens": lengths, "block_table": table, "backend": backend}
+    with pytest.raises(ValueError, match="copy a shared page before a sequence appends"):
+        flash_attention_with_kvcache(new, cache, cache.clone(), new, new, **options)
+    with pytest.raises(RuntimeError, match="each new key must have a row"):
+        check_values(lengths, 1, cache, table, False, True, True)
+    assert torch.equal(cache, before)
+
+
 @pytest.mark.parametrize(
     ("backend", "length"), [("auto", 2), ("auto", 40), ("torch", 2), ("triton", 2)]
 )

@@ -48,8 +48,8 @@ def flash_attention_with_kvcache(
         v_cache: Values with the shape of `k_cache`, except for the head dim.
         k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
             the first `cache_seqlens` keys, and are attended to as well.  They may be rows of the
-            cache.  Sequences may share pages, but not the rows that new keys are written to; an
-            expanded cache is refused.
+            cache.  Sequences may share full pages.  A new key that would overwrite another key, in
+            a shared page or in an expanded cache, is refused.
         v: New values, required with `k`.
         cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of

@@ -274,13 +274,30 @@ def check_values(
         require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}", "page", table)
         if new:
             rows = _new_rows(lengths, new, cache, table).sort().values
-            require(rows[1:] != rows[:-1], _SHARED_ROW_RULE, "twice the row", rows[1:])
+            require(rows[1:] != rows[:-1], _SHARED_ROW_RULE, "two new keys for row", rows[1:])
+            # A page that does not exist has failed the assertion above, but must not be an index.
+            pages = (rows // cache.shape[2]).clamp(0, len(cache) - 1)
+            is_free = rows % cache.shape[2] >= _count_used_rows(lengths, cache, table)[pages]
+            require(is_free, _SHARED_ROW_RULE, "a new key for the used row", rows)
 
 
 _SHARED_ROW_RULE = (
-    "the new keys of different sequences must have different rows of the cache; copy a shared "
+    "each new key must have a row of the cache to itself, which no sequence uses; copy a shared "
     "page before a sequence appends to it"
 )
+
+
+def _count_used_rows(lengths: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+    """Return the number of rows in use of each page: the maximum over the sequences that have it.
+
+    The result does not contain the new keys.  A sequence appends directly after its own keys, so a
+    new key before the first free row of its page overwrites a key in use.
+    """
+    first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
+    used = (lengths[:, None].long() - first_rows).clamp(0, cache.shape[2]).flatten()
+    # Entries after a sequence may have any number; their count of 0 does not change a page.
+    pages = table.long().clamp(0, len(cache) - 1).flatten()
+    return used.new_zeros(len(cache)).scatter_reduce(0, pages, used, "amax")
 
 
 def _new_rows(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Tensor:
