@@ -5,7 +5,7 @@ Forward-mode derivatives and the double backward pass run in tiled PyTorch for e
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -107,8 +107,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-    """Raise the error of a function that `torch.func.vmap` cannot map."""
+def _refuse_vmap(*arguments: Any) -> NoReturn:
+    """Raise the error of a function that `torch.func.vmap` cannot map; ignore the arguments."""
     raise NotImplementedError(
         "torch.func.vmap, and with it batched gradients and second derivatives by jacrev, is not "
         "supported; make the mapped dimension part of the batch, or use attention_reference"
@@ -122,7 +122,7 @@ def _refuse_batched(*tensors: Tensor | None) -> None:
     whose memory the kernels cannot read.
     """
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
-        _refuse_vmap(None, None)
+        _refuse_vmap()
 
 
 class _Attention(torch.autograd.Function):
@@ -250,7 +250,7 @@ class _AttentionBackward(torch.autograd.Function):
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
         if any(is_mapped(x) for x in tangents):
             # The second derivatives are written in place, which vmap does not support.
-            _refuse_vmap(None, None)
+            _refuse_vmap()
         t_q, t_k, t_v = tangents
         with torch.no_grad():
             g_q, g_out, g_lse, g_k, g_v = map_sequences(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn2.spec import AttentionSpec, Window, make_spec
+from flashattn2.spec import Window, make_spec
 from flashattn2.validation import check_dense, check_sinks
 
 
@@ -34,22 +34,10 @@ def attention_reference(
     check_sinks(sinks, q.shape[1] if has_heads else 1, q)
     if not has_heads:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    out, lse = attend(q, k, v, spec, sinks)
-    if not has_heads:
-        out, lse = out.squeeze(1), lse.squeeze(1)
-    return (out, lse) if return_lse else out
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of `(batch, heads, seq, dim)`.
-
-    A row that sees no key has output 0 and log-sum-exp -inf.  A sink is the score of an additional
-    key whose value is zero.
-    """
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    # Scores and their mask, [batch, heads, seq_q, seq_k] and [seq_q, seq_k].
     s = (q @ k.transpose(-1, -2)) * spec.scale
     if spec.softcap:
         s = spec.softcap * torch.tanh(s / spec.softcap)
@@ -58,10 +46,12 @@ def attend(
     keys = torch.arange(seq_k, device=q.device)
     hidden = spec.hidden(queries, keys, seq_k - seq_q)
     if sinks is not None:
+        # A sink is the score of an additional key whose value is zero.
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
         s = torch.cat((s, column), -1)
         v = F.pad(v, (0, 0, 0, 1))
         hidden = F.pad(hidden, (0, 1), value=False)
+
     # A row that sees no key keeps its finite scores until its output is set to 0: with scores of
     # -inf its gradient would be NaN.
     is_empty = hidden.all(-1)
@@ -69,4 +59,7 @@ def attend(
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
     p = torch.exp(s - lse[..., None])
     out = (p @ v).masked_fill(is_empty[:, None], 0.0)
-    return out, lse.masked_fill(is_empty, -torch.inf)
+    lse = lse.masked_fill(is_empty, -torch.inf)
+    if not has_heads:
+        out, lse = out.squeeze(1), lse.squeeze(1)
+    return (out, lse) if return_lse else out

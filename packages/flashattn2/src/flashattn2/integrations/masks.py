@@ -65,8 +65,7 @@ class AttentionMask(Tensor):
     """A mask `(batch, heads, seq_q, seq_k)` that only flashattn2's attention function can read.
 
     The attribute `sequence` is int32 `(batch, seq_k)`: the number of each key's sequence, or 0 for
-    padding.
-    See Note [A mask that cannot be misread].
+    padding.  See Note [A mask that cannot be misread].
     """
 
     sequence: Tensor
@@ -170,16 +169,16 @@ class AttentionMask(Tensor):
         number = sequence + most * torch.arange(batch, device=sequence.device)[:, None]
         number = number.masked_fill(sequence == 0, -1)
         if rule.is_bounded or rule.is_packed:
-            of_query = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
-            if of_query.shape[1] != rule.seq_q:
+            query_number = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
+            if query_number.shape[1] != rule.seq_q:
                 raise self._misaligned()
         else:
             # All queries see all keys, so a query belongs to the sequence of any key.
-            of_query = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
+            query_number = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
         keys = number.flatten().ge(0).nonzero().squeeze(1)
-        queries = of_query.flatten().ge(0).nonzero().squeeze(1)
+        queries = query_number.flatten().ge(0).nonzero().squeeze(1)
         sequences, counts_k = number.flatten()[keys].unique(return_counts=True)
-        index = torch.searchsorted(sequences, of_query.flatten()[queries])
+        index = torch.searchsorted(sequences, query_number.flatten()[queries])
         counts_q = torch.bincount(index, minlength=len(sequences))
         bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (counts_q, counts_k)]
         return Packing(queries, keys, *bounds)

@@ -61,7 +61,8 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
             path, precision, kernel = entry.split()
             if which in kinds:
                 table[path, precision, kernel] = {
-                    int(dim): tile and tuple(tile) for dim, tile in kinds[which].items()
+                    int(dim): None if tile is None else tuple(tile)
+                    for dim, tile in kinds[which].items()
                 }
     return table
 
