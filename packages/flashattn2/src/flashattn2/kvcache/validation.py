@@ -249,7 +249,9 @@ def check_values(
     check_lengths: bool,
     check_pages: bool,
 ) -> None:
-    """Raise ValueError for lengths above the capacity, and for pages in use that do not exist.
+    """Raise ValueError for lengths above the capacity, and for wrong pages.
+
+    A page in use must exist, and none of the `new` keys may overwrite another key.
 
     On a GPU, each check is a device-side assertion unless the caller `waits` for values.  A check
     takes several kernels, so `check_lengths` and `check_pages` are False for values that were
