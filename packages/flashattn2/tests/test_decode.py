@@ -490,7 +490,7 @@ def test_new_keys_in_rows_of_other_keys_are_refused(interpreter, table, lengths,
     options = {"cache_seqlens": lengths, "block_table": table, "backend": backend}
     with pytest.raises(ValueError, match="copy a shared page before a sequence appends"):
         flash_attention_with_kvcache(new, cache, cache.clone(), new, new, **options)
-    with pytest.raises(RuntimeError, match="each new key must have a row"):
+    with pytest.raises(RuntimeError, match="a page that receives new keys"):
         check_values(lengths, 1, cache, table, False, True, True)
     assert torch.equal(cache, before)
 

@@ -271,43 +271,29 @@ def check_values(
         require(is_valid, _length_rule(new, cache, table), "length", lengths)
     if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
-        is_unused = first_rows >= (lengths + new)[:, None]
-        is_valid = is_unused | ((table >= 0) & (table < len(cache)))
+        is_used = first_rows < (lengths + new)[:, None]
+        is_valid = ~is_used | ((table >= 0) & (table < len(cache)))
         require(is_valid, f"block_table must name pages 0 to {len(cache) - 1}", "page", table)
         if new:
-            rows = _new_rows(lengths, new, cache, table).sort().values
-            require(rows[1:] != rows[:-1], _SHARED_ROW_RULE, "two new keys for row", rows[1:])
-            # A page that does not exist has failed the assertion above, but must not be an index.
-            pages = (rows // cache.shape[2]).clamp(0, len(cache) - 1)
-            is_free = rows % cache.shape[2] >= _count_used_rows(lengths, cache, table)[pages]
-            require(is_free, _SHARED_ROW_RULE, "a new key for the used row", rows)
+            has_new_keys = is_used & (first_rows + cache.shape[2] > lengths[:, None])
+            is_valid = ~has_new_keys | (_count_uses(table, is_used, len(cache)) == 1)
+            require(is_valid, _SHARED_PAGE_RULE, "page", table)
 
 
-_SHARED_ROW_RULE = (
-    "each new key must have a row of the cache to itself, which no sequence uses; copy a shared "
-    "page before a sequence appends to it"
+#: Each sequence appends directly after its own keys.  If two entries of the table name one page
+#: that receives new keys, the new keys of one are therefore in rows that the other uses.
+_SHARED_PAGE_RULE = (
+    "a page that receives new keys must belong to one sequence, because the new keys would "
+    "overwrite those of another; copy a shared page before a sequence appends to it"
 )
 
 
-def _count_used_rows(lengths: Tensor, cache: Tensor, table: Tensor) -> Tensor:
-    """Return the number of rows in use of each page: the maximum over the sequences that have it.
-
-    The result does not contain the new keys.  A sequence appends directly after its own keys, so a
-    new key before the first free row of its page overwrites a key in use.
-    """
-    first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
-    used = (lengths[:, None].long() - first_rows).clamp(0, cache.shape[2]).flatten()
-    # Entries after a sequence may have any number; their count of 0 does not change a page.
-    pages = table.long().clamp(0, len(cache) - 1).flatten()
-    return used.new_zeros(len(cache)).scatter_reduce(0, pages, used, "amax")
-
-
-def _new_rows(lengths: Tensor, new: int, cache: Tensor, table: Tensor) -> Tensor:
-    """Return the index of the row of the cache for each new key of each sequence."""
-    page_size = cache.shape[2]
-    positions = lengths[:, None].long() + torch.arange(new, device=table.device)
-    pages = table.long().gather(1, (positions // page_size).clamp(0, table.shape[1] - 1))
-    return (pages * page_size + positions % page_size).flatten()
+def _count_uses(table: Tensor, is_used: Tensor, pages: int) -> Tensor:
+    """Return, for each entry of the table, the number of used entries that name its page."""
+    # Unused entries may have any number; they add 0 to the count of some page.
+    index = table.long().clamp(0, pages - 1).flatten()
+    counts = index.new_zeros(pages).scatter_add(0, index, is_used.long().flatten())
+    return counts[index].view_as(table)
 
 
 def _capacity(cache: Tensor, table: Tensor | None) -> int:
