@@ -56,7 +56,7 @@ DIFFERS = {
 # Parts of the errors of arguments and models that are refused, with the reason.
 REFUSALS = {
     "expected reshard_after_forward to be True, False or None": "an integer as an argument",
-    "which sharding would turn into a plain tensor": "a subclass of Tensor",
+    "which sharding would turn into a plain tensor": "a subclass of Tensor, for example a DTensor",
     "is read while its module does not run": "another method than forward reads parameters",
 }
 

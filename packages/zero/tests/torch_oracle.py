@@ -120,6 +120,9 @@ def prepare(who):
         sys.modules[f"torch.distributed._composable.fsdp.{new.stem}"] = implementation
     if who == "zero":
         common_fsdp.check_sharded_parity = check_sharded_parity
+        # The model MLPStack calls the fully_shard that common_fsdp has imported. It must not be
+        # torch's, which would pass other arguments to the function that is replaced below.
+        common_fsdp.fully_shard = zero.fully_shard
         group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
         group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = (
             _GradientHook
