@@ -571,6 +571,37 @@ def test_parameters_with_assigned_data_are_trained(stage):
     assert all(run_ranks(give_other_memory, 2, stage, timeout=DEADLINE))
 
 
+def rearrange_data(stage):
+    """Exchange the `.data` of two parameters, and transpose that of a third one."""
+
+    def make():
+        # torch transposes matrices from 60 x 60 elements on without a check of overlapping memory.
+        layers = [nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)]
+        return nn.Sequential(*layers).double()
+
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            torch.manual_seed(step)
+            module(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+            first, second, third = (module[index].weight for index in (1, 2, 3))
+            first.data, second.data = second.data, first.data
+            third.data = third.data.t()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return all(torch.allclose(own, other, rtol=1e-12, atol=1e-14) for own, other in pairs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_exchanged_and_transposed_data_are_trained(stage):
+    assert all(run_ranks(rearrange_data, 2, stage, timeout=DEADLINE))
+
+
 def exchange_for_averages(stage):
     """Evaluate with averages of the parameters, which are exchanged by their `.data`."""
     model, ours, twin, theirs = pair(stage)

@@ -66,7 +66,8 @@ class FlatParameters:
 
         Return these parameters.
         """
-        replaced = []
+        own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
+        replaced: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, view in self.views.items():
             data = parameter.data
             if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
@@ -77,10 +78,16 @@ class FlatParameters:
                     f"got {tuple(data.shape)} {data.dtype} on {data.device}: construct "
                     "ShardedOptimizer after the model has its final shapes, dtype and device"
                 )
+            if data.untyped_storage().data_ptr() in own_storages:
+                # The caller may have exchanged or transposed parameters, so that a copy into one
+                # view would overwrite the values of another.
+                data = data.clone()
+            replaced.append((parameter, data))
+        for parameter, data in replaced:
+            view = self.views[parameter]
             view.copy_(data)
             parameter.data = view
-            replaced.append(parameter)
-        return replaced
+        return [parameter for parameter, _ in replaced]
 
     def restore_shards(self) -> None:
         """Copy shards whose `.data` the optimizer has replaced back into the flat tensors."""
