@@ -82,7 +82,8 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     """Compare every call across ranks before data moves.
 
     Every rank must enter the context. A difference raises `Mismatch` on all ranks. The error
-    contains the deviating ranks.
+    contains the deviating ranks. The context changes the calls of all threads on the group, so only
+    one thread may enter it at a time.
 
     Args:
         group: the group; the default group if None.
