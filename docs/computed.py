@@ -318,9 +318,15 @@ def _provenance(stored: Row) -> str:
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (
-        f"`{stored['command']}`, {facts['date'][:10]}: {', '.join(parts)}; "
+        f"{_as_code(stored['command'])}, {facts['date'][:10]}: {', '.join(parts)}; "
         f"torch {facts['torch']}, Python {facts['python']}."
     )
+
+
+def _as_code(command: str) -> str:
+    """Return a command as code, without the words that may precede it and cannot be typed."""
+    words, _, code = command.rpartition(": ")
+    return f"{words[:1].upper()}{words[1:]} `{code}`".strip()
 
 
 def _stored(name: str) -> Row:

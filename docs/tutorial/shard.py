@@ -26,7 +26,7 @@ for step in range(400, 500):
     loss_of(model, *batch(step, rank)).backward()
     optimizer.step()
     optimizer.zero_grad()
-stored = sum(p.numel() for p in model.parameters())
+stored = sum(p.shape.numel() for p in model.parameters())  # p.numel() is the full number
 if rank == 0:
     print(f"each rank stores {stored:,} of {numel:,} parameters")
 save_checkpoint(FOLDER / "checkpoint", model, optimizer, extra={"step": 500})
