@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from collectives.shared_memory.fingerprint import ALGORITHMS
 from llmsys_suite.cli import app
 from llmsys_suite.config import STAGES
 from torch.distributed.run import get_args_parser
+from typer.exceptions import TyperException
 from workspace import PACKAGES, ROOT, folder
 
 # The changelog also names what was removed.
@@ -138,6 +140,8 @@ def check_llmsys(arguments, page):
     verb, *arguments = arguments
     known = typer.main.get_command(app).commands[verb]
     check_options(arguments, {name for option in known.params for name in option.opts})
+    if arguments:  # otherwise a sentence may name the command without its arguments
+        known.make_context("llmsys", [*arguments])
     if verb == "run":
         stages = [word for word in arguments[: first_option(arguments)] if word.islower()]
         assert set(stages) <= {*STAGES, "audit", "report"}
@@ -195,6 +199,23 @@ def test_commands_of_a_page_name_things_that_exist(page):
         check(words, page)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_were_removed_since_a_measurement_are_explained(page):
+    text = page.read_text()
+    ran = re.findall(r"^\*?`[^`\n]*llmsys_suite run ([^`\n]*)`, \d{4}-", text, re.MULTILINE)
+    stages = {word for line in ran for word in line.split(" --")[0].split()}
+    for stage in stages - {*STAGES, "audit", "report"}:
+        assert re.search(rf"earlier\s+version[^.]*`{stage}`", text), stage
+    tables = re.findall(r"^(\|.*\| algorithm \| runs \|.*\n(?:\|.*\n)+)", text, re.MULTILINE)
+    for table in tables:
+        head, _, *lines = table.splitlines()
+        column = head.split(" | ").index("runs")
+        ran = {line.split(" | ")[column] for line in lines}
+        for algorithm in ran - {*ALGORITHMS}:
+            words = re.escape(algorithm).replace("_", "[-_]")
+            assert re.search(rf"{words}[^|]*removed", text), algorithm
+
+
 def test_commands_are_found_in_blocks_and_in_sentences():
     lines = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert len(lines) > 100
@@ -213,10 +234,12 @@ def test_commands_are_found_in_blocks_and_in_sentences():
         "python -m scaling fit RUNS --nothing",
         "llmsys run nothing",
         "llmsys run --nothing",
+        "llmsys compare BEFORE AFTER --margin 5%",
         "torchrun --nothing docs/tutorial/train.py",
         "uv run llmsys nothing",
     ],
 )
 def test_a_command_that_names_something_unknown_is_found(command):
-    with pytest.raises((AssertionError, KeyError, SystemExit, ModuleNotFoundError)):
+    expected = (AssertionError, KeyError, SystemExit, ModuleNotFoundError, TyperException)
+    with pytest.raises(expected):
         check(shlex.split(command), ROOT / "README.md")

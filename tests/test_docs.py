@@ -220,6 +220,21 @@ def test_each_name_of_a_walk_is_defined_in_its_linked_file():
                 assert re.search(rf"\b{word}\b", sources + public), (package, name)
 
 
+def test_the_last_name_before_a_link_of_a_walk_is_defined_in_the_linked_file():
+    text = (DOCS / "architecture.md").read_text().split("## A walk")[1].split("## The rules")[0]
+    parts = re.split(r"\[[^\]]*\]\(([^)]+\.py)\)", text)
+    checked = 0
+    for before, target in zip(parts[::2], parts[1::2], strict=False):
+        names = re.findall(r"`([A-Za-z_][\w.]*)`", re.split(r"\.\s", before)[-1])
+        if not names or names[-1] == "config.json":
+            continue
+        word = names[-1].split(".")[-1]
+        definition = rf"^\s*(?:def|class) {word}\b|^{word}\b[^=\n]*="
+        assert re.search(definition, (DOCS / target).read_text(), re.MULTILINE), (word, target)
+        checked += 1
+    assert checked > 25
+
+
 def test_the_readme_s_three_lines_run():
     (block,) = blocks(ROOT / "README.md", "python")
     exec(compile(block, "README.md", "exec"), {})

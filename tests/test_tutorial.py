@@ -1,5 +1,6 @@
 """The steps of the tutorial run in their order, and store a picture each."""
 
+import importlib
 import json
 import re
 import runpy
@@ -29,6 +30,21 @@ def test_the_first_step_prints_the_stored_output(tmp_path, monkeypatch, capsys):
     runpy.run_path(file, run_name="__main__")
     assert capsys.readouterr().out == (RUN.FOLDER / "outputs" / "plan.txt").read_text()
     assert json.loads((tmp_path / "runs" / "tutorial" / "plan.json").read_text())
+
+
+def test_the_size_that_the_law_predicts_has_all_parameters_but_the_embeddings(monkeypatch):
+    # The fitted sizes are counted the same way.
+    monkeypatch.syspath_prepend(RUN.FOLDER)
+    model = importlib.import_module("model").Decoder()
+    embeddings = model.embedding.weight.numel() + model.positions.weight.numel()
+    (large,) = re.findall(r"^LARGE = ([\d_]+)$", (RUN.FOLDER / "extrapolate.py").read_text(), re.M)
+    assert int(large) == sum(p.numel() for p in model.parameters()) - embeddings
+
+
+def test_the_stored_output_of_two_ranks_states_half_of_the_parameters():
+    output = (RUN.FOLDER / "outputs" / "shard.txt").read_text()
+    stored, all_parameters = re.search(r"each rank stores ([\d,]+) of ([\d,]+) ", output).groups()
+    assert 2 * int(stored.replace(",", "")) == int(all_parameters.replace(",", ""))
 
 
 @pytest.mark.exhaustive
