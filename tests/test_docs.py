@@ -174,6 +174,16 @@ def test_every_make_target_that_the_readme_names_does_something():
         assert done.stdout.strip()
 
 
+def test_the_readme_names_the_packages_that_have_cuda_tests():
+    text = (ROOT / "README.md").read_text()
+    (sentence,) = re.findall(r"The CUDA tests of (.*?) passed", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence)) == {
+        package
+        for package in PACKAGES
+        if any("mark.gpu" in file.read_text() for file in folder(package).glob("tests/test_*.py"))
+    }
+
+
 def test_help_lists_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
