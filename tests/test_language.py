@@ -30,10 +30,13 @@ FILLER = frozenset(
 )
 
 UNITS = (
-    "threads?|bytes?|bits?|FLOPs?|seconds?|numbers?|calls?|steps?|lines?|times?|one"
+    "threads?|bytes?|bits?|FLOPs?|seconds?|hours?|tokens?|USD|numbers?|calls?|steps?|lines?|times?|one"
     "|GiB|MiB|KiB|GB|MB|ms"
 )
-COUNTED = "parameter|token|rank|step|layer|head|element|call|row|worker|server|process|device|GPU"
+COUNTED = (
+    "parameter|token|byte|rank|step|layer|head|element|call|row|worker|server|process|device|GPU"
+    "|hour|million|trillion"
+)
 
 NO_ARTICLE = "longer|more|less|fewer|later|better|worse|larger|smaller"
 COMPARISON = "that|as|more|less|faster|slower|larger|smaller"
@@ -50,7 +53,9 @@ IDIOMS = (
     (r"\bof (?:its|their|his) own\b", "its own, separate"),
     (r"\bmade anew\b", "rebuilt"),
     (r"\b(?:at a glance|second source|yardstick|planted defect)\b", "a standard term"),
-    (r"\b(?:plain file|a stranger|the house)\b", "a standard term"),
+    (r"\b(?:plain file|a stranger|the house|wings|seam|borrowed|debt)\b", "a standard term"),
+    (r"\bwho (?:is|are)\b", "the noun that is meant"),
+    (r"\bin turns\b", "alternately, interleaved"),
 )
 
 
@@ -258,6 +263,8 @@ def test_area_follows_the_style_guide(area):
         ("# Whether ranks agree.\n", "opens with a fragment"),
         ("# The cost, in bytes a token.\n", "write 'per'"),
         ("# This is no copy.\n", "write 'is not a'"),
+        ("# The ranks who are late.\n", "write 'the noun that is meant'"),
+        ("# Each is timed in turns.\n", "write 'alternately, interleaved'"),
         ("def each(): pass\n", "filler name"),
         ("own_one = 1\n", "filler name"),
         ("x = f(1,\n   2)  # fmt: skip\n", "formatting is switched off"),

@@ -442,7 +442,7 @@ ANSWERS = [
     *(
         Answer(
             f"x.b3.{tokens}",
-            f"the same with the activations of {tokens} tokens a device, half of them sharded",
+            f"the same with the activations of {tokens} tokens per device, half of them sharded",
             f"fewest_devices(XXL, memory_bytes=95e9, activation_bytes={tokens} * 17_547_264, "
             "sharded_activations=0.5)",
             value,
@@ -453,7 +453,7 @@ ANSWERS = [
     ),
     Answer(
         "x.c0",
-        "alpha of a TPU v5p: FLOP a byte of link",
+        "alpha of a TPU v5p: FLOP per byte of link",
         f"compute_bound_batch(fsdp=16, tensor=4, {_MESH}).alpha",
         4.6e14 / 1.8e11,
         "FLOP/B",
@@ -462,7 +462,7 @@ ANSWERS = [
     ),
     Answer(
         "x.c1",
-        "compute-bound batch a device at X=16, Y=4, M_X=2, M_Y=1, comms summed",
+        "compute-bound batch per device at X=16, Y=4, M_X=2, M_Y=1, comms summed",
         f"compute_bound_batch(fsdp=16, tensor=4, {_MESH}).per_device",
         395.3392281629618,
         "tokens/device",
@@ -480,7 +480,7 @@ ANSWERS = [
     ),
     Answer(
         "x.c3",
-        "the same a device, comms overlapped",
+        "the same per device, comms overlapped",
         f"compute_bound_batch(fsdp=16, tensor=4, comms='overlapped', {_MESH}).per_device",
         319.44444444444446,
         "tokens/device",
@@ -489,7 +489,7 @@ ANSWERS = [
     ),
     Answer(
         "x.c4",
-        "the least a device over all X, 64 devices, comms summed",
+        "the lowest compute-bound batch per device over all X, 64 devices, comms summed",
         f"best_mesh(64, {_MESH}).per_device",
         245.29988722697058,
         "tokens/device",
@@ -681,7 +681,7 @@ ANSWERS = [
         "fermi.training_usd(fermi.PETAFLOP_DAY)",
         18.18182,
         "USD",
-        "1.5 USD an hour",
+        "1.5 USD per hour",
         1e-6,
     ),
     Answer(
@@ -734,12 +734,12 @@ ANSWERS = [
         "fermi.inference_usd(1e12, 1e6)",
         0.42087542,
         "USD",
-        "1010.1 s at 1.5 USD an hour",
+        "1010.1 s at 1.5 USD per hour",
         1e-6,
     ),
     Answer(
         "f.j2",
-        "tokens to recoup 1e9 USD at 120 USD a million",
+        "tokens to recoup 1e9 USD at 120 USD per million",
         "fermi.break_even_tokens(1e9)",
         8.3333333e12,
         "tokens",
@@ -858,7 +858,7 @@ ANSWERS = [
     *(
         Answer(
             f"r.l405.{rate}",
-            f"MFU of Llama-3 405B at {rate} TFLOP/s an H100",
+            f"MFU of Llama-3 405B at {rate} TFLOP/s per H100",
             f"utilization({rate}e12, hardware='H100')",
             value,
             "",
@@ -891,7 +891,7 @@ ANSWERS = [
         "fermi.device_hours(14.8e12, hours_per_trillion_tokens=180e3)",
         2.664e6,
         "h",
-        "14.8T tokens at 180k hours a trillion",
+        "14.8T tokens at 180k hours per trillion",
         1e-9,
     ),
     Answer(

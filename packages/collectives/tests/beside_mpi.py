@@ -1,4 +1,4 @@
-"""All-reduce by an MPI library, gloo and this package, in turns, in the same processes.
+"""All-reduce by an MPI library, gloo and this package, alternately, in the same processes.
 
     mpiexec -n 2 python packages/collectives/tests/beside_mpi.py [SIZES]
 

@@ -92,7 +92,7 @@ class DyingConnection:
 
 
 class Turns:
-    """Workers that pull and push in turns, in any order."""
+    """Workers that pull and push alternately, in any order."""
 
     def __init__(self, group, bound):
         self.group = group

@@ -594,7 +594,7 @@ def rearrange_data(stage):
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    return all(torch.allclose(own, other, rtol=1e-12, atol=1e-14) for own, other in pairs)
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in pairs)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
