@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ FOLDER = os.environ.get("TORCH_TESTS")
 # Seconds until a test that hangs fails. On two busy cores, test_ddp_uneven_inputs takes about two
 # minutes at three ranks, and every other test less than one.
 SECONDS_PER_TEST = 600
+
+# Tests that pass with torch's class: a smaller number means that torch's tests no longer run here.
+NUM_TESTS_OF_WHEEL = 55
+NUM_TESTS_OF_REPOSITORY = 30
 
 # Tests that fail on purpose, with the error that they report.
 DIFFERS = {
@@ -42,7 +47,7 @@ DIFFERS = {
 }
 
 
-def outcomes(who, world, chosen, folder, tests=None):
+def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
     """Return the names of the tests that pass, and the messages of the others.
 
     Prints the result of each test as soon as it has ended.
@@ -50,10 +55,13 @@ def outcomes(who, world, chosen, folder, tests=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    report = folder / f"{who}.xml"
+    folder = folder / f"{who}-{backend}"
+    folder.mkdir()
+    report = folder / "report.xml"
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_TESTS"} | {
         "ORACLE": who,
-        "ORACLE_FOLDER": str(folder / who),
+        "ORACLE_BACKEND": backend,
+        "ORACLE_FOLDER": str(folder),
         "ORACLE_TESTS": chosen,
         "WORLD_SIZE": str(world),
         "MASTER_PORT": str(port),
@@ -77,8 +85,8 @@ def outcomes(who, world, chosen, folder, tests=None):
     ) as process:
         for line in process.stdout:
             if ended := re.search(r"::(test_\w+ (PASSED|FAILED|ERROR|SKIPPED))", line):
-                print(f"{who}, {world} ranks: {ended[1]}", flush=True)
-    assert report.exists(), f"torch's tests with {who} ended without a report"
+                print(f"{who}, {backend}, {world} ranks: {ended[1]}", flush=True)
+    assert report.exists(), f"torch's tests with {who} on {backend} ended without a report"
     passed, failed = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):
         reports = [child for child in case if child.tag in ("failure", "error", "skipped")]
@@ -89,14 +97,17 @@ def outcomes(who, world, chosen, folder, tests=None):
     return passed, failed
 
 
-def compare(world, chosen, folder, tests=None):
+def compare(world, chosen, folder, *, num_tests, tests=None, backend="gloo"):
+    """Compare the tests that pass with torch's class on gloo and with ours on a backend."""
     theirs, _ = outcomes("torch", world, chosen, folder, tests)
-    ours, failed = outcomes("ddp", world, chosen, folder, tests)
-    assert theirs, "none of torch's tests ran"
+    ours, failed = outcomes("ddp", world, chosen, folder, tests, backend)
+    counts = f"{len(theirs)} pass with torch's DDP, {len(theirs & ours)} with both"
+    print(f"{backend}, {world} ranks: {counts}", flush=True)
     for name in theirs - ours:
         assert name in DIFFERS, (name, failed[name][-2000:])
         assert DIFFERS[name] in failed[name], name
-    print(f"{world} ranks: {len(theirs)} pass with torch's DDP, {len(theirs & ours)} with both")
+    assert theirs - ours == DIFFERS.keys() & theirs, "remove tests from DIFFERS that pass with both"
+    assert len(theirs) >= num_tests, "fewer tests than when this number was recorded"
 
 
 def test_sample_of_torch_tests_passes(tmp_path):
@@ -108,7 +119,15 @@ def test_sample_of_torch_tests_passes(tmp_path):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_torch_wheel_tests_pass_like_torch_ddp(world, tmp_path, capfd):
     with capfd.disabled():
-        compare(world, ALL, tmp_path)
+        compare(world, ALL, tmp_path, num_tests=NUM_TESTS_OF_WHEEL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("collectives") is None, reason="collectives is not installed")
+@pytest.mark.parametrize("world", [2, 3])
+def test_torch_wheel_tests_pass_on_collectives(world, tmp_path, capfd):
+    with capfd.disabled():
+        compare(world, ALL, tmp_path, num_tests=NUM_TESTS_OF_WHEEL, backend="collectives")
 
 
 @pytest.mark.exhaustive
@@ -116,4 +135,4 @@ def test_torch_wheel_tests_pass_like_torch_ddp(world, tmp_path, capfd):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_torch_repository_tests_pass_like_torch_ddp(world, tmp_path, capfd):
     with capfd.disabled():
-        compare(world, "test_", tmp_path, FOLDER)
+        compare(world, "test_", tmp_path, num_tests=NUM_TESTS_OF_REPOSITORY, tests=FOLDER)

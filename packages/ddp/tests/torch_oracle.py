@@ -1,9 +1,9 @@
 """torch's own tests of DDP, run with torch's class or with `ddp.DDP`, on a CPU instead of GPUs.
 
 `test_torch_distributed` runs this file in a separate process, with ORACLE (torch or ddp),
-ORACLE_TESTS (a regular expression), WORLD_SIZE and ORACLE_FOLDER set. Most of torch's tests require
-GPUs, but do not depend on them: functions that move tensors to a device here do nothing. Events of
-torch's profiler are not compared.
+ORACLE_BACKEND (gloo or collectives), ORACLE_TESTS (a regular expression), WORLD_SIZE and
+ORACLE_FOLDER set. Most of torch's tests require GPUs, but do not depend on them: functions that
+move tensors to a device here do nothing. Events of torch's profiler are not compared.
 
 The tests come from torch's wheel, or from TORCH_TESTS, the folder test/distributed of a checkout of
 torch's repository.
@@ -25,6 +25,7 @@ os.environ |= {"BACKEND": "gloo", "TEMP_DIR": str(FOLDER), "MASTER_ADDR": "127.0
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  before the patches below, because it lists all functions of torch
+import torch.distributed as dist  # noqa: E402
 import torch.distributed.device_mesh as device_mesh  # noqa: E402
 import torch.distributed.optim  # noqa: E402  before them too, because it is scripted in torch 2.11
 from torch import nn  # noqa: E402
@@ -71,6 +72,29 @@ torch.cuda.device_count = lambda: 8
 torch.cuda.current_device = lambda: 0
 init_device_mesh = device_mesh.init_device_mesh
 device_mesh.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
+
+
+def instead_of_gloo(function, position):
+    """Return the function with the `collectives` backend in place of gloo."""
+
+    def call(*args, **kwargs):
+        if len(args) > position and args[position] == "gloo":
+            args = (*args[:position], "collectives", *args[position + 1 :])
+        if kwargs.get("backend") == "gloo":
+            kwargs["backend"] = "collectives"
+        return function(*args, **kwargs)
+
+    return call
+
+
+if os.environ["ORACLE_BACKEND"] == "collectives":
+    # Registers the backend. A static import would make ddp's tests depend on a sibling.
+    importlib.import_module("collectives.backend")
+    get_backend = dist.get_backend
+    dist.init_process_group = instead_of_gloo(dist.init_process_group, 0)
+    dist.new_group = instead_of_gloo(dist.new_group, 2)
+    # The tests select their cases by the name of the backend.
+    dist.get_backend = lambda group=None: get_backend(group).replace("collectives", "gloo")
 
 if os.environ["ORACLE"] == "ddp":
     sys.path.insert(0, str(Path(__file__).parent))
