@@ -1,6 +1,12 @@
-"""The minimal implementation is the specification: `DDP` trains bit-equal to it."""
+"""The minimal implementation is the specification: `DDP` trains bit-equal to it.
+
+So does a reducer without its optional collaborators.
+"""
 
 import copy
+import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import ddp.plain
@@ -8,7 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
+from ddp.assignment import assign_buckets
+from ddp.bucket import Bucket
+from ddp.communication import Uncompressed
+from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.plain import PlainDDP
+from ddp.process_group import resolve_group
+from ddp.reducer import Reducer
 from torch import nn
 from worker_pool import run_ranks
 
@@ -35,6 +47,74 @@ def train_both(bucket_bytes: int) -> list:
 def test_ddp_trains_bit_equal_to_the_minimal_implementation(bucket_bytes: int) -> None:
     first, second = run_ranks(train_both, 2, bucket_bytes)
     assert first == second
+
+
+def train_with_a_bare_reducer() -> list[str]:
+    """Compare a reducer without observers with `PlainDDP`; return the files that a step enters."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 130), nn.Linear(130, 130))
+    minimal = PlainDDP(module, 200)
+    module = copy.deepcopy(module)
+    group = resolve_group(None, None)
+    failures = FailureAttribution(group.process_group)
+    options = DDP(copy.deepcopy(module), 200 / 2**20)._options
+    reducer = Reducer(
+        dict(module.named_parameters()),
+        options,
+        group,
+        failures,
+        Uncompressed(),
+        (),
+        try_open_step=lambda: False,
+    )
+    entered = set()
+    package = Path(ddp.__file__).parent
+
+    def record_file(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(package):
+            entered.add(path.relative_to(package).as_posix())
+
+    def mark_ready(index: int, parameter: nn.Parameter) -> None:
+        sys.setprofile(record_file if reducer.num_steps == 2 else None)
+        reducer.mark_ready(index, parameter)
+        sys.setprofile(None)
+
+    for index, parameter in enumerate(module.parameters()):
+        parameter.register_post_accumulate_grad_hook(partial(mark_ready, index))
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        minimal(x).square().mean().backward()
+        minimal.finish_gradient_synchronization()
+        reducer.start()
+        module(x).square().mean().backward()
+        sys.setprofile(record_file if reducer.num_steps == 2 else None)
+        reducer.finish()
+        sys.setprofile(None)
+        for expected, ours in zip(minimal.parameters(), module.parameters(), strict=True):
+            assert ours.grad.equal(expected.grad)
+    return sorted(entered)
+
+
+def test_reducer_needs_no_observer_and_a_gradient_crosses_the_files_of_the_readme() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    listed = re.findall(r"^\d\. \[.*?\]\(src/ddp/(.*?)\)", readme, re.MULTILINE)
+    assert len(listed) == 4
+    attribution = "consistency/failure_attribution.py"
+    assert run_ranks(train_with_a_bare_reducer, 2) == [sorted([*listed, attribution])] * 2
+
+
+def test_steps_have_the_names_of_the_minimal_implementation() -> None:
+    names = {name for name, value in vars(PlainDDP).items() if callable(value)}
+    names -= {"__init__", "forward"}
+    by_file = {
+        Reducer: {"mark_ready", "launch_ready_buckets", "launch_all_reduce"},
+        DDP: {"finish_gradient_synchronization"},
+    }
+    for owner, methods in by_file.items():
+        assert methods <= names & vars(owner).keys()
+    assert names == set().union(*by_file.values(), {assign_buckets.__name__})
+    assert {"copy_in"} <= vars(ddp.plain.Bucket).keys() & vars(Bucket).keys()
 
 
 def test_minimal_implementation_is_short_and_imports_only_torch() -> None:

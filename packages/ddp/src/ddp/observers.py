@@ -1,7 +1,8 @@
 """The interface of the reducer's optional collaborators.
 
-Cross-rank checks, failure attribution and metering implement `Observer`. The algorithm in
-`reducer.py` can be read without them: it calls the five methods below at fixed points.
+The checks across ranks and the meter implement `Observer`. The algorithm in `reducer.py` can be
+read without them: it calls the four methods below at fixed points, and a `Reducer` without
+observers gives the same gradients.
 """
 
 from __future__ import annotations
@@ -45,6 +46,3 @@ class Observer:
 
     def on_step_end(self, step: FinishedStep) -> None:
         """Handle the end of a step, before `.grad` is set. May raise on every rank."""
-
-    def on_error(self, reason: str) -> None:
-        """Handle an error that prevents this rank from continuing."""

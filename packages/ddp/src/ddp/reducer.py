@@ -48,9 +48,9 @@ class Reducer:
         parameters: trained parameters by name.
         options: bucket sizes and flags of the model.
         group: ranks to average over.
-        failures: attribution of errors to ranks.
-        compression: method that reduces a bucket.
-        observers: collaborators, called in this order.
+        failures: wraps every collective, so that its error names the rank that failed.
+        compression: method that launches the reduction of a bucket.
+        observers: checks across ranks and metering, called in this order. They are optional.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
     """
 
@@ -77,6 +77,7 @@ class Reducer:
         #: Indices of parameters whose hook did not run on this rank in the current step.
         self.missing: list[int] = []
         self._group = group
+        self._failures = failures
         self._observers = observers
         self._try_open_step = try_open_step
         self.reductions = RunningReductions(group, failures)
@@ -117,6 +118,7 @@ class Reducer:
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.preserve_aliased_grads()
+        # The checks detect whether an optimizer has changed the weights since the last step.
         for observer in self._observers:
             observer.on_step_start(self.parameters)
         self.scale = 1 / self._group.world_size if self.compression.uses_scaled_gradients else 1.0
@@ -144,6 +146,7 @@ class Reducer:
 
     def launch_all_reduce(self, bucket: Bucket, *, is_participating: bool) -> None:
         """Start summing a bucket over the ranks."""
+        # The checks write the flags of this rank behind the gradients.
         for observer in self._observers:
             observer.before_bucket_launch(bucket, is_participating=is_participating)
         self.reductions.launch(bucket, self.compression)
@@ -164,11 +167,14 @@ class Reducer:
                 bucket.fill_with_zeros()
         self.launch_ready_buckets(is_participating=is_participating, is_finishing=True)
         for reduction in self.reductions.wait():
+            # The meter records the bytes, calls and times of the bucket.
             for observer in self._observers:
                 observer.on_bucket_reduced(reduction)
         self.num_steps += 1
         self.is_open = False
         try:
+            # The meter records the step. The checks compare the summed flags with those expected,
+            # and raise an error on every rank if ranks differ.
             for observer in self._observers:
                 observer.on_step_end(step)
             if is_participating:
@@ -211,8 +217,7 @@ class Reducer:
             f"one backward pass computed the gradient of {bucket.names[slot]!r} in several parts, "
             "and the first part was reduced as if it were final"
         )
-        for observer in self._observers:
-            observer.on_error(reason)
+        self._failures.fail(reason)
         raise RuntimeError(
             f"Expected to mark a variable ready only once. On rank {self._group.rank} {reason}; "
             "pass static_graph=True, or use checkpoint(..., use_reentrant=False)"

@@ -171,7 +171,7 @@ class Replica:
                 self.group,
                 self.failures,
                 self.compression,
-                (self.failures, self._ddp.meter, self.agreement),
+                (self._ddp.meter, self.agreement),
                 try_open_step=self.try_open_step,
             )
         except BaseException as error:

@@ -21,15 +21,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp.observers import Observer
-
 POLL_INTERVAL = timedelta(seconds=0.5)
 GRACE_SECONDS = 2.0
 #: Prefix of the reason of a rank that only lost its connection.
 _LOST = "lost: "
 
 
-class FailureAttribution(Observer):
+class FailureAttribution:
     """The failure state of one `DDP`. See Note [Failure attribution].
 
     A rank that has failed stays failed: later calls raise an error with the first reason.
@@ -58,10 +56,6 @@ class FailureAttribution(Observer):
         if not self._failure:
             self._failure = f"rank {self._rank}: {reason}"
             self._write_reason(reason)
-
-    def on_error(self, reason: str) -> None:
-        """Report the error to the other ranks."""
-        self.fail(reason)
 
     @contextmanager
     def attribute(self, description: str) -> Iterator[None]:
