@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, busy_transformer, designs, transformer
 from ddp.bench.measure import SIZES_MB, _cores_per_rank, _default_workloads, bench
-from ddp.bench.rows import Link, Measured
+from ddp.bench.rows import Link, Measured, median_of_runs
 from torch import nn
 from worker_pool import run_ranks
 
@@ -129,6 +129,32 @@ def is_the_one(model: nn.Module, loss) -> None:
     assert len(parameters) == 74
     assert sum(p.numel() for p in parameters) == 6 * (12 * 512**2 + 13 * 512) + 2 * 1600 * 512
     assert 6 < loss(model).item() < 9
+
+
+def run_of(ratio: float, design: str = "25 MB") -> list[dict]:
+    step = {"case": "step", "workload": "w", "design": design, "step_ms": 100 * ratio, "calls": "-"}
+    return [step | {"ratio_to_torch_tuned_p50": ratio}, {"case": "bound", "workload": "w"}]
+
+
+def test_rows_of_several_runs_are_medians_with_the_range_of_the_ratio() -> None:
+    step, bound_row = median_of_runs([run_of(ratio) for ratio in (1.5, 0.5, 2.0)])
+    assert (step["step_ms"], step["calls"], step["ratio_to_torch_tuned_p50"]) == (150.0, "-", 1.5)
+    assert step["ratio_to_torch_tuned_lowest_run"] == 0.5
+    assert step["ratio_to_torch_tuned_highest_run"] == 2.0
+    assert bound_row == run_of(1.0)[1]
+    assert median_of_runs([run_of(1.0)]) == run_of(1.0)
+
+
+def test_runs_of_different_designs_are_refused() -> None:
+    for other in (run_of(1.0, "10 MB"), run_of(1.0)[:1]):
+        with pytest.raises(ValueError, match="expected the same designs in every run"):
+            median_of_runs([run_of(1.0), other])
+
+
+def test_several_runs_within_torchrun_are_refused(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"expected runs=1 in a process of torchrun, got 5"):
+        bench(runs=5)
 
 
 def test_unknown_design_is_refused_with_the_known_names() -> None:

@@ -33,7 +33,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, designs
-from ddp.bench.rows import Link, Measured, Row
+from ddp.bench.rows import Link, Measured, Row, median_of_runs
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
@@ -52,6 +52,8 @@ class BenchOptions:
     all_reduce: str = ""
     allocate: str = ""
     rounds: int = 0
+    #: Number of runs, each in new processes. Rows then contain the median over the runs.
+    runs: int = 1
     picture: str = ""
 
 
@@ -62,13 +64,12 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
     """
     options = BenchOptions(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
-        world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-        with tempfile.TemporaryDirectory() as folder:
-            start_processes(
-                _run_process, (world, folder, options), nprocs=world, start_method="spawn"
-            )
-            rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
-            return rows
+        return median_of_runs([_run_once(options) for _ in range(options.runs)])
+    if options.runs != 1:
+        raise ValueError(
+            f"expected runs=1 in a process of torchrun, got {options.runs}; start the command "
+            "without torchrun, or start it several times"
+        )
     if dist.is_initialized():
         return _rows(options)
     if device == "cuda":
@@ -78,6 +79,15 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
         return _rows(options)
     finally:
         dist.destroy_process_group()
+
+
+def _run_once(options: BenchOptions) -> list[Row]:
+    """Return the rows of one run in new processes."""
+    world = min(2, torch.cuda.device_count()) if options.device == "cuda" else 2
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_run_process, (world, folder, options), nprocs=world, start_method="spawn")
+        rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
+        return rows
 
 
 def _run_process(rank: int, world_size: int, folder: str, options: BenchOptions) -> None:
@@ -229,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
+    parser.add_argument("--runs", type=int, default=1, help="number of runs in new processes")
     parser.add_argument("--picture", default="", help="draw a step of each design to this SVG")
     arguments = vars(parser.parse_args(argv))
     path = arguments.pop("json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from statistics import median
 
 import numpy as np
@@ -182,6 +183,34 @@ class Measured:
 
     def _sends_all(self, design: Design) -> bool:
         return design.meter is not None and design.meter.last.gradient_bytes == self.model_bytes
+
+
+def median_of_runs(runs: Sequence[list[Row]]) -> list[Row]:
+    """Return the rows of several runs as one list, in which each number is the median.
+
+    Steps also get the lowest and the highest run's ratio to torch's tuned DDP. Raises `ValueError`
+    if the runs have different rows.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    result: list[Row] = []
+    for rows in zip_longest(*runs, fillvalue={}):
+        keys = [tuple(row.get(key) for key in ("case", "workload", "design")) for row in rows]
+        if len(set(keys)) > 1:
+            raise ValueError(
+                f"expected the same designs in every run, got {keys}; name them with designs="
+            )
+        row: Row = {}
+        for column in rows[0]:
+            values = [other[column] for other in rows]
+            numbers = [value for value in values if not isinstance(value, str)]
+            row[column] = median(numbers) if len(numbers) == len(values) else values[0]
+        if row["case"] == "step":
+            ratios = [other["ratio_to_torch_tuned_p50"] for other in rows]
+            row["ratio_to_torch_tuned_lowest_run"] = min(ratios)
+            row["ratio_to_torch_tuned_highest_run"] = max(ratios)
+        result.append(row)
+    return result
 
 
 def _median_ms(seconds: np.ndarray) -> float:
