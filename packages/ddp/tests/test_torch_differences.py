@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -281,29 +282,73 @@ def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp() -> None:
         assert ours[0] == (0 if remedy else 1)
 
 
-def average_into_flat_buffer(**options: bool) -> tuple[list[float], list[float]]:
-    """Return a buffer whose parts were `.grad` before the backward pass, and torch's gradients."""
-    model, twin = DDP(net(), **options), nn.parallel.DistributedDataParallel(net())
-    flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+def keep_flat_buffer(model: nn.Module) -> list[torch.Tensor]:
+    """Set each `.grad` to a part of one buffer, and return only the buffer."""
     sizes = [parameter.numel() for parameter in model.parameters()]
+    flat = torch.zeros(sum(sizes))
     for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
         parameter.grad = piece.view_as(parameter)
+    return [flat]
+
+
+def keep_references(model: nn.Module) -> list[torch.Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def keep_aliases(model: nn.Module) -> list[torch.Tensor]:
+    return [gradient.view(-1) for gradient in keep_references(model)]
+
+
+def keep_nothing(model: nn.Module) -> list[torch.Tensor]:
+    keep_references(model)
+    return []
+
+
+def average_into_memory_of_the_caller(
+    keep: Callable, is_accumulated: bool, **options: bool
+) -> tuple[list[float], list[float], list[str]]:
+    """Return the memory that the caller kept of `.grad`, torch's gradients, and the warnings."""
+    model, twin = DDP(net(), **options), nn.parallel.DistributedDataParallel(net())
+    kept = keep(model)
     x = torch.full((3, 5), 1.0 + dist.get_rank())
     x[0] += 1
-    for wrapper in (model, twin):
-        wrapper(x).square().mean().backward()
-    expected = [parameter.grad.reshape(-1) for parameter in twin.parameters()]
-    return flat.tolist(), torch.cat(expected).tolist()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for wrapper in (model, twin):
+            for _ in range(2):
+                with wrapper.no_sync() if is_accumulated else nullcontext():
+                    wrapper(x).square().mean().backward()
+            wrapper(x).square().mean().backward()
+    received = [value for tensor in kept for value in tensor.reshape(-1).tolist()]
+    expected = [value for p in twin.parameters() for value in p.grad.reshape(-1).tolist()]
+    return received, expected, [str(warning.message) for warning in caught]
 
 
-def average_into_flat_buffers() -> list[tuple[list[float], list[float]]]:
-    return [average_into_flat_buffer(), average_into_flat_buffer(gradient_as_bucket_view=False)]
+def average_into_all_memory_of_the_caller() -> list[tuple]:
+    results = []
+    for keep in (keep_flat_buffer, keep_references, keep_aliases, keep_nothing):
+        for is_accumulated in (False, True):
+            by_default = average_into_memory_of_the_caller(keep, is_accumulated)
+            options = {"gradient_as_bucket_view": False}
+            separate = average_into_memory_of_the_caller(keep, is_accumulated, **options)
+            results.append((keep is keep_nothing, by_default, separate))
+    return results
 
 
-def test_flat_buffer_of_the_caller_receives_the_mean_without_bucket_views() -> None:
-    for dropped, written in run_ranks(average_into_flat_buffers, 2):
-        assert dropped[0] != pytest.approx(dropped[1], rel=1e-4)
-        assert written[0] == pytest.approx(written[1], rel=1e-4, abs=1e-6)
+def test_memory_of_the_caller_receives_the_mean_or_a_warning_is_issued() -> None:
+    for results in run_ranks(average_into_all_memory_of_the_caller, 2):
+        assert len(results) == 8
+        for is_nothing_kept, by_default, separate in results:
+            if is_nothing_kept:
+                assert by_default[2] == separate[2] == []
+                continue
+            (message,) = by_default[2]
+            assert "another tensor or variable had the memory of" in message
+            assert by_default[0] != pytest.approx(by_default[1], rel=1e-4)
+            assert separate[0] == pytest.approx(separate[1], rel=1e-4, abs=1e-6)
+            assert separate[2] == []
 
 
 class IgnoresBias(torch.autograd.Function):

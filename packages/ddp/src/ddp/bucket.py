@@ -199,6 +199,18 @@ class Bucket:
             return False
         return gradient.data_ptr() == self._addresses[slot]
 
+    def find_aliased_grad(self) -> str | None:
+        """Return the name of a parameter whose `.grad` has memory that the caller also references.
+
+        Views of the buffer do not count. Returns None if there is no such parameter.
+        """
+        for slot, parameter in enumerate(self.parameters):
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                continue
+            if not self.holds_grad(slot) and _is_aliased(parameter):
+                return self.names[slot]
+        return None
+
     def clear(self) -> None:
         """Reset the state of the step."""
         self.ready.clear()
@@ -367,3 +379,25 @@ _UNSHARED_REFERENCES = _count_references([torch.empty(0)])[0]
 
 def _count_memory_references(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _count_grad_references(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return the number of references to `.grad`, and of tensors that have its memory."""
+    gradient: Any = parameter.grad
+    (references,) = _count_references([gradient])
+    return references, _count_memory_references(gradient)
+
+
+def _make_unaliased_references() -> tuple[int, int]:
+    parameter = nn.Parameter(torch.empty(1))
+    parameter.grad = torch.empty(1)
+    return _count_grad_references(parameter)
+
+
+#: The references to a `.grad` that only its parameter references.
+_UNALIASED_REFERENCES = _make_unaliased_references()
+
+
+def _is_aliased(parameter: nn.Parameter) -> bool:
+    references, memory_references = _count_grad_references(parameter)
+    return references > _UNALIASED_REFERENCES[0] or memory_references > _UNALIASED_REFERENCES[1]

@@ -74,8 +74,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         static_graph: every step computes the same graph. Then a gradient may be computed in several
             parts, as by reentrant checkpoints of a shared layer.
         gradient_as_bucket_view: make `.grad` a view of its bucket, and drop the memory that it had
-            before. False, which is torch's default, writes the mean into that memory instead, and
-            needs memory for a second set of gradients.
+            before. A warning is issued if the caller still references that memory. False, which is
+            torch's default, writes the mean into that memory instead, and needs memory for a second
+            set of gradients.
         restricted_arguments: other arguments of torch's DDP. An error names each argument whose
             value is not supported.
 

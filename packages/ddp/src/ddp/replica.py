@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection
 from enum import Enum, auto
@@ -86,6 +87,8 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
+        #: True after the warning about memory of `.grad` that does not receive the mean.
+        self._has_warned_of_alias = not options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
         #: Parameters with hooks that connect this replica.
@@ -255,6 +258,7 @@ class Replica:
                 if self.reducer.is_open:
                     self._fail_open_step()
                 self._refuse_shared_gradients()
+                self._warn_of_aliased_gradient()
             self.hooks.move_to_end()
         self.backward_pass.reach_output(is_synchronized=is_synchronized)
         self.backward_pass.queue_end()
@@ -274,6 +278,25 @@ class Replica:
         )
         self.failures.fail(reason)
         raise RuntimeError(f"rank {self.group.rank}: {reason}")
+
+    def _warn_of_aliased_gradient(self) -> None:
+        """Warn once if the caller references memory of `.grad` that will not receive the mean."""
+        if self._has_warned_of_alias:
+            return
+        for bucket in self.reducer.buckets:
+            name = bucket.find_aliased_grad()
+            if name is None:
+                continue
+            self._has_warned_of_alias = True
+            warnings.warn(
+                f"rank {self.group.rank}: before the backward pass, another tensor or variable had "
+                f"the memory of {name!r}.grad. That memory does not receive the mean over the "
+                "ranks, because .grad becomes a view of a bucket. torch's DDP writes the mean "
+                "there by default; pass gradient_as_bucket_view=False, or read .grad after each "
+                "backward pass",
+                stacklevel=2,
+            )
+            return
 
     def _end_backward(self, is_synchronized: bool | None) -> None:
         if not self.is_connected:
