@@ -7,8 +7,10 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -274,8 +276,18 @@ class Block(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-def train_compiled_blocks() -> tuple:
-    import torch._dynamo
+@dataclass
+class Compiled:
+    """The outcome of three backward passes of a model with compiled parts."""
+
+    gradients: list[Tensor]
+    num_graphs: int
+    num_breaks: int
+
+
+def train_with_compiled(part: str, module: nn.Module, wrapper: Callable, options: dict) -> Compiled:
+    """Train a copy of `module` in a wrapper, compiled by block, as a module or with its wrapper."""
+    from torch._dynamo.utils import counters
 
     graphs = []
 
@@ -283,55 +295,97 @@ def train_compiled_blocks() -> tuple:
         graphs.append(graph)
         return graph
 
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
+    module = copy.deepcopy(module)
+    if part == "blocks":
+        for block in module:
+            block.compile(backend=count)
+    compiled_module = torch.compile(module, backend=count) if part == "module" else module
+    model = wrapper(compiled_module, **options)
+    run = torch.compile(model, backend=count) if part == "wrapper" else model
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        run(x).sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    breaks = sum(counters["graph_break"].values())
+    return Compiled(gradients, len(graphs), breaks)
+
+
+def compare_compiled_with_torch() -> dict[str, tuple[int, int, int]]:
+    """Return the graphs and breaks of ours, and the breaks of torch's DDP, by compiled part."""
+    torch.manual_seed(0)
+    outcomes = {}
+    module = nn.Sequential(*[Block() for _ in range(4)])
+    for part in ("blocks", "module", "wrapper"):
+        ours = train_with_compiled(part, module, DDP, {"bucket_size_mb": 20000 / MIB})
+        # Compiled blocks in torch's DDP need a bucket_cap_mb of at least 1.
+        torch_ddp = nn.parallel.distributed.DistributedDataParallel
+        theirs = train_with_compiled(part, module, torch_ddp, {})
+        for gradient, expected in zip(ours.gradients, theirs.gradients, strict=True):
+            torch.testing.assert_close(gradient, expected)
+        outcomes[part] = ours.num_graphs, ours.num_breaks, theirs.num_breaks
+    return outcomes
+
+
+def overlap_compiled_blocks() -> tuple[int, int]:
+    """Return the number of buckets, and of those that were launched during the backward pass."""
     blocks = [Block() for _ in range(4)]
-    together = nn.Sequential(*copy.deepcopy(blocks))
     for block in blocks:
-        block.compile(backend=count)
+        block.compile(backend="eager")
     model, x = DDP(nn.Sequential(*blocks), 20000 / MIB), torch.randn(2, 64)
-    compiled_model = DDP(torch.compile(together, backend=count), 20000 / MIB)
     for _ in range(3):
         model(x).sum().backward()
-    by_blocks = len(graphs)
-    graphs.clear()
-    for _ in range(3):
-        compiled_model(x).sum().backward()
-    whole = len(graphs)
-    graphs.clear()
-    normalized = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
-    compiled_wrapper = torch.compile(DDP(normalized), backend=count)
-    for _ in range(3):
-        compiled_wrapper(x).sum().backward()
     step = model.meter.last
-    hidden = sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    return by_blocks, whole, len(graphs), breaks, len(step.buckets), hidden
+    return len(step.buckets), sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
 
 
-def train_all_compiled() -> tuple[tuple, bool]:
-    return train_compiled_blocks(), train_compiled()
+def compile_wrapper_with_buffers() -> tuple[int, int]:
+    """Return the graphs and breaks of a compiled wrapper whose module changes its buffers."""
+    normalized = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    outcome = train_with_compiled("wrapper", normalized, DDP, {})
+    return outcome.num_graphs, outcome.num_breaks
+
+
+def train_all_compiled() -> dict[str, Any]:
+    return {
+        "with torch": compare_compiled_with_torch(),
+        "overlap": overlap_compiled_blocks(),
+        "buffers": compile_wrapper_with_buffers(),
+        "one process": train_compiled(),
+    }
 
 
 @cache
-def outcomes_of_compiled_models() -> list[tuple[tuple, bool]]:
-    """Return the outcomes of two tests, in which each rank imports the compiler once."""
+def outcomes_of_compiled_models() -> list[dict[str, Any]]:
+    """Return the outcomes of several tests, in which each rank imports the compiler once."""
     return run_ranks(train_all_compiled, 2, timeout=300)
 
 
 @pytest.mark.filterwarnings("default")
+def test_compiled_blocks_modules_and_wrappers_give_the_gradients_of_torch_ddp() -> None:
+    for rank in outcomes_of_compiled_models():
+        assert rank["with torch"].keys() == {"blocks", "module", "wrapper"}
+
+
+@pytest.mark.filterwarnings("default")
 def test_compiled_modules_are_one_graph_and_compiled_blocks_overlap_communication() -> None:
-    ranks = [blocks for blocks, _ in outcomes_of_compiled_models()]
-    for by_blocks, whole, wrapper, breaks, buckets, hidden in ranks:
+    for rank in outcomes_of_compiled_models():
         # Equal blocks may have a common graph.
-        assert 1 <= by_blocks <= 4
-        assert (whole, wrapper, breaks) == (1, 1, 0)
+        assert 1 <= rank["with torch"]["blocks"][0] <= 4
+        for part in ("module", "wrapper"):
+            assert rank["with torch"][part][0] == 1
+        for _, breaks, _ in rank["with torch"].values():
+            assert breaks == 0
+        assert rank["with torch"]["wrapper"][2] >= 1
+        assert rank["buffers"] == (1, 0)
+        buckets, hidden = rank["overlap"]
         assert buckets == 8
         assert hidden >= buckets - 1
 
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
-    assert [trains for _, trains in outcomes_of_compiled_models()] == [True, True]
+    assert [rank["one process"] for rank in outcomes_of_compiled_models()] == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:
