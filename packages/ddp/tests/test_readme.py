@@ -1,13 +1,67 @@
-"""The quick start of the README runs unchanged."""
+"""The quick start of the README runs unchanged, and its sentences agree with measured rows."""
 
+import json
 import os
 import re
 import socket
 from pathlib import Path
 
+import pytest
 from worker_pool import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+
+
+def rows_of(run: str, gpu: str = "") -> list[dict]:
+    """Return the rows of the newest results of a run, on the GPU whose name contains `gpu`."""
+    results = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{run}.json")]
+    chosen = [stored for stored in results if gpu in " ".join(stored["environment"]["gpus"])]
+    return max(chosen, key=lambda stored: stored["environment"]["date"])["rows"]
+
+
+def only(rows: list[dict], **columns: str) -> dict:
+    (row,) = (r for r in rows if all(r.get(name) == value for name, value in columns.items()))
+    return row
+
+
+def ratio_to_bound(design: str) -> float:
+    rows = rows_of("ddp-two-hosts")
+    step = only(rows, case="step", workload="transformer", design=design)["step_ms"]
+    return step / only(rows, case="bound", workload="transformer")["overlap_bound_ms"]
+
+
+def one_host(**columns: str) -> dict:
+    newest = rows_of("ddp-five-runs") if [*RESULTS.glob("*/ddp-five-runs.json")] else None
+    return only(newest or rows_of("ddp-one-host"), **columns)
+
+
+def ratio_on_gpu(gpu: str) -> float:
+    return only(rows_of("llmsys-suite-gpu", gpu), case="train", variant="ddp bucketed")["ratio_p50"]
+
+
+#: A part of a sentence with one figure, and the row that the figure comes from.
+FIGURES = {
+    "needs {:.2f} times the processor time of `torch tuned`": lambda: one_host(
+        case="step", design="25 MB"
+    )["cpu_ratio_to_torch_tuned"],
+    "already takes {:.3f} times the step of `torch tuned`": lambda: one_host(case="bound")[
+        "bound_ratio_to_torch_tuned"
+    ],
+    "takes {:.2f} times the lower bound for any overlap with buckets of 25 MB": lambda: (
+        ratio_to_bound("25 MB")
+    ),
+    "and {:.2f} times with buckets of 10 MB": lambda: ratio_to_bound("10 MB"),
+    "With `torch tuned` it takes {:.2f} times the bound": lambda: ratio_to_bound("torch tuned"),
+    "took {:.2f} times as long as with torch's DDP on an H100": lambda: ratio_on_gpu("H100"),
+    "and {:.2f} times on an H200": lambda: ratio_on_gpu("H200"),
+}
+
+
+@pytest.mark.parametrize("sentence", FIGURES)
+def test_figures_in_sentences_are_those_of_the_newest_rows(sentence: str) -> None:
+    text = " ".join(README.read_text().split())
+    assert sentence.format(FIGURES[sentence]()) in text
 
 
 def run_example(code: str, port: int) -> list[float]:

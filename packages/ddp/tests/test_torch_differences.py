@@ -311,7 +311,7 @@ def average_into_memory_of_the_caller(
 ) -> tuple[list[float], list[float], list[str]]:
     """Return the memory that the caller kept of `.grad`, torch's gradients, and the warnings."""
     model, twin = DDP(net(), **options), nn.parallel.DistributedDataParallel(net())
-    kept = keep(model)
+    memory = keep(model)
     x = torch.full((3, 5), 1.0 + dist.get_rank())
     x[0] += 1
     with warnings.catch_warnings(record=True) as caught:
@@ -321,7 +321,7 @@ def average_into_memory_of_the_caller(
                 with wrapper.no_sync() if is_accumulated else nullcontext():
                     wrapper(x).square().mean().backward()
             wrapper(x).square().mean().backward()
-    received = [value for tensor in kept for value in tensor.reshape(-1).tolist()]
+    received = [value for tensor in memory for value in tensor.reshape(-1).tolist()]
     expected = [value for p in twin.parameters() for value in p.grad.reshape(-1).tolist()]
     return received, expected, [str(warning.message) for warning in caught]
 
