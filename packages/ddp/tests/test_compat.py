@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import graph_nodes
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from worker_pool import run_ranks
@@ -103,6 +104,24 @@ def test_pipeline_stage_trains_as_with_torch_ddp() -> None:
     ours = run_ranks(train_pipeline, 2, False)
     assert ours[0] == ours[1]
     torch.testing.assert_close(ours, run_ranks(train_pipeline, 2, True))
+
+
+def members_of_torch_ddp() -> tuple[set[str], set[str]]:
+    """Return the private members of our wrapper that torch's DDP has, and those of the reducer."""
+    module = nn.Linear(1, 1)
+    ours, theirs = DDP(module), nn.parallel.distributed.DistributedDataParallel(module)
+    shared = set(dir(ours)) & set(dir(theirs)) - set(dir(nn.Module())) - set(dir(Joinable))
+    private = {name for name in shared if name.startswith("_") and not name.startswith("__")}
+    of_reducer = {name for name in dir(ours.reducer) if hasattr(theirs.reducer, name)}
+    return private, {name for name in of_reducer if not name.startswith("__")}
+
+
+@pytest.mark.filterwarnings("default")
+def test_only_private_members_with_a_reader_exist() -> None:
+    # `ddp.compat` names the reader of each. Joinable's constructor sets the other attributes.
+    private, of_reducer = run_ranks(members_of_torch_ddp, 1)[0]
+    assert private == {"_get_ddp_logging_data", "_join_config"}
+    assert of_reducer == {"_delay_all_reduce", "_rebuild_buckets", "prepare_for_backward"}
 
 
 def ignore_a_parameter(how: str) -> tuple[list, list]:

@@ -481,6 +481,8 @@ def test_torch_ddp_loop_trains_like_one_process(program: str) -> None:
     assert results(program) == [True, True]
 
 
+#: Programs in which torch's DDP raises an error; torch's own tests expect it.
+RAISED_BY_TORCH = ["checkpoints_with_unused_parameters", "changes_a_static_graph"]
 CHECKPOINTS = [(False, True), (True, False), (True, True)]
 
 
@@ -488,6 +490,39 @@ CHECKPOINTS = [(False, True), (True, False), (True, True)]
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
     # A reentrant checkpoint runs an inner pass, but each step is synchronized once.
     assert results("checkpoints", reentrant, shared) == [4, 4]
+
+
+def checkpoints_with_unused_parameters() -> bool:
+    module = Checkpointed(reentrant=True, shared=False)
+    module.unused = nn.Linear(2, 2)
+    both = Both(module, find_unused_parameters=True)
+    for _ in range(3):
+        both.step(lambda model, x: model(x)["out"][0].square().mean())
+    return True
+
+
+class OptionalLayer(nn.Module):
+    """A module that uses its second layer only if requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, has_second: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if has_second else self.first(x)
+
+
+def changes_a_static_graph() -> bool:
+    both = Both(OptionalLayer(), static_graph=True)
+    for has_second in (False, True, False, True):
+        both.step(lambda model, x, used=has_second: model(x, used).square().mean())
+    return True
+
+
+@pytest.mark.parametrize("program", RAISED_BY_TORCH)
+def test_graph_that_torch_ddp_refuses_trains_like_one_process(program: str) -> None:
+    assert results(program) == [True, True]
 
 
 def repeats_a_checkpoint_later() -> str:
@@ -869,6 +904,7 @@ def programs() -> list[tuple]:
     names = [
         *CHANGES,
         *LOOPS,
+        *RAISED_BY_TORCH,
         "changes_buffers_in_join",
         "unfreezes_part_of_a_large_model",
         "keeps_graphs",

@@ -236,6 +236,29 @@ def test_buffers_that_are_not_synchronized_do_not_warn() -> None:
     assert [step[1][0] for step in results] == [[1], [2], [2]]
 
 
+def change_unchecked_buffers() -> tuple[int, list[float]]:
+    """Change a buffer on rank 1 where it is not checked; return the number of warnings, outputs."""
+    torch.manual_seed(0)
+    model = DDP(Scaled())
+    x = torch.ones(1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = model(x).sum()
+        model.module.scale.fill_(1 + dist.get_rank())
+        later = model(x).sum()
+        (loss + later).backward()
+        model.module.scale.fill_(1 + dist.get_rank())
+        with torch.no_grad():
+            without_gradients = model(x).sum()
+    return len(caught), [later.item(), without_gradients.item()]
+
+
+def test_later_forward_passes_and_those_without_gradients_are_not_checked() -> None:
+    (num_first, first), (num_second, second) = run_ranks(change_unchecked_buffers, 2)
+    assert num_first == num_second == 0
+    assert all(ours != theirs for ours, theirs in zip(first, second, strict=True))
+
+
 def change_one_buffer(options: dict) -> tuple[list[str], list[list]]:
     return change_buffers("float", 1, **options)
 
