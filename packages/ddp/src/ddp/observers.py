@@ -1,8 +1,8 @@
 """The interface of the reducer's optional collaborators.
 
 The checks across ranks and the meter implement `Observer`. The algorithm in `reducer.py` can be
-read without them: it calls the four methods below at fixed points, and a `Reducer` without
-observers gives the same gradients.
+read without them: it calls the four methods below at fixed points. If every rank has all gradients,
+a `Reducer` without observers gives the same result.
 """
 
 from __future__ import annotations
