@@ -309,8 +309,9 @@ def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> Non
     errors = messages(lose_rank_one, 3, how, 2.0)
     for rank in (0, 2):
         seconds = float(re.search(r"after ([\d.]+) s$", errors[rank])[1])
-        figure = f"ddp: survivors of a rank that {how} give up"
-        assert_at_most(figure, 2 + 2 + 1, seconds, "s", margin=0)
+        assert_at_most(
+            f"ddp: survivors of a rank that {how} give up", 2 + 2 + 1, seconds, "s", margin=0
+        )
 
 
 class RankLost(RuntimeError):
