@@ -28,6 +28,11 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return features (batch, seq, heads * d_head) as (batch, heads, seq, d_head)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 class DecoderBlock(nn.Module):
     def __init__(self, d: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -42,9 +47,9 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(2 * d, d, bias=False)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        split = lambda y, n: y.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
-        q, k = rotate(split(self.q(x), self.heads)), rotate(split(self.k(x), self.kv_heads))
-        return q, k, split(self.v(x), self.kv_heads)
+        q = rotate(split_heads(self.q(x), self.heads))
+        k = rotate(split_heads(self.k(x), self.kv_heads))
+        return q, k, split_heads(self.v(x), self.kv_heads)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads_of(self.norm1(x))

@@ -83,6 +83,11 @@ def rotate(x: Tensor, options: Options) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
+def split_heads(x: Tensor) -> Tensor:
+    """Return features (batch, seq, heads * D_HEAD) as (batch, heads, seq, D_HEAD)."""
+    return x.unflatten(-1, (-1, D_HEAD)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     def __init__(self, options: Options, layer: int) -> None:
         super().__init__()
@@ -97,9 +102,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         o, n = self.options, x.shape[1]
-        split = lambda y: y.unflatten(-1, (-1, D_HEAD)).transpose(1, 2)  # noqa: E731
-        q, k = split(self.q_proj(x)), split(self.k_proj(x))
-        v = split(self.v_proj(x))
+        q, k, v = (split_heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if o.clip is not None:
             q, k, v = (y.clamp(-o.clip, o.clip) for y in (q, k, v))
         if o.rotary:

@@ -1,11 +1,14 @@
 """TransformerLens's hook names, and direct logit attribution by neuron."""
 
+from functools import partial
+
 import pytest
 import torch
 from interp import Decoder, attribution, patch, record
 from interp.bench import random_decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
+from interp.hook_points import HookPoint
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
@@ -77,6 +80,72 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
             record(model, hook, names="transformer_lens"),
         ):
             pass
+
+
+@torch.no_grad()
+def test_hook_functions_of_transformer_lens_receive_the_hook(decoder: Decoder) -> None:
+    """The functions have the forms of TransformerLens's main demo."""
+    corrupted = TOKENS.flip(0)
+    with record(decoder, "**", names="transformer_lens") as clean:
+        expected = decoder(TOKENS)
+
+    def ablate_head(value: Tensor, hook: HookPoint) -> Tensor:
+        value[:, :, 1] = 0.0
+        return value
+
+    def restore(stream: Tensor, hook: HookPoint, position: int) -> Tensor:
+        stream[:, position] = clean[hook.name][:, position]
+        return stream
+
+    def ablate_in_place(value: Tensor, *, hook: HookPoint) -> None:
+        value[:, :, 1] = 0.0
+
+    def without_hook(value: Tensor) -> Tensor:
+        value[:, :, 1] = 0.0
+        return value
+
+    names = "transformer_lens"
+    logits = []
+    for function in (ablate_head, ablate_in_place, without_hook):
+        with patch(decoder, {"blocks.0.attn.hook_v": function}, names=names):
+            logits.append(decoder(TOKENS))
+    assert not torch.equal(logits[0], expected)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+    def restore_position_3(stream: Tensor) -> Tensor:
+        stream[:, 3] = clean["blocks.1.hook_resid_pre"][:, 3]
+        return stream
+
+    at_3 = partial(restore, position=3)
+    with patch(decoder, {"blocks.1.hook_resid_pre": at_3}, names=names):
+        patched = decoder(corrupted)
+    with patch(decoder, {"blocks.1:input": restore_position_3}):
+        assert torch.equal(decoder(corrupted), patched)
+
+    totals = torch.zeros(2, 6)
+
+    def store_total(pattern: Tensor, hook: HookPoint) -> None:
+        totals[hook.layer()] = pattern.sum((0, 2, 3))
+
+    with patch(decoder, {"blocks.*.attn.hook_pattern": store_total}, names=names):
+        assert torch.equal(decoder(TOKENS), expected)
+    torch.testing.assert_close(totals, torch.full((2, 6), 24.0))  # a sum of 1 for each query
+
+    def layer_of(value: Tensor, hook: HookPoint) -> None:
+        hook.layer()
+
+    with (
+        pytest.raises(ValueError, match=r"'hook_embed' is not in a layer; use hook\.name"),
+        patch(decoder, {"hook_embed": layer_of}, names=names),
+    ):
+        decoder(TOKENS)
+    # A function without `hook` must return a tensor, as without names.
+    with (
+        pytest.raises(TypeError, match="'embed_norm' returned a NoneType; return a tensor"),
+        patch(decoder, {"hook_embed": lambda value: None}, names=names),
+    ):
+        decoder(TOKENS)
 
 
 @torch.no_grad()

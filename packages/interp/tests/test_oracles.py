@@ -4,6 +4,9 @@ uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest 
 PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
 """
 
+from functools import partial
+from typing import Any
+
 import numpy
 import pytest
 import torch
@@ -87,6 +90,46 @@ def test_hooks_and_patches_equal_transformer_lens() -> None:
     heads = patch_parts(decoder, "attention.o:input", CLEAN, CORRUPTED, metric)
     theirs = patching.get_act_patch_attn_head_out_by_pos(bridge, CORRUPTED, cache, difference)
     torch.testing.assert_close(heads.values.mT, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_hook_functions_of_transformer_lens_have_the_same_effect() -> None:
+    """The same functions run with `run_with_hooks` and with `patch`."""
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+    from transformer_lens.utilities import get_act_name
+
+    model = small_gpt2()
+    bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
+    bridge.enable_compatibility_mode(no_processing=True)
+    decoder = describe(small_gpt2())
+    clean = bridge.run_with_cache(CLEAN)[1]
+    seen: list[tuple[str, int]] = []
+
+    def ablate_head(value: Tensor, hook: Any) -> Tensor:
+        value[:, :, 1] = 0.0
+        return value
+
+    def ablate_head_in_place(value: Tensor, hook: Any) -> None:
+        value[:, :, 1] = 0.0
+
+    def restore(stream: Tensor, hook: Any, position: int) -> Tensor:
+        stream[:, position] = clean[hook.name][:, position]
+        return stream
+
+    def note_name(pattern: Tensor, hook: Any) -> None:
+        seen.append((hook.name, hook.layer()))
+
+    for name, function in (
+        (get_act_name("v", 1), ablate_head),
+        (get_act_name("z", 0), ablate_head_in_place),
+        (get_act_name("resid_pre", 1), partial(restore, position=3)),
+        (get_act_name("pattern", 1), note_name),
+    ):
+        expected = bridge.run_with_hooks(CORRUPTED, fwd_hooks=[(name, function)])
+        with patch(decoder, {name: function}, names="transformer_lens"):
+            torch.testing.assert_close(decoder(CORRUPTED), expected)
+    assert seen == [("blocks.1.attn.hook_pattern", 1)] * 2
 
 
 @torch.no_grad()

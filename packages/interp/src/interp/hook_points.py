@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder
+from interp.decoder.modules.block import DecoderBlock
 from interp.decoder.modules.mlp import DecoderMLP
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """The argument `hook` of hook functions that are written for TransformerLens."""
+
+    #: The name of the hook, such as "blocks.0.attn.hook_z".
+    name: str
+
+    def layer(self) -> int:
+        """Return the layer in the name; raise ValueError if the hook is outside the blocks."""
+        match = re.match(r"blocks\.(\d+)\.", self.name)
+        if match is None:
+            raise ValueError(f"hook {self.name!r} is not in a layer; use hook.name")
+        return int(match[1])
+
+
+def bind_hook(
+    function: Callable[..., Tensor | None], name: str
+) -> Callable[[Tensor], Tensor | None]:
+    """Return a function of the activation alone, which passes a `HookPoint` as `hook`.
+
+    As in TransformerLens, `function` may return None, and the activation is then used as it is. A
+    function without a parameter `hook` is returned unchanged.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a built-in function, such as torch.zeros_like
+        return function
+    if "hook" not in parameters:
+        return function
+    hook = HookPoint(name)
+
+    def call_with_hook(activation: Tensor) -> Tensor:
+        result = function(activation, hook=hook)
+        return activation if result is None else result
+
+    return call_with_hook
 
 
 def hook_points(
@@ -18,12 +59,17 @@ def hook_points(
 
     The number is 0 for sites without heads. Raises ValueError for unknown names.
     """
-    if names != "transformer_lens" or not isinstance(model, Decoder):
+    blocks = getattr(model, "blocks", None)
+    # Decoder is not imported, because the module that defines it imports `interp.tap`.
+    is_decoder = isinstance(blocks, nn.ModuleList) and all(
+        isinstance(block, DecoderBlock) for block in blocks
+    )
+    if names != "transformer_lens" or not is_decoder:
         raise ValueError(
             f"names={names!r} of a {type(model).__name__} are unknown; pass names="
             "'transformer_lens' and a Decoder, as from describe()"
         )
-    known = _all_points(model)
+    known = _all_points(cast(Iterable[DecoderBlock], blocks))
     points: dict[str, tuple[str, int]] = {}
     for pattern in patterns:
         regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
@@ -35,9 +81,9 @@ def hook_points(
     return points
 
 
-def _all_points(model: Decoder) -> dict[str, tuple[str, int]]:
+def _all_points(blocks: Iterable[DecoderBlock]) -> dict[str, tuple[str, int]]:
     points = {"hook_embed": ("embed_norm", 0)}
-    for i, block in enumerate(model.layers):
+    for i, block in enumerate(blocks):
         name, attention = f"blocks.{i}", block.attention
         points[f"{name}.hook_resid_pre"] = f"{name}:input", 0
         for part in "qkv":

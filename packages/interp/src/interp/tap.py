@@ -20,7 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Replacement = Tensor | Callable[[Tensor], Tensor]
+from interp.hook_points import bind_hook, hook_points
+
+#: A tensor, or a function of the old value. With `names="transformer_lens"`, the function may have
+#: a second argument `hook`.
+Replacement = Tensor | Callable[..., Tensor | None]
 
 
 class Record(dict[str, Tensor]):
@@ -84,6 +88,10 @@ def patch(
     is converted to its dtype and device. Nested contexts act in the order of entry: a `record`
     inside a `patch` sees the patched value.
 
+    With `names="transformer_lens"`, hook functions of TransformerLens are accepted too: a function
+    with an argument `hook` receives an object with `name` and `layer()`, and may return None after
+    it has changed or read the old value.
+
     Raises ValueError for a wrong shape and for two replacements of a site, and RuntimeError at the
     end if a patch never ran.
     """
@@ -109,13 +117,16 @@ def patch(
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     for pattern, new in replacements.items():
-        for site, heads in _points(model, (pattern,), names).values():
+        for name, (site, heads) in _points(model, (pattern,), names).items():
             if site in hooks:
                 raise ValueError(
                     f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
                     "replacement per site, or nest two patches"
                 )
-            hooks[site] = partial(replace, site, heads, new)
+            value = new
+            if names is not None and callable(new):
+                value = bind_hook(new, name)
+            hooks[site] = partial(replace, site, heads, value)
     with installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
@@ -132,8 +143,6 @@ def _points(
     """Return the site of each matching name, and the number of heads it is split into, or 0."""
     if names is None:
         return {site: (site, 0) for site in expand_sites(model, patterns)}
-    from interp.hook_points import hook_points  # imports this module
-
     return hook_points(model, patterns, names)
 
 
