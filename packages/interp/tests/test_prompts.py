@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from interp import (
     record_patterns,
     view,
 )
+from interp.interventions import steering_vector
 from interp.patching import (
+    attribution_patching,
     edge_attribution,
     logit_difference,
     patch_edges,
+    patch_parts,
     patch_streams,
 )
 from interp.text import encode, pairs_of
@@ -316,6 +320,29 @@ def test_incomplete_tables_are_refused(column: str, values: object, message: str
     table = {"clean": ["a b", "c d"], "corrupted": ["a x", "c y"], "right": [1, 2], "wrong": [3, 4]}
     with pytest.raises((TypeError, ValueError), match=message):
         pairs_of({**table, column: values}, words, None, torch.eye(40))
+
+
+def test_text_that_is_not_encoded_is_refused(tmp_path: Path) -> None:
+    decoder = described("LlamaForCausalLM")
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    patterns = torch.eye(4)[None, None]
+    calls: list[Callable[[Any], Any]] = [
+        lambda text: detect_heads([patterns], text),
+        lambda text: patch_streams(decoder, text, text, metric),
+        lambda text: patch_parts(decoder, "mlp_out", text, text, metric),
+        lambda text: patch_edges(decoder, text, text, metric),
+        lambda text: edge_attribution(decoder, text, text, metric),
+        lambda text: attribution_patching(decoder, ["blocks.0"], text, text, torch.sum),
+        lambda text: decoder.components(text),
+        lambda text: steering_vector(decoder, "blocks.0", text, text),
+        lambda text: view(tmp_path / "page.html", tokens=text, patterns=[patterns]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"got a str; pass encode\(tokenizer, texts\)"):
+            call("word")
+    for call in calls[:-1]:  # view accepts the strings of the tokens
+        with pytest.raises(TypeError, match=r"got a list; .* or torch\.tensor\(ids\)"):
+            call(["a", "b"])
 
 
 def test_batches_of_token_ids_from_a_tokenizer_are_refused() -> None:

@@ -139,9 +139,9 @@ def detect_heads(
     mask = None
     if isinstance(tokens, Mapping):
         mask = mask_of(tokens) if tokens.get("attention_mask") is not None else None
-        tokens = tokens_of(tokens)
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
+    tokens = tokens_of(tokens)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
     _check(layers, tokens)
     chosen, real = _queries_and_keys(layers, tokens, queries, mask)

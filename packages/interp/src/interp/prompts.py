@@ -19,8 +19,18 @@ Prompt = Tensor | Mapping[str, Any]
 Result = TypeVar("Result", bound=Any)
 
 
+def require_prompt(prompt: object) -> None:
+    """Raise TypeError for text and for other values that are not a `Prompt`."""
+    if not isinstance(prompt, Tensor | Mapping):
+        raise TypeError(
+            "expected token ids (n, seq) or the keyword arguments of a model, got a "
+            f"{type(prompt).__name__}; pass encode(tokenizer, texts), or torch.tensor(ids)"
+        )
+
+
 def tokens_of(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt."""
+    require_prompt(prompt)
     if isinstance(prompt, Tensor):
         return prompt
     if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
@@ -165,6 +175,7 @@ def has_argument(model: nn.Module, argument: str) -> bool:
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
     """Return the model's output for a prompt, without filling a cache."""
+    require_prompt(prompt)
     arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.prompts import Prompt, tokens_of
+from interp.prompts import Prompt, require_prompt, tokens_of
 from interp.text import TextPrompt
 
 
@@ -84,6 +84,8 @@ def _strings(
     tokens: Sequence[str] | Sequence[int] | Prompt, vocabulary: Sequence[str] | None, example: int
 ) -> list[str]:
     """Return the strings of one sequence; without a vocabulary, those of ids are their digits."""
+    if isinstance(tokens, str):
+        require_prompt(tokens)  # raises TypeError: a text would be shown as one token per character
     if isinstance(tokens, TextPrompt):
         return tokens.strings[example]
     if isinstance(tokens, Mapping):
