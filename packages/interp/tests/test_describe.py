@@ -18,6 +18,7 @@ from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
 from interp.decoder.names import roles_of
 from interp.decoder.source import weights_of
+from interp.decoder.verify import matching
 from interp.decoder.verify.random_weights import RandomWeights, Scale
 from interp.patching import attribution_patching
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ class Options:
     reverses_layers: bool = False
     position_offset: int = 0
     stretches_after: int | None = None
+    masked_score: float = float("-inf")
 
 
 def rotate(x: Tensor, options: Options) -> Tensor:
@@ -123,7 +125,7 @@ class Attention(nn.Module):
             hidden = hidden | (ago >= window)
         if o.hidden_token is not None:
             hidden = hidden | ((tokens == o.hidden_token)[:, None, None, :] & (ago != 0))
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores = scores.masked_fill(hidden, o.masked_score)
         if o.sink:
             scores = F.pad(scores, (0, 1))
         pattern = scores.softmax(-1)[..., :n]
@@ -237,6 +239,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "epsilon of one norm": {"eps_of_last": 1e-6},
     "quick gelu": {"activation": lambda x: x * (1.702 * x).sigmoid()},
     "clamped activation": {"activation": lambda x: F.silu(x).clamp(max=7)},
+    "activation clamped at 20": {"activation": lambda x: F.silu(x).clamp(max=20)},
     "parallel residual": {"parallel": True},
     "embedding scale": {"embed_scale": 1.1},
     "residual scale": {"residual_scale": 0.9},
@@ -246,6 +249,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "heads in another order": {"swaps_heads": True},
     "layers in another order": {"reverses_layers": True},
     "a token that is hidden": {"hidden_token": 0},
+}
+
+
+#: Properties that no comparison reaches, so that the README warns of them.
+NOT_DETECTED: dict[str, dict[str, Any]] = {
+    "activation clamped at 50": {"activation": lambda x: F.silu(x).clamp(max=50)},
+    "hidden scores of -100": {"masked_score": -100.0},
 }
 
 
@@ -300,6 +310,30 @@ def test_detected_or_passed_properties_are_described(name: str, dtype: torch.dty
 def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="no description of this Model has its logits"):
         describe(model_of(**REFUSED[name]).to(dtype), context=CONTEXT)
+
+
+@pytest.mark.parametrize("name", NOT_DETECTED)
+def test_bounds_that_no_comparison_reaches_are_not_detected(name: str) -> None:
+    """The limits in the README name these bounds, and must change if `describe` detects them."""
+    assert describe(model_of(**NOT_DETECTED[name]), context=CONTEXT).settings.activation == "silu"
+
+
+def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # No text within the default context shows this window.
+    model = model_of(window=1030)
+    decoder = describe(model)
+    assert decoder.settings.context == 1024
+    with pytest.raises(ValueError, match=r"up to 1024 tokens, got 1025; .*context=1025"):
+        decoder(torch.zeros(1, 1025, dtype=torch.long))
+    with pytest.raises(ValueError, match="no description of this Model"):
+        describe(model, context=1031)
+    # A forward pass of a token costs two FLOPs per parameter.
+    flops = 2 * sum(parameter.numel() for parameter in model.parameters())
+    for affordable, context in ((200, 200), (12, 128)):
+        monkeypatch.setattr(matching, "_FORWARD_FLOPS", affordable * flops)
+        assert describe(model).settings.context == context
 
 
 def test_texts_longer_than_the_verified_length_are_refused() -> None:
