@@ -6,6 +6,7 @@ import pytest
 import torch
 from interp import Decoder, attribution, patch, record
 from interp.bench import random_decoder
+from interp.decoder.fold import fold_decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
 from interp.hook_points import HookPoint
@@ -175,6 +176,40 @@ def test_terms_of_neurons_sum_to_the_term_of_the_mlp(family: str) -> None:
             read = model.norm.weight * direction
             rest = ((bias - bias.mean()) * scale * read).sum(-1)
         torch.testing.assert_close(neurons[i].sum(-1) + rest, terms[f"mlp {i}"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_folding_keeps_the_terms_of_heads_and_neurons(family: str) -> None:
+    torch.manual_seed(0)
+    model = random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.normal_()
+    against = TOKENS.flip(1)
+    results = []
+    for decoder in (model, fold_decoder(model)):
+        with record(decoder, "norm:input") as seen:
+            decoder(TOKENS)
+        parts, final = decoder.components(TOKENS), seen["norm:input"]
+        terms = attribution(
+            parts, decoder.norm, decoder.unembed, TOKENS, against=against, final=final
+        ).named()
+        neurons = neuron_attribution(decoder, TOKENS, TOKENS, against=against)
+        results.append((terms, torch.stack(neurons)))
+    (terms, neurons), (folded_terms, folded_neurons) = results
+    torch.testing.assert_close(folded_neurons, neurons)
+    if family == "gpt2":
+        # Folding moves the bias of the values into the bias of the attention output, and that of
+        # the final norm into the bias of the unembedding.
+        for values in (terms, folded_terms):
+            values["biases"] = values.pop("norm bias", 0) + values.pop("unembed bias", 0)
+            for layer in range(2):
+                heads = [values.pop(f"head {layer}.{head}") for head in range(6)]
+                values[f"attention {layer}"] = sum(heads, values.pop(f"attention bias {layer}"))
+    assert folded_terms.keys() == terms.keys()
+    for name, term in terms.items():
+        torch.testing.assert_close(folded_terms[name], term, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_neurons_of_models_without_an_mlp_are_refused() -> None:
