@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 from interp import LowRank, composition_scores
-from interp.bench import _Largest, composition, main
+from interp.bench import _Largest, composition, describing, main
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
@@ -23,6 +25,31 @@ def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
         assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
 
 
+def test_describing_counts_the_calls_of_the_model_and_of_its_description() -> None:
+    pytest.importorskip("transformers", reason="the peer, a development dependency")
+    row = describing(quick=True)
+    assert row["longest_text"] == 64
+    assert row["longest_calls"] == 2  # the model and its description, with random weights
+    assert row["shorter_calls"] == 12
+    assert 0 < row["longest_s"] + row["shorter_s"] < row["seconds"]
+    assert min(row["longest_gflops"], row["shorter_gflops"], row["product_gflops"]) > 0
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_patching_is_nine_times_as_fast_in_every_stored_row() -> None:
+    """The README states nine times for all rows of the page of results."""
+    assert "at least nine times as fast" in (PACKAGE / "README.md").read_text()
+    results = PACKAGE.parents[1] / "docs" / "results"
+    rows = [
+        row
+        for path in results.glob("*/interp-measured.json")
+        for row in json.loads(path.read_text())["rows"]
+        if row["case"].startswith("patch_")
+    ]
+    assert len(rows) >= 8
+    assert min(row["ratio_p50"] for row in rows) >= 9
+
+
 def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits() -> None:
     """The peer multiplies all pairs at once; sizes are read from the meta device."""
     torch.manual_seed(0)
@@ -34,7 +61,9 @@ def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits() ->
         scores = norms.view(3, 4, 3, 4) / (ov.norm()[:, :, None, None] * qk.norm())
         return scores * torch.ones(3, 3, device=scores.device).triu(1)[:, None, :, None]
 
-    assert composition(all_pairs, ov, qk)["error"] < 1e-5
+    row = composition(all_pairs, ov, qk)
+    assert row["error"] < 1e-5
+    assert row["products_ms"] > 0
     shapes = (torch.empty(12, 12, *shape, device="meta") for shape in ((768, 64), (64, 768)))
     large = LowRank(*shapes)
     with _Largest() as seen:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from figures import assert_at_least, assert_at_most
+from figures import MARGIN, assert_at_least, assert_at_most
 from interp.bench import copying, patching, random_decoder
 
 pytestmark = pytest.mark.timing
@@ -47,37 +47,20 @@ def test_patches_are_10_times_faster_than_a_forward_pass_each(
     row = patching(random_decoder(family, **SIZES), family, part, length)
     assert row["error"] < 1e-5
     figure = f"interp: a forward pass per patch over batched patches, {family}{part}"
-    assert_at_least(figure, times, row["ratio_p50"])
+    # Every processor must reach 8.
+    assert_at_least(figure, times, row["ratio_p50"], margin=min(MARGIN, 1 - 8 / times))
 
 
-DESCRIBE_A_LARGE_MODEL = """
-import json, resource, time
-import torch
-import transformers
-from interp import describe
-config = transformers.LlamaConfig(
-    vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
-    num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=2048,
-)
-torch.set_default_dtype(torch.bfloat16)
-model = transformers.LlamaForCausalLM(config).eval()
-torch.set_default_dtype(torch.float32)
-size = sum(parameter.nbytes for parameter in model.parameters())
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
-describe(model)
-seconds = time.perf_counter() - start
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-print(json.dumps({"seconds": seconds, "memory": (size + grown) / size}))
-"""
-
-
-def test_a_model_of_a_billion_parameters_is_described_in_20_seconds() -> None:
+def test_a_model_of_a_billion_parameters_is_described_in_20_seconds_on_one_thread() -> None:
     """The model is TinyLlama's size. The peak includes the model itself."""
     pytest.importorskip("transformers", reason="the peer, a development dependency")
+    # A new process, because the peak of this one includes other tests.
     run = subprocess.run(
-        [sys.executable, "-c", DESCRIBE_A_LARGE_MODEL], capture_output=True, check=True
+        [sys.executable, "-m", "interp.bench", "--describe"], capture_output=True, check=True
     )
     row = json.loads(run.stdout.splitlines()[-1])
+    assert row["threads"] == 1
+    assert row["parameters"] > 1e9
     assert_at_most("interp: description of a 1B model", 20, row["seconds"], "s")
-    assert_at_most("interp: memory of it over the model's", 2, row["memory"])
+    # The sizes of tensors determine the peak, not the processor.
+    assert_at_most("interp: memory of it over the model's", 2, row["memory"], margin=0)

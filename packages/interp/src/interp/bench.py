@@ -11,20 +11,25 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.low_rank import LowRank
 from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder
+from interp.decoder.describe import describe
 from interp.decoder.modules.settings import Settings
 from interp.decoder.rotary import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
@@ -86,7 +91,8 @@ def random_decoder(
 def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """Compare K-composition of all pairs of heads by time and by the largest tensor created.
 
-    The size of the largest tensor is determined on the meta device.
+    The size of the largest tensor and the FLOPs of our matrix products are determined on the meta
+    device. `products_ms` is the time of these FLOPs at the rate of one large product.
     """
     ours = partial(composition_scores, kind="k")
     plain = partial(peer, ov, qk)
@@ -96,7 +102,18 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
         with _Largest() as seen:  # type: ignore[no-untyped-call]
             run(*shapes)
         row[key] = seen.bytes / 2**20
+    with FlopCounterMode(display=False) as counted:
+        ours(*shapes)
+    row["products_ms"] = counted.get_total_flops() / _product_rate() / 1e6
     return row
+
+
+def _product_rate() -> float:
+    """Return the GFLOP/s of a float32 product of two large square matrices."""
+    size = 2048
+    matrix = torch.randn(size, size)
+    seconds = min(_timed(lambda: matrix @ matrix)[1] for _ in range(5))
+    return 2 * size**3 / seconds / 1e9
 
 
 def beside_transformer_lens() -> Row:
@@ -112,6 +129,81 @@ def beside_transformer_lens() -> Row:
     ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
     version = importlib.metadata.version("transformer-lens")
     return composition(transformer_lens, ov, qk) | {"peer": f"transformer_lens {version}"}
+
+
+def describing(*, quick: bool = False) -> Row:
+    """Describe a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
+
+    `memory` is the peak memory over that of the model, which the peak includes. It is right only
+    in a new process. `gflops` are the rates of the calls of the model and of its description with
+    the longest text and with shorter texts, and the rate of one large product.
+    """
+    transformers = importlib.import_module("transformers")
+    hidden, inner, layers, positions = (64, 96, 2, 64) if quick else (2048, 5632, 22, 2048)
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with _timed_calls(Decoder, type(model)) as calls:
+        start = time.perf_counter()
+        decoder = describe(model)
+        seconds = time.perf_counter() - start
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    longest = max(length for length, _, _ in calls)
+    row: Row = {
+        "case": "describe",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "memory": (model_bytes + grown) / model_bytes,
+        "longest_text": longest,
+    }
+    # A token costs two FLOPs per weight of a linear layer.
+    per_token = 2 * sum(m.weight.numel() for m in decoder.modules() if isinstance(m, nn.Linear))
+    for name, is_longest in (("longest", True), ("shorter", False)):
+        chosen = [call for call in calls if (call[0] == longest) == is_longest]
+        total = sum(elapsed for _, _, elapsed in chosen)
+        row[f"{name}_calls"] = len(chosen)
+        row[f"{name}_s"] = total
+        tokens = sum(count for _, count, _ in chosen)
+        row[f"{name}_gflops"] = per_token * tokens / total / 1e9
+    row["product_gflops"] = _product_rate()
+    return row
+
+
+@contextmanager
+def _timed_calls(*kinds: type[nn.Module]) -> Iterator[list[tuple[int, int, float]]]:
+    """Yield a list that receives the length, the tokens and the seconds of each call of `kinds`."""
+    calls: list[tuple[int, int, float]] = []
+    starts: list[float] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, kinds):
+            starts.append(time.perf_counter())
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(module, kinds):
+            seconds = time.perf_counter() - starts.pop()
+            calls.append((args[0].shape[1], args[0].numel(), seconds))
+
+    handles = [
+        global_hooks.register_module_forward_pre_hook(enter),
+        global_hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Largest(TorchDispatchMode):
@@ -231,10 +323,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--beside-transformer-lens", action="store_true", help="compare with TransformerLens only"
     )
+    parser.add_argument(
+        "--describe", action="store_true", help="describe a large model on one thread only"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     if arguments.beside_transformer_lens:
         rows = [beside_transformer_lens()]
+    elif arguments.describe:
+        torch.set_num_threads(1)
+        rows = [describing(quick=arguments.quick)]
     else:
         rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
