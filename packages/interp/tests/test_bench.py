@@ -52,6 +52,16 @@ def test_patching_is_nine_times_as_fast_in_every_row_of_the_results() -> None:
     assert min(map(float, ratios)) >= 9
 
 
+def test_describe_meets_its_bounds_in_every_stored_row() -> None:
+    """The README states the bounds. The newest results of each machine are on the page."""
+    results = PACKAGE.parents[1] / "docs" / "results"
+    for path in results.glob("*/interp-describe.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            assert row["threads"] == 1
+            assert row["seconds"] <= 20
+            assert row["memory"] < 2
+
+
 def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits() -> None:
     """The peer multiplies all pairs at once; sizes are read from the meta device."""
     torch.manual_seed(0)
