@@ -267,13 +267,15 @@ def test_integrated_gradients_through_patches_equal_captum() -> None:
 
 
 @pytest.mark.timing
-def test_composition_is_8_times_faster_with_a_hundredth_of_the_memory() -> None:
+def test_composition_is_faster_with_a_hundredth_of_the_memory() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     row = beside_transformer_lens()
-    print(row)  # Both times, because the memory bandwidth of the machine bounds TransformerLens's.
     assert row["error"] < 1e-4
-    # 16.8 in the row of the README, and 8.9 on a machine where TransformerLens's large temporary
-    # tensors take 4.0 s instead of 6.6 s; ours takes 0.41 to 0.45 s on both.
-    assert_at_least("interp: TransformerLens over composition", 8.9, row["ratio_p50"])
+    # The goal is 15: the README has a row of 16.8. On a machine where TransformerLens's large
+    # temporary tensors take 4.0 s instead of 6.6 s, the factor was 8.9. This package took 0.41 to
+    # 0.45 s on both, most of it in matrix products, so their time alone bounds the factor.
+    most = row["peer_ms"] / row["products_ms"]
+    figure = f"interp: TransformerLens over composition (its products alone allow {most:.1f}x)"
+    assert_at_least(figure, 8.9, row["ratio_p50"])
     memory = row["peer_mib"] / row["ours_mib"]
     assert_at_least("interp: memory of TransformerLens over composition", 100, memory)
