@@ -6,6 +6,8 @@
 - `bound`: exchanges, interleaved with what bounds them: the copies in and out of shared memory and
   the update; and the same bytes there and back over bare ZeroMQ frames and over a Unix socket, from
   and into memory that exists, without any computation.
+- `journal`: a push with and without a journal, beside an append of the same bytes to a file
+  (`--journal` measures these rows alone).
 - `size`, `workers`, `servers`: a push and a pull of the whole model over shared memory, with one of
   the three varied.
 - `target`: four workers, one of them five times slower. The time until the loss is a tenth of its
@@ -28,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -164,6 +167,44 @@ def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
         row["rpc_over_this_p50"] = median_ratio(times["rpc"], pairs)
         rows.append(row)
     return rows
+
+
+def journal_rows(mebibytes: int, rounds: int) -> list[dict]:
+    """Return rows of pushes without and with a journal, and of an append, interleaved.
+
+    `over_parts` is the time of a push with a journal over that of a push and an append.
+    """
+    rows = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            plain = _push_seconds(mebibytes, None)
+            journaled = _push_seconds(mebibytes, f"{folder}/journal")
+            append = _append_seconds(mebibytes, Path(folder) / "bare")
+        row = {"case": "journal", "model_mib": mebibytes, "push_ms": 1e3 * plain}
+        row |= {"journaled_push_ms": 1e3 * journaled, "append_ms": 1e3 * append}
+        rows.append(
+            row | {"over_push": journaled / plain, "over_parts": journaled / (plain + append)}
+        )
+    return rows
+
+
+def _push_seconds(mebibytes: int, journal: str | None) -> float:
+    """Return the median time of a push over ZeroMQ."""
+    pairs = time_exchanges(mebibytes, 10, transport="zeromq", journal=journal)[0]
+    return statistics.median(push for push, _ in pairs)
+
+
+def _append_seconds(mebibytes: int, path: Path) -> float:
+    """Return the median time of a checksum of the bytes and an append of them to a file."""
+    data = torch.randn(mebibytes * 2**18).view(torch.uint8).numpy().data
+    times = []
+    with path.open("wb", buffering=0) as file:
+        for _ in range(10):
+            start = time.perf_counter()
+            zlib.crc32(data)
+            file.write(data)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def median_ratio(times: list, reference: list) -> float:
@@ -469,6 +510,7 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-exchange", dest="exchange", action="store_false")
+    parser.add_argument("--journal", action="store_true", help="measure the rows `journal` alone")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--size", default="mini", help="size of the suite's decoder")
     parser.add_argument("--link-size", default="tiny")
@@ -484,6 +526,12 @@ def main() -> None:
         result = one_rank(options.rank_of, options.size, options.steps, options.lr)
         Path(f"{options.json}-{os.environ['RANK']}").write_text(json.dumps(result))
         os._exit(0)
+    if options.journal:
+        rows = journal_rows(80, 5)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(table(rows))
+        return
     rows = bench(quick=options.quick) if options.exchange else []
     size, rounds = (8, 5) if options.quick else (80, 15)
     scales = [

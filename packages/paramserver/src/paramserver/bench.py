@@ -68,6 +68,7 @@ def time_exchanges(
     transport: Transport = "shared_memory",
     workers: int = 1,
     servers: int = 1,
+    journal: str | None = None,
 ) -> list[Times]:
     """Return the times of every worker, all of which exchange the model at the same time."""
     result = run(
@@ -79,6 +80,7 @@ def time_exchanges(
         workers=workers,
         servers=servers,
         transport=transport,
+        journal=journal,
     )
     return result.values
 
