@@ -17,7 +17,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from paramserver import Asynchronous, BulkSynchronous, Job, Server, StaleSynchronous
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    Integers,
+    Job,
+    LocalSteps,
+    Server,
+    StaleSynchronous,
+)
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import answer_requests
 from paramserver.running.supervise import join_servers, open_server, read_final_state
@@ -296,7 +304,10 @@ def play(job, messages, number, folder, seed, tries):
     return refused
 
 
-POLICIES = [Asynchronous(), StaleSynchronous(1), BulkSynchronous()]
+POLICIES = [
+    *(Asynchronous(), StaleSynchronous(1), BulkSynchronous()),
+    *(LocalSteps(2), LocalSteps(2, compression=Integers(4))),
+]
 
 
 def fuzz(tmp_path, tries):

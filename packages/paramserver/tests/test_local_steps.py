@@ -86,11 +86,11 @@ def loss_of_step(module, worker, step):
     return F.mse_loss(module(inputs), targets)
 
 
-def diloco_in_twenty_lines(workers, rounds, steps):
+def diloco_in_twenty_lines(workers, rounds, steps, inner=INNER):
     theta = model()
     outer = OUTER(theta.parameters())
     replicas = [model() for _ in range(workers)]
-    inners = [INNER(replica.parameters()) for replica in replicas]
+    inners = [inner(replica.parameters()) for replica in replicas]
     for number in range(rounds):
         for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
             replica.load_state_dict(theta.state_dict())
@@ -111,6 +111,20 @@ def test_local_steps_are_diloco(servers):
     result = run(train, model(), INNER, policy, args=(12,), workers=3, servers=servers)
     assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
     assert result.versions == [3] * servers
+
+
+OTHER_INNER = [
+    partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    partial(torch.optim.NAdam, lr=0.01),
+    partial(torch.optim.RMSprop, lr=0.01),
+    partial(torch.optim.Adafactor, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("inner", OTHER_INNER, ids=lambda inner: inner.func.__name__)
+def test_local_steps_with_other_inner_optimizers_are_diloco(inner):
+    result = run(train, model(), inner, LocalSteps(4, OUTER), args=(8,), workers=2)
+    assert_equal_parameters(result.parameters, diloco_in_twenty_lines(2, 2, 4, inner))
 
 
 class StreamingDiloco:

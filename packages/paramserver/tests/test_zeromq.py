@@ -225,6 +225,22 @@ def test_a_step_is_not_completed_without_a_lost_worker(served):
             worker.finish = lambda: None
 
 
+def test_a_step_may_be_completed_without_a_lost_worker(served):
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=0.5, on_worker_loss="continue")
+    server = served(job)
+    with ExitStack() as stack:
+        first = stack.enter_context(join_servers(job, 0, [server.address]))
+        second = stack.enter_context(join_servers(job, 1, [server.address]))
+        count(first, 1, 0.0)
+        second.abort("its machine is gone")
+        first.pull()
+        # The mean of the gradients of one worker.
+        assert first.module.x[0].tolist() == [1.0, 0.0]
+        assert server.core.replica.version == 1
+        for worker in (first, second):
+            worker.finish = lambda: None
+
+
 def test_a_suspended_process_requests_again_before_it_gives_up(served, monkeypatch):
     """The clock of worker and server jumps by an hour while a request waits for its answer."""
     job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=5.0)
