@@ -46,7 +46,7 @@ def timed_again(
     compare: Callable[[Rounds], list[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
-    """Time the calls alternately, and return the checks that compare their seconds with the stage's.
+    """Time the calls alternately, and return the checks that compare them with the stage's seconds.
 
     If a check fails, another program may have disturbed the rounds. Further rounds then follow
     until all checks pass, for at most `PATIENCE_S` seconds.
