@@ -273,6 +273,9 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
     # Bidirectional attention, which PaliGemma's class sets, is refused and does not affect tying.
     removed = ("tie_word_embeddings", "use_bidirectional_attention")
     text = {k: v for k, v in whole["text_config"].items() if k not in removed}
+    if family == "ovis2":
+        # Its default states two sizes for one head, which is refused.
+        text |= {size: whole[size] for size in ("hidden_size", "vocab_size")}
     for outer_value, inner_value in values:
         inner = text if inner_value is None else text | {"tie_word_embeddings": inner_value}
         content = {k: v for k, v in whole.items() if k != "tie_word_embeddings"}
