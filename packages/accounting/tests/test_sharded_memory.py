@@ -37,13 +37,12 @@ def tracked(
         targets = torch.zeros(batch, seq, dtype=torch.long)
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((tokens, targets))
-        with tracker:
-            for step in range(2):
+        for _ in range(2):
+            tracker.reset_mod_stats()
+            with tracker:  # Entering the context resets the peak.
                 F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == 0:
-                    tracker.reset_mod_stats()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     return int(peak["Total"])
 
@@ -223,15 +222,14 @@ def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
     built = optimizer(model.parameters())
     tracker = MemTracker()
     tracker.track_external(model, built, sample)
-    with tracker:
-        for step in range(2):
+    for _ in range(2):
+        tracker.reset_mod_stats()
+        with tracker:  # Entering the context resets the peak.
             loss = model(sample).sum()
             loss.backward()
             del loss
             built.step()
             built.zero_grad()
-            if step == 0:
-                tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return int(peak["Total"])
 

@@ -61,15 +61,14 @@ def peaks(
     tokens = torch.randint(0, vocab_size, (batch, seq))
     tracker = MemTracker()
     tracker.track_external(module, optimizer, tokens)
-    with tracker:
-        for step in range(2):
+    for _ in range(2):
+        tracker.reset_mod_stats()
+        with tracker:  # Entering the context resets the peak.
             loss = module(tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             del loss
             optimizer.step()
             optimizer.zero_grad()
-            if step == 0:
-                tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Workload(batch=batch, seq=seq, transformers=True, flash=flash)
     predicted = peak_memory(described(module), work=work, foreach=False)
