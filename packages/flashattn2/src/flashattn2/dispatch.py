@@ -75,7 +75,7 @@ def select_backend(
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
     """Return True if the Gluon kernels support the input and are faster than the Triton kernels.
 
-    They do not split a few long sequences among all processors of a GPU, as the Triton kernels do.
+    They do not split a few long sequences among all SMs of a GPU, as the Triton kernels do.
     """
     if _find_gluon_obstacle(q, v, spec, packed) is not None:
         return False
@@ -152,7 +152,7 @@ def _find_gluon_device_obstacle(device: torch.device) -> str | None:
 
 @constant_in_graphs
 def _count_processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a GPU."""
+    """Return the number of streaming multiprocessors (SMs) of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

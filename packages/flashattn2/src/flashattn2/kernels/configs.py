@@ -25,7 +25,7 @@ class Tile:
     #: Stages of the pipeline of loads.
     num_stages: int
     #: Maximum number of registers per thread.  With None, ptxas stops many kernels at 80, 128 or
-    #: 168 registers to fit more programs on a processor, and spills a few bytes to do so.
+    #: 168 registers to fit more programs on an SM, and spills a few bytes to do so.
     registers: int | None = None
 
     @property

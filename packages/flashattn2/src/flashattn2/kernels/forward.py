@@ -1,7 +1,7 @@
 """The forward kernel: one tile of queries against the keys that it sees.
 
 The loop over keys has three regions, so that only tiles on an edge of the band or of the sequence
-need a mask.  With fewer query tiles than processors, the keys of each tile are split among several
+need a mask.  With fewer query tiles than SMs, the keys of each tile are split among several
 programs, and `combine_kernel` combines their outputs by their log-sum-exps.
 """
 

@@ -141,7 +141,7 @@ def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple
 
 
 def split_count(programs: int, loop_tiles: int, processors: int) -> int:
-    """Return the number of splits that occupies every processor, at most `MAX_SPLITS`.
+    """Return the number of splits that occupies every SM, at most `MAX_SPLITS`.
 
     Without splits, `programs` programs loop over `loop_tiles` tiles.  A split has at least four.
     """
@@ -240,7 +240,7 @@ class Device:
 
     #: Shared memory per program in bytes.
     shared_bytes: int
-    #: Number of streaming multiprocessors.
+    #: Number of streaming multiprocessors (SMs).
     processors: int
     #: True if the tables of tiles for TMA and warpgroup products apply.
     uses_tma: bool
@@ -248,7 +248,7 @@ class Device:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU; the interpreter counts as one processor with TMA."""
+    """Return the properties of a GPU; the interpreter counts as one SM with TMA."""
     if device.type != "cuda":
         return Device(227 * 1024, 1, uses_tma=True)
     properties = torch.cuda.get_device_properties(device)
