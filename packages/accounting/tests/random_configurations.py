@@ -81,7 +81,7 @@ def built(name: str, family: str, sizes: dict[str, Any]) -> torch.nn.Module | No
 
 
 def language_model_size(module: torch.nn.Module) -> int:
-    """Return the parameters of the language model inside a multimodal module, with its head."""
+    """Return the number of parameters of a multimodal module's language model with its head."""
     parameters: dict[int, torch.nn.Parameter] = {}
     inner: torch.nn.Module | None = module
     while inner is not None:

@@ -190,7 +190,7 @@ def calls_of_round(i, rank, world, ranks):
 
 
 def queued(compiled):
-    """Queue calls of all kinds, some of which the engine runs and some Python."""
+    """Check asynchronous calls of all kinds; the engine runs some of them, and Python others."""
     if not compiled:
         without_engine()
     rank, world = dist.get_rank(), dist.get_world_size()

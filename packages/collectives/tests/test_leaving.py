@@ -22,7 +22,8 @@ from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
 TIMEOUT = 40.0
-# Scenarios of `ends_of_processes.py`, in which a thread of the package is inside torch.
+# The scenarios of `ends_of_processes.py` that run by default. In each, a process ends while a
+# thread of the package is inside torch.
 USUAL_SCENARIOS = (
     "calls are queued",
     "other rank makes no call",

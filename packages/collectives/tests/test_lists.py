@@ -77,7 +77,7 @@ def everything(where, by=collectives):
             by.reduce_scatter(out, sends)
             want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
             assert torch.equal(out, sum(want[1:], want[0]))
-    # Ours, unlike gloo's, accepts tensors of different lengths.
+    # Unlike gloo's, our all_to_all accepts tensors of different lengths.
     room = [torch.empty(source + 1) for source in range(world)]
     works = by.all_to_all(room, [torch.full((rank + 1,), 1.0 * rank)] * world, async_op=True)
     works.wait()

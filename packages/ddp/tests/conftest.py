@@ -56,7 +56,7 @@ def backend(request, monkeypatch):
 
 
 def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
-    """Call `start` of worker_pool with the `collectives` backend instead of gloo."""
+    """Call `start` (of worker_pool) on the `collectives` backend if `backend` is "gloo"."""
     if backend != "gloo":
         return start(function, world, *args, timeout=timeout, backend=backend)
     path = sys.modules[function.__module__].__file__

@@ -80,7 +80,7 @@ def is_fault(result):
 
 @pytest.fixture
 def results(every_result):
-    """Return the shipped tiles' facts without the injected fault and the sizes of one."""
+    """Return the results of shipped tiles, without the injected fault and sizes of 1."""
     return [r for r in every_result if not is_fault(r) and not r.get("of_one")]
 
 

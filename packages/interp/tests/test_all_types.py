@@ -1,7 +1,7 @@
-"""Every causal language model of transformers: recording works, and `describe` is right or refuses.
+"""Recording and `describe` on every causal language model of transformers.
 
-Configurations are made small by the names of their fields. Types that cannot be made small this way
-are skipped, and the last test bounds their number.
+`describe` must return a correct decoder or raise ValueError. The fields in `SMALL` make the
+configurations small; types that fail with them are skipped, and the last test bounds their number.
 """
 
 import contextlib

@@ -183,7 +183,7 @@ def test_components_are_refused_inside_a_patch_of_the_stream() -> None:
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BloomForCausalLM"])
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(4, 7)], ids=["left", "middle"])
 def test_equal_prompts_have_no_effects_under_any_padding(name: str, hidden: slice) -> None:
-    """Estimates compare patterns that two computations give, so both must use equal positions."""
+    """The estimate compares recorded and recomputed patterns, which must use the same positions."""
     decoder = described(name)
     mask = torch.ones_like(TOKENS[:1])
     mask[:, hidden] = 0

@@ -286,7 +286,7 @@ def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
 
 
 def recorded(wrapper: Callable[..., Any]) -> Patch:
-    """Call `wrapper(keep, phase, seconds)` in place of the recorder's `_keep`."""
+    """Return a patch that calls `wrapper(keep, phase, seconds)` for the recorder's `_keep`."""
 
     def record(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
         wrapper(lambda phase, seconds: original(self, phase, seconds, extra), phase, seconds)
@@ -895,7 +895,7 @@ FAULTS: list[Fault] = [
         mock.patch.object(run, "corpus", Corpus(run.corpus.heldout, run.corpus.heldout))),
     Fault("parallel", "the trained loss is that of the first step", lambda run:
         rows(parallel, lambda row: {"trained_loss": row["loss"]})),
-    # The folder.
+    # Faults in the files of the run folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),
     Fault("folder", "the samples are cut off", lambda run:

@@ -112,7 +112,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
 
 
 def failed_checks_of_continued(resume, forgotten):
-    """Return the failed checks of a training that sets a moment of its checkpoint to zero."""
+    """Return the failed checks of a run that resumes with the moment `forgotten` set to zero."""
 
     def restore(_, model, optimizer):
         for state in optimizer.state.values():

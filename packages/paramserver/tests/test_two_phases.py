@@ -318,7 +318,7 @@ def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
 
 
 def test_a_worker_that_waits_for_a_third_is_not_silent():
-    # Worker 2 is slow, workers 0 and 1 wait for it; neither 0 nor 1 may be blamed.
+    # Worker 2 is slow, and workers 0 and 1 wait for it; neither of the two may be blamed.
     hosts = servers_of(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
 
     def work(worker):

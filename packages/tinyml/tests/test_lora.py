@@ -107,7 +107,7 @@ def test_an_adapter_trains_beside_a_quantized_base():
         optimizer.zero_grad()
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
-    # Over 20 seeds the ratio is 0.68 with a deviation of 0.02.
+    # Over 20 seeds the ratio is 0.68 with a standard deviation of 0.02.
     assert (model(inputs) - targets).square().mean().item() < 0.8 * before
     with pytest.raises(RuntimeError, match=r"base weight is compressed"):
         merge(model)

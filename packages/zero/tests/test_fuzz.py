@@ -455,11 +455,12 @@ class Program:
         self.hooked = True
 
     def looseness(self):
-        """Return the factor by which the tolerance is larger for models of transformers.
+        """Return the factor by which the tolerance is larger for models of Hugging Face.
 
         These models compute norms, softmax and losses in float32 even if their weights are float64.
-        In one process, three times the gradients of a third of a loss differ from the gradients of
-        the loss by up to 2.3e-7 of the largest element, and momentum adds the differences of steps.
+        In one process, three times the gradients of a third of the loss differ from the gradients
+        of the loss by up to 2.3e-7 of the largest element, and momentum accumulates the
+        differences.
         """
         return 100.0 if self.family else 1.0
 

@@ -55,7 +55,7 @@ def pass_base(cls, params):
     return cls(params, base_optimizer=torch.optim.SGD, lr=0.01)
 
 
-#: The functions that construct classes that need more than parameters.
+#: Functions that construct the optimizers that need arguments besides the parameters.
 CONSTRUCTORS = {
     **dict.fromkeys(("Lookahead", "OrthoGrad", "TRAC"), wrap),
     "ScheduleFreeWrapper": wrap_and_train,

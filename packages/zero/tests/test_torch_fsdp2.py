@@ -53,7 +53,7 @@ DIFFERS = {
     "fully_shard_deepcopy": "expects another message of the refusal",
 }
 
-# Parts of the errors of arguments and models that are refused, with the reason.
+# Substrings of the errors that refuse an argument or a model, with what is refused.
 REFUSALS = {
     "expected reshard_after_forward to be True, False or None": "an integer as an argument",
     "which sharding would turn into a plain tensor": "a subclass of Tensor, for example a DTensor",

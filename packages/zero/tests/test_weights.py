@@ -393,7 +393,10 @@ def test_safetensors_are_read_at_any_stage_and_world(tmp_path, stage, world):
 
 
 def damage(path):
-    """Truncate, exchange and remove files, which have no checksums."""
+    """Damage a safetensors file; return the errors for truncated and overwritten contents.
+
+    The format has no checksums, so only sizes, offsets and the header reveal damage.
+    """
     file = Path(path) / "model.safetensors"
     messages = []
     good = file.read_bytes()

@@ -40,7 +40,7 @@ class Collective:
 class Compression(ABC):
     """A method to reduce a bucket over the ranks."""
 
-    #: True if each gradient is divided by the number of ranks before it is copied in.
+    #: True if each gradient is divided by the number of ranks before it is copied into the bucket.
     uses_scaled_gradients = True
     #: True if the flags of the bucket are summed together with its gradients.
     reduces_flags = True

@@ -42,7 +42,7 @@ class Observer:
         """Handle a full bucket, before its reduction is launched."""
 
     def on_bucket_reduced(self, reduction: BucketReduction) -> None:
-        """Handle a reduced bucket, in the order of launches."""
+        """Handle a reduced bucket; called in the order of launches."""
 
     def on_step_end(self, step: FinishedStep) -> None:
         """Handle the end of a step, before `.grad` is set. May raise on every rank."""

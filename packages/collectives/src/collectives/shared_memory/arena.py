@@ -48,7 +48,7 @@ _CALLS = 128
 _NOTES = 640
 _DATA = 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
-# Sizes of the two cells for a call and for a note.
+# Bytes of a cell for a call and of a cell for a note; a segment has two of each.
 _CALL_ROOM = 256
 _NOTE_ROOM = 64
 _ALIGNMENT = 64

@@ -1,4 +1,4 @@
-"""System calls about other processes of this host, with replacements where they are missing."""
+"""System calls about other processes of this host, with fallbacks for platforms that lack them."""
 
 import os
 import select

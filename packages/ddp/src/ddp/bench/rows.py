@@ -23,7 +23,7 @@ REFERENCES = ("none", "torch", "torch tuned")
 class Link:
     """Bandwidth and latency of an all-reduce that runs alone."""
 
-    #: Bytes of the array that is summed, per second.
+    #: Bytes of the reduced array per second.
     bandwidth: float
     #: Seconds per call.
     latency: float

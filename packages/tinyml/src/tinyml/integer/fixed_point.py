@@ -20,7 +20,7 @@ class Scale(nn.Module):
 
     def __init__(self, scale: float, zero: int) -> None:
         super().__init__()
-        # A float64 buffer would be converted by model.half(), so its 64 bits are stored.
+        # model.half() would round a float64 buffer, so its bits are stored as int64.
         as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
         self.register_buffer("bits_of_scale", as_whole)
         self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))

@@ -114,7 +114,7 @@ class RescaledValues(nn.Module):
         return [scale.zero for scale in cast(Iterable[Scale], self.before)]
 
     def scaled(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """Return m_i (q_i - Z_i) as int64."""
+        """Return each value times its integer factor, m_i (q_i - Z_i), as int64."""
         parts = zip(codes, self.zeros, self.multiplier.long(), strict=True)
         return [(value.long() - zero) * m for value, zero, m in parts]
 

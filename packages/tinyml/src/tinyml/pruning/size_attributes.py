@@ -170,7 +170,7 @@ def _derive(name: str) -> Callable[..., Any]:
 
 
 def _observe(name: str) -> Callable[..., Any]:
-    """Return a method that records that the attribute is not only used as a size."""
+    """Return a method that records that the attribute is used other than as a size."""
     operation = getattr(int, name)
 
     def method(self: _Tagged, *others: Any) -> Any:

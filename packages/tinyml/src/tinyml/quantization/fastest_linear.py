@@ -231,10 +231,10 @@ def with_fastest_linears(
 
 
 def avoid_fused_operators(model: nn.Module) -> None:
-    """Make encoder layers call their linear layers, if some of these are replaced.
+    """Disable the fused operator of encoder layers that contain a `FastestLinear`.
 
-    Without gradients, `nn.TransformerEncoderLayer` uses a fused operator if it knows its
-    activation. The operator reads the dense weights instead.
+    Without gradients, `nn.TransformerEncoderLayer` with ReLU or GELU may run a fused operator,
+    which reads the dense weights and does not call the linear layers.
     """
     for block in model.modules():
         if not isinstance(block, nn.TransformerEncoderLayer):

@@ -17,7 +17,7 @@ from tinyml.validation import check_bits, check_finite
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of rows: `scale` and `zero` (rows, 1), and codes from `low` to `high`."""
+    """The grid of each row: `scale` and `zero` (rows, 1), and codes from `low` to `high`."""
 
     scale: Tensor
     zero: Tensor
