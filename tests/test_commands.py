@@ -220,7 +220,7 @@ def test_commands_are_found_in_blocks_and_in_sentences():
     lines = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert len(lines) > 100
     assert "make run" in lines
-    assert "python -m ddp.bench --rounds 16" in " ".join(lines)
+    assert "python -m ddp.bench --runs 5" in " ".join(lines)
     assert {line.split()[0] for line in lines} >= {*PROGRAMS} - {"accounting"}
 
 
