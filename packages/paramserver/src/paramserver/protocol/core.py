@@ -5,7 +5,7 @@ calls it from threads, `transport.zeromq` from one loop, and the tests from a si
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
-retries it after each request that it handles, and calls `check` at `next_deadline`.
+retries it after each later request, and calls `check` at `next_deadline`.
 """
 
 import json
@@ -56,13 +56,13 @@ class Core:
         self.is_first = replica.shard.number == 0
         self.ledger = Ledger(workers, consistency)
         self.waits = Waits(workers, timeout)
-        #: Error that ends the training, which every later request receives; empty if there is none.
+        #: Error that ended the training, which all later requests receive; empty if there is none.
         self.failure = ""
         #: Storage of records, which `DiskJournal.load` sets; None stores no records.
         self.journal: Journal | None = None
         #: Data of the last answer if its `size` is not 0; valid until the next request.
         self.answer_data = replica.newest
-        #: Reason of each loss of a worker after which training continued.
+        #: Reason for each loss after which training continued, by worker.
         self.lost: dict[int, str] = {}
         self._consistency = consistency
         self._workers = workers
@@ -150,18 +150,22 @@ class Core:
         return self.waits.next_deadline(self.ledger)
 
     def mark_lost(self, worker: int, reason: str) -> None:
-        """Record that `worker` was lost before it finished."""
+        """Handle the loss of `worker`, unless it has finished or left.
+
+        Depending on the options of `Core`, the other workers wait until it rejoins, training
+        continues without it, or training fails.
+        """
         member = self.ledger.awaited.get(worker)
         if member is None:
             return
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
         self.waits.end(worker)
         if self._waits_for_rejoin:
-            return  # the others wait until it has rejoined
+            return  # the other workers wait until it has rejoined
         if self._continues_after_loss:
             self.lost[worker] = message
             if self.is_first:
-                self.ledger.leave(worker)  # the replica replays it with the next answer
+                self.ledger.leave(worker)  # the replica replays this entry with the next answer
         else:
             self.failure = self.failure or message
 
@@ -175,7 +179,7 @@ class Core:
         return {"replica": self.replica.snapshot(), "ledger": self.ledger.state()}
 
     def restore(self, snapshot: Mapping[str, Any] | None, records: Iterable[Record]) -> None:
-        """Continue from a snapshot and the records that the journal has stored since."""
+        """Restore a snapshot, if any, and replay the records that the journal has stored since."""
         if snapshot is not None:
             self.replica.load_snapshot(snapshot["replica"])
             self.ledger.load_state(snapshot["ledger"])
@@ -210,7 +214,7 @@ class Core:
         raise ValueError(f"expected a request, got {message.kind!r}")
 
     def _answer_with_log(self, worker: int, message: Message) -> Message | None:
-        """Return the answer to a SYNC, LEAVE or FINISH, which contains the log."""
+        """Answer a SYNC, LEAVE or FINISH with the log; return None while a FINISH has to wait."""
         if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
         text = self._log(worker, message).to_text()
@@ -234,8 +238,8 @@ class Core:
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
             if message.clock < self.ledger.members[worker].clock:
-                # Repeated. If the disk of the journal was full, the push is committed, but not
-                # replayed.
+                # The push is repeated. If the disk of the journal was full, the push is committed,
+                # but not replayed.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)
@@ -302,7 +306,7 @@ class Core:
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
     def _check_losses(self, worker: int, message: Message) -> None:
-        """Raise `PeerLost` if a loss has ended the training, or it continues without `worker`."""
+        """Raise `PeerLost` if a loss has ended training, or training continues without `worker`."""
         # No worker waits for the answer to a HEARTBEAT.
         if self.failure and message.kind is not Kind.HEARTBEAT:
             raise PeerLost(self.failure)
@@ -327,8 +331,8 @@ class Core:
     def _log(self, worker: int, message: Message) -> Log:
         """Return the log from the position of the message, and discard the entries before it.
 
-        All servers have replayed the discarded entries, because a worker reports the smallest
-        position of all servers.
+        The position of a worker's message is the smallest position of all servers, so all servers
+        have replayed the discarded entries.
         """
         self._replay_own_log()
         if worker in self.ledger.members:
@@ -339,7 +343,7 @@ class Core:
         self._replay(self.ledger.log_from(self.replica.position))
 
     def _replay(self, log: Log | None) -> None:
-        assert log is not None  # `validate` returns it for each kind that has one
+        assert log is not None  # `validate` returns the log of each request that contains one
         self.ledger.replay(log)  # does nothing on the first server, which created the log
         new = log.after(self.replica.position)
         if new.entries and self.journal:

@@ -1,4 +1,4 @@
-"""Arithmetic of gradients and of changes: checks, means, and flat vectors."""
+"""Operations on gradients and changes: checks, means, and flat vectors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
 def mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the mean of the gradients in `dtype`; 16-bit gradients are summed in float32.
 
-    The sum is computed in the memory of the first gradient if its dtype is wide enough.
+    With several gradients, the sum overwrites the first gradient if its dtype is wide enough.
     """
     total, *others = gradients
     if others:
@@ -44,7 +44,7 @@ def flatten(views: Iterable[Tensor]) -> Tensor:
 
 
 def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:
-    """Add a float32 vector to the elements of all views."""
+    """Add the elements of a float32 vector, in order, to the elements of all views in place."""
     start = 0
     for view in views:
         view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))

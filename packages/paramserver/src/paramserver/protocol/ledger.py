@@ -6,7 +6,7 @@ its log. A server refuses an entry that its ledger would not have created. It al
 whose digest shows that the log continues another history.
 
 A push is staged on every server and then committed on the first server in one message. The log
-contains the push or does not, so a worker that dies between these messages leaves no partial push.
+contains the push or not, so a worker that dies between these messages leaves no partial push.
 Reads are entries of the same log, so all servers answer a read with the same version. Workers
 forward the log to the other servers, so that servers need no connections to each other. A worker
 that rejoins starts a new epoch, and servers refuse the requests of its older epochs.
@@ -39,7 +39,7 @@ class Member:
     #: True if the job was restarted and waits for this worker to join.
     expected: bool = False
     epoch: int = 0
-    #: First epoch of this membership, which a worker that is restarted continues.
+    #: First epoch of this membership. A restarted worker continues it in a new epoch.
     first_epoch: int = 0
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
     #: The policy compares the clocks of workers.
@@ -52,8 +52,8 @@ class Member:
     reads: int = 0
     #: Version that the last read returned.
     read_version: int = 0
-    #: Hashes of the last eight session numbers, by which a repeated join is recognized. The
-    #: numbers themselves are secret, and every worker can read the log.
+    #: Hashes of the last eight session numbers, which identify a repeated join. The numbers are
+    #: hashed because they are secret and every worker can read the log.
     sessions: list[int] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ class Ledger:
     """
 
     def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
-        #: Number of updates in the log and before it.
+        #: Number of updates so far, including updates before the log.
         self.version = version
         self.members = {w: Member(read_version=version) for w in range(workers)}
         self._consistency = consistency
@@ -105,7 +105,7 @@ class Ledger:
         """Return True if a push of `worker` is accepted but not applied yet."""
         return worker in self._pushed()
 
-    # Requests of workers. A worker repeats a request if the answer was lost.
+    # The following methods handle requests. A worker repeats a request if the answer was lost.
 
     def join(self, worker: int, session: int) -> Member:
         """Start a new epoch of `worker`, unless this session has joined already."""
@@ -118,7 +118,10 @@ class Ledger:
         return self.members[worker]
 
     def commit(self, push: Push) -> None:
-        """Accept a push that all servers have staged, and apply its update if it is complete."""
+        """Append a push that all servers have staged, and its update if the update is complete.
+
+        A repeated push has no effect. Raise `ValueError` if the push is of another clock.
+        """
         worker, epoch, clock = push
         member = self.members[worker]
         if clock == member.clock - 1 and clock >= member.first_clock:
@@ -144,16 +147,17 @@ class Ledger:
             self._write_if_complete()
 
     def log_from(self, position: int) -> Log:
-        """Return the log from `position`."""
+        """Return the log from `position`, or from the first stored entry if that is later."""
         skipped = min(max(0, position - self._first), len(self._entries))
         entries = tuple(self._entries[skipped:])
         return Log(max(position, self._first), entries, self._digests[skipped])
 
     def can_replay_from(self, position: int) -> bool:
-        """Return False if a server that has replayed `position` entries has lost some entries.
+        """Return True unless a server at `position` must have lost a part of its journal.
 
         Before a worker pushes again, all servers have replayed its last push. A server that has not
-        replayed two pushes of one worker has therefore lost a part of its journal.
+        replayed two pushes of one worker has therefore lost a part of its journal, and so has a
+        server that has not replayed discarded entries.
         """
         pushes: set[Push] = set()
         for entry in self._entries[max(0, position - self._first) :]:
@@ -170,7 +174,7 @@ class Ledger:
         del self._entries[:count], self._digests[:count]
         self._first += count
 
-    # Effects of a log that was received or read from a journal.
+    # The following methods replay a log that was received or read from a journal.
 
     def replay(self, log: Log) -> None:
         """Append the entries of `log` that this ledger does not have yet.
@@ -208,7 +212,7 @@ class Ledger:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a value of `state`."""
+        """Restore a state that `state` returned."""
         log = Log.from_text(state["log"])
         self.version = state["version"]
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
@@ -220,7 +224,7 @@ class Ledger:
             self._digests.append(digest(self._digests[-1], entry))
 
     def _continuation(self, log: Log) -> Log:
-        """Return the part of `log` that this ledger does not have yet."""
+        """Return the new part of `log`; raise `ValueError` if it does not continue this ledger."""
         if log.start > self.stop:
             raise ValueError(
                 f"expected a log from entry {self.stop} or earlier, got one from {log.start}"
@@ -234,7 +238,7 @@ class Ledger:
         return new
 
     def _check(self, entry: Entry) -> None:
-        """Raise ValueError unless this ledger may append `entry` next."""
+        """Raise `ValueError` unless this ledger may append `entry` next."""
         match entry:
             case Start():
                 valid = not self.awaited
@@ -334,8 +338,8 @@ class Ledger:
 
     def _write_if_complete(self) -> None:
         if self._is_complete():
-            # A floating-point sum depends on its order. Sum in the order of the workers, which is
-            # the same in every run.
+            # A floating-point sum depends on its order. Sum in the order of the worker numbers,
+            # which is the same in every run.
             step = tuple(sorted(self._accepted))
             self._append(Write(step, (0,) * len(step)))
 

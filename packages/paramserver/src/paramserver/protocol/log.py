@@ -1,6 +1,6 @@
-"""The log of the ledger: its entries, their order and their text in messages and journals.
+"""The log of the ledger: its entries, and their text in messages and journals.
 
-Every server replays the same log. A digest of all earlier entries identifies its history.
+Every server replays the same log. A digest of all earlier entries identifies the history of a log.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ class Accept:
 
 @dataclass(frozen=True)
 class Write:
-    """Entry: one update by the mean of these pushes, summed in this order."""
+    """Entry: one update with the mean of `pushes`, which are summed in the stored order."""
 
     pushes: tuple[Push, ...]
-    #: Staleness of each push: number of updates between the version that was read and this one.
+    #: Staleness of each push: number of updates between the worker's last read and this update.
     staleness: tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Leave:
-    """Entry: `worker` has finished or is lost.
+    """Entry: `worker` has finished, has left or is lost.
 
     Its pushes that are staged but not accepted are discarded.
     """
@@ -76,7 +76,7 @@ class Log:
 
     start: int
     entries: tuple[Entry, ...]
-    #: Digest of all entries before `start`, equal for equal histories only.
+    #: Digest of all entries before `start`. Only equal histories have equal digests.
     before: str = ""
 
     @property
@@ -111,7 +111,7 @@ class Log:
 
 
 def digest(before: str, entry: Entry) -> str:
-    """Return the digest of a history extended by `entry`, from the digest of that history."""
+    """Return the digest of a history that ends with `entry`; `before` is the digest without it."""
     text = before + json.dumps(_to_list(entry), separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -138,7 +138,7 @@ def _from_list(fields: Any) -> Entry:
 
 
 def parse_push(fields: Any) -> Push:
-    """Return a push from its fields; raise `ValueError` if they cannot be those of a push."""
+    """Return a push from its fields; raise `ValueError` if they are invalid."""
     if not isinstance(fields, list | tuple) or len(fields) != 3 or not _are_numbers(fields):
         raise ValueError(f"expected an entry of a ledger with a push, got {str(fields)[:80]}")
     worker, epoch, clock = fields

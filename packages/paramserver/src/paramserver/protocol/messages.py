@@ -6,7 +6,7 @@ parameters or gradients follow it separately and are never pickled.
 Every request may be sent again if its answer does not arrive. A push is identified by (worker,
 epoch, clock) and a read by a number, so a repeated request has no second effect.
 
-`check_request` is the schema of all requests. A server applies it before anything else.
+`check_request` validates the fields of a request. A server calls it before anything else.
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-#: Upper limit of the integers of a message.
+#: Upper limit (exclusive) of the integers of a message.
 LIMIT = 2**62
 #: Worker number of a sender that reads the final state and does not train.
 OBSERVER = -1
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     END = 12  # to the other servers, or from an observer: replay the log, send the parameters
     ABORT = 13  # to every server: the worker has failed
     HEARTBEAT = 14  # to every server: the worker's process is alive
-    OK = 15  # the first answer; all kinds before it are requests
+    OK = 15  # the first kind of answer; all kinds before it are requests
     FAILED = 16  # the text is the error
     WAIT = 17  # the server is alive, but the answer is not available yet
     # To a FETCH or PULL: the version of this read is not stored any more, so read again. To a JOIN:
@@ -62,19 +62,20 @@ class Message:
     #: In a request: sequence number of a read, or index of the server in a JOIN. In an answer: a
     #: version, or in the answer to a SYNC, 1 if the worker's last push is not applied yet.
     number: int = 0
-    #: Number of entries of the log that the sender has replayed.
+    #: In a request: number of log entries that all servers are known to have replayed. In an
+    #: answer: number of log entries that this server has replayed.
     position: int = 0
     #: Number of bytes of data that follow the message.
     size: int = 0
     #: In a request: version that the worker pulled last. The server may send the change since then.
     pulled_version: int = -1
-    #: In an answer: the fragment whose change the data are, or -1 if they are the whole shard.
+    #: In an answer: the fragment that the data update, or -1 if the data are the whole shard.
     fragment: int = -1
     #: A layout, a log, an error, or another value that depends on the kind.
     text: str = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` unless every field has its type and fits into 64 bits."""
+        """Raise `ValueError` unless each field has its type, and integers are in [-1, `LIMIT`)."""
         values = list(vars(self).values())
         has_types = isinstance(self.kind, Kind) and isinstance(self.text, str)
         if not has_types or not all(type(n) is int and -1 <= n < LIMIT for n in values[1:8]):
@@ -103,7 +104,7 @@ class Message:
 
 
 def check_request(worker: int, message: Message) -> None:
-    """Raise ValueError unless `message` is a request that `worker` may send to some server."""
+    """Raise `ValueError` unless `message` is a request that `worker` may send to a server."""
     text, kind = message.text, message.kind
     if kind > Kind.HEARTBEAT:
         raise ValueError(f"expected a request, got {kind!r}")
@@ -140,7 +141,7 @@ def raise_failure(peer: str, answer: Message) -> None:
 
 
 _KINDS_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.REPLAY, Kind.END, Kind.ABORT)
-#: Exceptions that a worker raises with the type that the server has raised, by name.
+#: Exceptions that a worker raises with the server's type, by name. Others become `RuntimeError`.
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (PeerLost, RuntimeError, TimeoutError, ValueError)
 }

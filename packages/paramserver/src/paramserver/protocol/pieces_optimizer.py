@@ -1,7 +1,7 @@
 """The optimizer of one server, which stores pieces of the parameters.
 
-An optimizer that uses whole tensors, norms or groups would give different updates for pieces. It is
-refused before training starts.
+An optimizer that uses whole tensors, norms or groups would give different updates for pieces. Such
+an optimizer raises an error before training starts.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paramserver.optimizers import OptimizerFactory, Updater, options_of_group
 from paramserver.partition import Piece
 
-#: Optimizers that update each element without the other elements of its tensor.
+#: Optimizers that update each element independently of the other elements of its tensor.
 _ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -41,7 +41,8 @@ def updater_of_pieces(
     """Return the updater of the pieces that a server stores in the memory of `targets`.
 
     Raises:
-        ValueError: the updates would differ from those of whole parameters.
+        ValueError: the updates would differ from the updates of whole parameters, the optimizer
+            requires sparse gradients, or `groups` matches no parameter.
     """
     updater = Updater(factory, targets, [piece.name for piece in pieces], parameters)
     updater.spec.check_groups(parameters)
@@ -69,8 +70,8 @@ def updater_of_pieces(
 
 
 def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if the optimizer has hooks or a replaced `step`, which may use norms."""
-    # Schedulers replace `step` by a function with this attribute, which only counts the calls.
+    """Raise `ValueError` if hooks or a replaced `step` may require all gradients."""
+    # A scheduler replaces `step` with a wrapper that has this attribute and only counts calls.
     is_replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
     if is_replaced or hooks:
@@ -82,8 +83,8 @@ def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_options_of_whole(updater: Updater, parameters: Iterable[Tensor]) -> None:
-    """Raise `ValueError` if the factory would choose other groups or options for all parameters."""
-    # These have the shapes of the parameters and take no memory.
+    """Raise `ValueError` if the factory makes several groups or other options for the model."""
+    # Expanded scalars have the shapes of the parameters without their memory.
     whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
     optimizer = updater.spec.optimizer(whole)
     groups = optimizer.param_groups
@@ -109,7 +110,7 @@ def _require_elementwise(
 ) -> None:
     """Raise `ValueError` if a tensor is split and the optimizer may need all of its elements."""
     kind = type(optimizer)
-    # torch wraps `step` of each class when its first optimizer is created.
+    # torch wraps the `step` of a class when the first optimizer of the class is created.
     steps = {inspect.unwrap(elementwise.step) for elementwise in _ELEMENTWISE}
     if inspect.unwrap(kind.step) in steps or getattr(kind, "elementwise", False):
         return

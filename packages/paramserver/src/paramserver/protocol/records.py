@@ -1,4 +1,4 @@
-"""Records of the changes of a server, from which it continues after it was killed."""
+"""Records of a server's changes, from which the server continues after it was killed."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ from paramserver.protocol.log import Log, Push
 
 @dataclass(frozen=True)
 class Staged:
-    """Record of a push whose gradients were staged, in the bytes in which they were received."""
+    """Record of a staged push, with its gradients as the bytes that were received."""
 
     push: Push
     gradients: Tensor

@@ -1,7 +1,7 @@
 """The state of one server's shard: parameters, optimizer, and staged gradients.
 
-Only the log of the ledger changes the parameters. A server refuses a gradient that is not finite
-when it is staged, before any server has applied it. The version of a read is copied only if an
+Only the log of the ledger changes the parameters. A server refuses non-finite gradients when
+they are staged, before any server has applied them. The version of a read is copied only if an
 update is applied before the read is fetched, and readers share the copy. A push that arrives twice
 or late is recognized by its identity (worker, epoch, clock) and has no effect.
 """
@@ -28,7 +28,7 @@ class Replica:
     """The parameters of a shard at one position of the log.
 
     Args:
-        shard: the part of the parameters.
+        shard: the part of the parameters that this server stores.
         parameters: all parameters of the model, by name; their values are copied.
         optimizer: factory of the optimizer. With `LocalSteps` the policy's `outer` is used instead.
         policy: the policy of the job.
@@ -81,10 +81,10 @@ class Replica:
         #: With compression, the parameters that readers have. They differ from `_buffer` by a
         #: rounding error, which is added to the next change.
         self._published = self._buffer.clone() if self.compression else None
-        #: Fragment of the last update, and the data that readers of the version before it need.
+        #: Fragment of the last update, and the data that turn the previous version into this one.
         self._changed = 0
         self._change = self._buffer
-        #: Gradients of each push that was not applied yet.
+        #: Gradients of each push that is not applied yet.
         self._staged: dict[Push, list[Tensor]] = {}
         #: Staged pushes that are accepted and not applied yet.
         self._accepted: set[Push] = set()
@@ -100,7 +100,7 @@ class Replica:
         """Return the gradients that the data of a push contain.
 
         Raises:
-            ValueError: the data are not those of this shard, or a gradient is not finite.
+            ValueError: the data have a wrong size or encoding, or a gradient is not finite.
         """
         fragment = self._fragments[push[2] % len(self._fragments)]
         shard = fragment.shard
@@ -201,9 +201,10 @@ class Replica:
     ) -> tuple[int, Tensor, int] | None:
         """Return the version of a pending read of `worker`, its data, and their fragment.
 
-        The data are a view of this server's memory. If `pulled_version` is the previous version,
-        they are the change of one fragment. Otherwise they are the whole shard, and the fragment is
-        -1. Return None if the read is not pending, because it was fetched before.
+        The data may be a view of this server's memory. If `pulled_version` is the previous version
+        and no update has followed, they are the update of one fragment: its new values, or with
+        compression its encoded change. Otherwise they are the whole shard, and the fragment is -1.
+        Return None if the read is not pending, such as after it was fetched.
         """
         pending, version, preserved = self._pending_reads.get(worker, (None, 0, None))
         if pending != read:
@@ -227,7 +228,7 @@ class Replica:
         return state | {"version": self.version} | self._updater.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start a new log from `state`, which a server of the same shard saved."""
+        """Start a new log from `state`; raise `ValueError` if it is the state of another shard."""
         if state["layout"] != self.shard.digest():
             raise ValueError(
                 f"expected the state of a shard with layout {self.shard.digest()}, which is server "
@@ -268,7 +269,7 @@ class Replica:
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `snapshot`. Pending reads are void, and readers repeat them.
+        """Restore a state that `snapshot` returned. Pending reads are void; workers repeat them.
 
         Raises:
             ValueError: the snapshot is of another policy, optimizer or shard.
@@ -313,7 +314,7 @@ class Replica:
                 self._pending_reads[worker] = (read, self.version, preserved)
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
-        """Update fragment `number` by the mean of the gradients of `pushes`."""
+        """Update fragment `number` with the mean of the gradients of `pushes`."""
         fragment = self._fragments[number]
         for target, *gradients in zip(self._targets[number], *pushes, strict=True):
             target.grad = mean(gradients, target.dtype)
@@ -338,7 +339,7 @@ def _describe(policy: Consistency | None) -> str:
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:
-    """Return a string that is equal only for equal shards with equal payloads."""
+    """Return a string that is equal in two processes only if their shards and payloads match."""
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"
     return f"{shard.digest()} (changes of {_describe(policy)})"

@@ -63,6 +63,7 @@ class Session:
 
         Raises:
             ValueError: the servers store the parameters of another module, or different versions.
+            RuntimeError: the servers' journals do not match. No server has changed.
         """
         join = Message(Kind.JOIN, clock=self._session_number)
         first, *others = [
@@ -72,8 +73,8 @@ class Session:
         answers = [Message(Kind.REREAD)]
         tried = -1
         while answers[0].kind is Kind.REREAD:
-            # A JOIN does not change these servers. It changes the first server only if none of
-            # them has lost a part of the log.
+            # A JOIN does not change the other servers. It changes the first server only if no
+            # other server has lost a part of the log.
             replies = (yield others) if others else []
             position = min((reply.position for reply in replies), default=0)
             if position == tried:
@@ -136,12 +137,15 @@ class Session:
         self._has_pushed = True
 
     def finish(self) -> Requests[int]:
-        """Stop pushing; receive and return the final version after all workers have finished."""
+        """Stop pushing, and wait for all workers.
+
+        Receive the final parameters and return their version.
+        """
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
             others = self._requests_with_log(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
-            # A worker that joined and pushed in the meantime has created a later version.
+            # Otherwise, a worker that joined in the meantime has created a later version.
             if all(answer.number <= first.number for answer in answers):
                 return self._common_version(answers)
 
@@ -150,7 +154,7 @@ class Session:
         yield from self._forward_log(Kind.LEAVE)
 
     def _forward_log(self, kind: Kind = Kind.SYNC) -> Requests[bool]:
-        """Forward the first server's log; return True if the last push is not applied yet."""
+        """Forward the first server's log; return True if this worker's last push is not applied."""
         (answer,) = yield [self._request(0, kind)]
         if others := self._requests_with_log(Kind.REPLAY, Log.from_text(answer.text))[1:]:
             answers = yield others

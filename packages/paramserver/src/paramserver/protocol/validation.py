@@ -22,10 +22,16 @@ def validate(
     ledger: Ledger,
     elastic: bool,
 ) -> Log | None:
-    """Return the log that a request contains, if any; raise an exception if it is invalid.
+    """Validate a request and return the log that it contains, or None.
 
-    `session` is the number with which the sender joined, or None if the transport guarantees that
-    the sender is `worker`.
+    `session` is the session number with which the sender joined, or None if the transport
+    guarantees that the sender is `worker`.
+
+    Raises:
+        ValueError: the fields, the log or the sender are invalid.
+        RuntimeError: this server has lost entries that the worker has seen, or cannot replay the
+            log.
+        PeerLost: the sender's session is outdated.
     """
     check_request(worker, message)
     kind = message.kind
@@ -98,7 +104,7 @@ def _check_sender(
     if session is not None and public_session_id(session) != member.sessions[-1]:
         raise PeerLost(f"{outdated}, or another process uses its number")
     if message.kind in (Kind.HEARTBEAT, Kind.ABORT):
-        return  # these belong to a session, not to an epoch
+        return  # these requests belong to a session, not to an epoch
     if message.epoch < member.epoch:
         raise PeerLost(outdated)
     if message.epoch > member.epoch:
@@ -109,8 +115,8 @@ def _check_sender(
 
 
 def public_session_id(session: int) -> int:
-    """Return the public number of a session, which the log contains.
+    """Return the hash that identifies a session in the log.
 
-    Every worker can read the log, but only the worker that joined knows the session's number.
+    Every worker can read the log, but only the worker that joined knows the session number.
     """
     return int.from_bytes(hashlib.blake2b(str(session).encode(), digest_size=6).digest(), "big")

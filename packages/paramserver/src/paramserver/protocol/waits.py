@@ -1,4 +1,4 @@
-"""Waits of workers for each other, and the times at which they end without an answer."""
+"""Workers that wait for other workers, and the deadlines of their waits."""
 
 from collections.abc import Iterable
 
@@ -7,9 +7,9 @@ from paramserver.protocol.messages import Kind, Message
 
 
 class Waits:
-    """The waits of all workers for one server's answers, and the time of each one's last request.
+    """The waits of all workers for a server's answers, and the time of each worker's last request.
 
-    A worker is silent if it has sent no request for `timeout` seconds and does not wait itself.
+    A worker is silent if it has sent no request for `timeout` seconds and is not itself waiting.
 
     Args:
         workers: number of workers that take part from the start.
@@ -35,7 +35,7 @@ class Waits:
         self.waiting[worker] = since, message
 
     def reset_silence(self, workers: Iterable[int], now: float) -> None:
-        """Measure the silence of all workers from `now`."""
+        """Measure the silence and the waits of all workers from `now`."""
         self.last_seen = dict.fromkeys({*self.last_seen, *workers}, now)
         self.waiting = {w: (now, message) for w, (_, message) in self.waiting.items()}
 
@@ -51,7 +51,7 @@ class Waits:
         return [w for w in self.blockers(message, ledger) if self._deadline(w, since) <= now]
 
     def next_deadline(self, ledger: Ledger) -> float:
-        """Return the time at which the next wait ends without an answer."""
+        """Return the time at which the next wait times out, or infinity if no wait can time out."""
         ends = (
             self._deadline(w, since)
             for since, message in self.waiting.values()
