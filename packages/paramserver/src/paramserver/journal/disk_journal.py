@@ -9,8 +9,8 @@ renames it when it is complete. Until then the previous snapshot and the files a
 
 A server that starts checks all files before it uses any of them. It repairs one kind of damage: an
 incomplete record at the end of the last file, which a server leaves if it dies during a write,
-before it has answered. Any other damage is refused, and nothing changes until `recover` is called.
-See Note [Detection of damage] in `files`.
+before it has answered. Any other damage raises `JournalError`; nothing changes until `recover` is
+called. See Note [Detection of damage] in `files`.
 """
 
 import errno
@@ -43,7 +43,10 @@ class DiskJournal:
     Args:
         folder: the folder; it is created if it does not exist.
         fsync: whether each record is written through to the disk before `record` returns.
-        snapshot_bytes: number of bytes in a file after which a snapshot is due.
+        snapshot_bytes: size of a file in bytes above which a snapshot is due.
+
+    Raises:
+        RuntimeError: the folder cannot be created.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DiskJournal:
         self._file_number = 0
         self._file: BinaryIO | None = None
         self._lock: BinaryIO | None = None
-        #: End of the last complete record of the current file.
+        #: Byte offset of the end of the last complete record in the current file.
         self._stop = 0
         #: Size of the current file in bytes above which a snapshot is due.
         self._max_bytes = snapshot_bytes
@@ -134,7 +137,8 @@ class DiskJournal:
             self._append(kind, parts)
             return
         except OSError:
-            # If a running snapshot has filled the disk, it fails and frees its space.
+            # A running snapshot may have filled the disk. Wait until it has failed and freed its
+            # space, then retry.
             self.wait()
         try:
             self._append(kind, parts)
@@ -145,7 +149,7 @@ class DiskJournal:
             raise kind_of_error(text) from error
 
     def is_snapshot_due(self) -> bool:
-        """Return True if the current file is long and no snapshot is being written."""
+        """Return True if the current file is too long and no snapshot is being written."""
         return self._stop > self._max_bytes and not self.is_writing()
 
     def is_writing(self) -> bool:
@@ -153,14 +157,20 @@ class DiskJournal:
         return self._writer is not None and self._writer.is_alive()
 
     def snapshot(self, core: Core) -> None:
-        """Copy the state of `core`, start a new file, and write the copy in a thread."""
+        """Copy the state of `core`, start a new file, and write the copy in a thread.
+
+        If this fails, `error` is set and the journal continues without the snapshot.
+
+        Raises:
+            RuntimeError: the folder has a journal that was not loaded.
+        """
         self.wait()
         if self._file is None and files.file_numbers(self.folder, "journal"):
             raise RuntimeError(f"{self.folder} has a journal; load it before the first snapshot")
         try:
             self._start_next_file()
         except OSError as error:
-            # Try again later, not before every record.
+            # Try again after more records, not before every record.
             self._max_bytes = self._stop + self._snapshot_bytes
             self._report(error)
             return
@@ -174,7 +184,7 @@ class DiskJournal:
             self._writer.join()
 
     def close(self) -> None:
-        """Close the file after everything is written."""
+        """Wait for a running snapshot, then close the file and release the lock."""
         self.wait()
         for file in (self._file, self._lock):
             if file:
@@ -240,7 +250,7 @@ class DiskJournal:
             files.sync_folder(self.folder)
 
     def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
-        """Write the state at the start of file `number`, and remove the files before it."""
+        """Write snapshot `number` with this state, and remove the files that it replaces."""
         unfinished = files.journal_path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
@@ -287,7 +297,7 @@ class DiskJournal:
 
 
 def restore(folder: Path, core: Core) -> None:
-    """Restore the state of a journal in `core` without recording further changes of `core`."""
+    """Restore `core` from a journal without recording later changes; raise if it is empty."""
     with files.lock_journal(folder):
         if not _restore(folder, core)[1]:
             raise JournalError(f"expected a journal in {folder}, which is empty")

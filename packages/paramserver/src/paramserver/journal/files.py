@@ -12,9 +12,9 @@ Note [Detection of damage]
 The checksum of a record's header covers the header, its offset, the file's number and the journal's
 identity. This detects a wrong length, and a record or file in a wrong position. A file gets its
 final name only after the seal of the previous file is written, so that a missing or truncated file
-is detected. One damage cannot be detected: a last file that ends after a complete record, because a
-server that dies leaves the same file. Workers that have seen the lost records are refused, because
-they are ahead of their server.
+is detected. One damage cannot be detected: a last file that was truncated after a complete record,
+because a server that dies leaves the same file. Workers that have seen the lost records are
+refused, because they are ahead of their server.
 """
 
 import errno
@@ -42,7 +42,7 @@ FILE_HEAD = struct.Struct(f"<8s{IDENTITY_BYTES}sQI")
 RECORD_HEAD = struct.Struct("<cQII")
 # At the end of a snapshot: length in bytes, checksum, and the fields of FILE_HEAD.
 SNAPSHOT_TAIL = struct.Struct(f"<QI8s{IDENTITY_BYTES}sQI")
-# The worker, its epoch and the sequence number of a push: `Staged.push`.
+# Worker, epoch and clock of a push: `Staged.push`.
 PUSH_FIELDS = struct.Struct("<qqq")
 # Kinds of records.
 STAGED = b"s"
@@ -58,7 +58,7 @@ _CHUNK_BYTES = 2**20
 
 
 class JournalError(RuntimeError):
-    """A journal is damaged. The message names the file, the byte and the remedy."""
+    """A journal is damaged or lost. The message names the file, any damaged byte and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _read_record_span(
 
 
 def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> Iterator[Record]:
-    """Yield the records in the spans, one at a time; `current` receives the span of each."""
+    """Yield the records in the spans, one at a time; `current` contains the span of the last."""
     for span in spans:
         if span.kind not in (STAGED, REPLAYED):
             continue
@@ -181,7 +181,7 @@ def _file_head(identity: bytes, number: int) -> bytes:
 
 
 def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
-    """Return the journal's identity; raise `JournalError` unless this is the head of the file."""
+    """Return the identity in the head of file `number`; raise `JournalError` if it is invalid."""
     file_identity = head[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
     if not head.startswith(MAGIC):
         text = f"expected {MAGIC!r} of this version of the format, got {head[: len(MAGIC)]!r}"
@@ -334,5 +334,5 @@ def lock_journal(folder: Path) -> BinaryIO:
             raise RuntimeError(
                 f"{folder} is in use by another process; stop that server first"
             ) from error
-        # This file system has no locks.
+        # The file system has no locks, so continue without one.
     return file

@@ -18,7 +18,7 @@ _READS = 5
 
 
 def journal_folders(folder: Path) -> list[Path]:
-    """Return the journal folders of a job's servers, in the order of the servers."""
+    """Return the folders that contain journals of a job's servers, in the order of the servers."""
     paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
     # A server that was killed right after its start leaves nothing but the lock file.
     present = [path for path in paths if any(file.name != files.LOCK for file in path.iterdir())]
@@ -29,7 +29,8 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
     """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
 
     A journal is lost if it is missing although another server's journal contains a push, because
-    all servers store every push. Journals of more than `servers` servers are refused, too.
+    all servers store every push. The error is also raised if more than `servers` servers have a
+    journal, or if a worker has a checkpoint but no server has a journal.
 
     Args:
         folder: the folder that contains the folders of all servers of a job.
@@ -77,13 +78,15 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
     Discarded records and files are moved into `discarded-N` of the same folder.
 
     Args:
-        folder: the folder of one server, or the folder that contains those of all servers of a job.
-            In the latter case, no server remains ahead of records that other servers have lost.
+        folder: the folder of one server, or a folder that contains the folders of all servers of a
+            job. With all servers, no server remains ahead of records that another server has lost.
         before: path of a journal file and a byte in it; the record at that byte and all later
             records are discarded, too.
 
     Raises:
-        JournalError: no good record exists. Nothing has changed.
+        ValueError: the file of `before` is not in `folder`.
+        JournalError: a journal has no good record, or starts after the last good record of another
+            server. Nothing has changed.
         RuntimeError: another process uses one of the journals.
     """
     folder = Path(folder)
@@ -182,7 +185,7 @@ class _GoodPart:
         return ends[-1]
 
     def cut(self, end: _End) -> list[str]:
-        """Truncate at `end`, move the remainder to `discarded-N`; return the lines of a report."""
+        """Truncate at `end` and move the remainder to `discarded-N`; return a report's lines."""
         path = files.journal_path(self.folder, "journal", end.file_number)
         later = [
             files.journal_path(self.folder, name, number)

@@ -16,30 +16,30 @@ from torch import Tensor
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
-#: Seconds beyond the timeout during which a server may be silent.
+#: Seconds that a server may be silent in addition to the timeout.
 GRACE = 10.0
-#: Longest wait in seconds. The waits of the operating system cannot be much longer, or infinite.
+#: Longest wait in seconds, because system calls accept no much longer or infinite timeout.
 LONGEST_WAIT = 7 * 24 * 3600.0
 #: Requests that are followed by gradients. An answer is followed by data if it has a size.
 KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
 
 class ConnectionBuffers:
-    """The buffers at one end of a connection: `nbytes` bytes of parameters and of gradients."""
+    """The buffers at one end of a connection: `nbytes` bytes each of parameters and gradients."""
 
     #: The server's parameters, if this process can read them in place.
     server_memory: Tensor | None = None
 
     def __init__(self, nbytes: int) -> None:
-        # On the CPU also if the caller's default device is a GPU.
+        # Allocate on the CPU even if torch's default device is a GPU.
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self.gradients = torch.zeros_like(self.parameters)
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
         """Store parameters for the worker.
 
-        Return None if they are copied. Otherwise return a function that copies them, which the
-        caller calls before they change.
+        Return None if they are copied. Otherwise return a function that copies them. The caller
+        must call that function before the parameters change.
         """
         self.parameters[: len(data)] = data
         return None
@@ -47,8 +47,8 @@ class ConnectionBuffers:
     def read(self, use: Callable[[Tensor], object]) -> None:
         """Call `use` with the parameters of the last answer.
 
-        They are valid until the next request. If they change during the call, `use` is called again
-        with a copy of the former ones.
+        The parameters are valid until the next request. If the server changes them during the call,
+        `use` is called again with a copy of the old values.
         """
         use(self.parameters)
 
@@ -100,7 +100,7 @@ Channels = tuple[Channel, ...]
 
 
 def import_zmq() -> Any:
-    """Import ZeroMQ; raise `RuntimeError` if the extra is not installed."""
+    """Import ZeroMQ; raise `RuntimeError` if pyzmq is not installed."""
     try:
         return importlib.import_module("zmq")
     except ImportError as error:
@@ -125,7 +125,12 @@ class RemoteConnection(Connection):
         self.read = channel.read  # type: ignore[method-assign]
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """Send a request and wait for its answer."""
+        """Send a request and return its answer; see `Connection.request`.
+
+        Raises:
+            PeerLost: the server is gone, or an earlier request failed before it was answered.
+            TimeoutError: the server has been silent for `timeout` seconds.
+        """
         channel = self._channel
         if self._awaits_answer:
             # The earlier answer may still arrive and be mistaken for the answer to this request.
@@ -150,6 +155,6 @@ class RemoteConnection(Connection):
         return answer
 
     def abort(self, reason: str) -> None:
-        """Report the failure to the server, if it is still there."""
+        """Report the failure to the server, if it is still connected."""
         with suppress(ConnectionError), self._sending:
             self._channel.send(Message(Kind.ABORT, text=reason))

@@ -2,8 +2,9 @@
 
 `join` works inside an existing process group, under torchrun or any other launcher. Its ranks are
 the workers, and some of them also run a server in threads. Messages use a separate gloo group. They
-therefore do not interfere with the caller's messages and timeouts, and the caller's group may be on
-NCCL. Each direction of each pair has a tag, because a rank may be a worker and a server.
+therefore do not interfere with the caller's messages and timeouts, and the caller's group may use
+NCCL. Requests and replies of each server have separate tags, because a rank may be a worker and a
+server.
 """
 
 import time
@@ -33,7 +34,7 @@ from paramserver.worker import Worker
 Tags = tuple[int, int]
 #: Largest size of a message's text in bytes.
 _MAX_TEXT_BYTES = 2**26
-#: Timeout of receiving from a worker that computes; its death ends the wait earlier.
+#: Timeout for receiving from a worker that computes. The wait ends earlier if the worker dies.
 _IDLE = timedelta(seconds=LONGEST_WAIT)
 
 
@@ -116,21 +117,22 @@ def join(
     """Train in an existing process group, in which every rank is a worker.
 
     The returned context manager provides this rank's `Worker`. Every rank of `group` enters it with
-    the same arguments and a module with the same names and shapes. A server starts with the
-    parameters of the rank that runs it. When all ranks have reached the end of the block, every
+    the same arguments and a module with the same parameter names and shapes. A server starts with
+    the parameters of the rank that runs it. When all ranks have reached the end of the block, every
     module has the final parameters.
 
     Args:
         module: the module to train.
         optimizer: see `Server`.
         consistency: the policy; None is `BulkSynchronous()`.
-        servers: ranks that also run a server.
+        servers: distinct ranks of `group` that also run a server.
         group: the process group; None is the default group.
         timeout: see `Server`.
         on_worker_loss: see `Server`.
 
     Raises:
-        PeerLost: a rank has failed; raised on every other rank, with its name.
+        PeerLost: another rank has failed; the message names it.
+        ValueError: `servers` is empty, or not distinct ranks of `group`.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
@@ -178,10 +180,10 @@ def join(
 
 
 def _connect_gloo(group: dist.ProcessGroup | None) -> Any:
-    """Return a new gloo group of the same ranks, which torch.distributed does not register.
+    """Return a new gloo group of the same ranks that is not registered with torch.distributed.
 
-    `new_group` of torch 2.11 may reuse the name of a destroyed group, and with it the addresses
-    in the store. Here the prefix is the number of earlier calls by each rank.
+    `new_group` of torch 2.11 may reuse the name of a destroyed group, and therefore read its
+    outdated addresses in the store. Here the prefix is the number of earlier calls per rank.
     """
     group = group or dist.group.WORLD
     assert group is not None

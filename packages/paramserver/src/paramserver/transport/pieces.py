@@ -1,8 +1,8 @@
 """Transfer of data in pieces, so that copying and checking overlap with sending.
 
 Buffers are reused as soon as no tensor refers to them, because mapping new pages takes longer than
-copying into old ones. A receiver accepts the next expected piece only, so a piece that is repeated
-or invalid has no effect.
+copying into mapped pages. A receiver accepts the next expected piece only, so a piece that is
+repeated or invalid has no effect.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paramserver.partition import Shard
 
-#: Size of a piece in bytes; it stays in the cache of a core from one copy to the next.
+#: Size of a piece in bytes, small enough to stay in a core's cache between two copies.
 PIECE = 2**20
 
 
@@ -36,17 +36,17 @@ class BufferPool:
 
 
 class PieceReceiver:
-    """A receiver of data in pieces, in order, into the buffer `data`."""
+    """A receiver that stores pieces of data, in order, in the buffer `data`."""
 
     def __init__(self, data: Tensor, shard: Shard | None = None) -> None:
         self.data = data
         #: Number of bytes received.
         self.received = 0
-        #: Check of gradients of `shard`; None for other data.
+        #: Check of the data if they are gradients of `shard`, otherwise None.
         self.finite_check = FiniteCheck(shard, data) if shard else None
 
     def accept(self, start: int, piece: bytes | memoryview) -> bool:
-        """Store a piece that starts at byte `start`; return True if the data are complete."""
+        """Store the next piece, ignore any other; return True if the data are complete."""
         if start == self.received and 0 < len(piece) <= len(self.data) - start:
             self.received += len(piece)
             self.data[start : self.received] = torch.frombuffer(piece, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Channels between processes of one host: data in shared memory, messages in a pipe.
 
-The memory is an anonymous file (memfd), which the size of /dev/shm, 64 MB in many containers, does
-not limit, and which the system frees after a crash. A dead process closes its end of the pipe.
+The memory is an anonymous file (memfd), which the system frees after a crash. Its size is not
+limited by /dev/shm, which has 64 MB in many containers. A dead process closes its end of the pipe.
 
 Note [Reading parameters in place]
 A worker reads the parameters in the server's memory. Two words in shared memory coordinate this:
@@ -36,7 +36,7 @@ _HAS_ORDERED_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 _IN_PLACE = 0
 #: Index of the word that the worker writes, in another cache line.
 _DONE = 8
-#: Size of the words of a worker in bytes.
+#: Size in bytes of one worker's words, including padding between cache lines.
 _WORDS_BYTES = 128
 #: The worker's end and the server's end of a connection.
 Ends = tuple["SharedMemoryChannel", "SharedMemoryChannel"]
@@ -181,7 +181,7 @@ def _anonymous_file(nbytes: int) -> int:
 def connect_all(sizes: list[int], workers: int) -> tuple[list[Channels], list[Channels]]:
     """Return the channels of each server and of each worker.
 
-    The servers have buffers of these sizes in bytes. Every worker is connected to every server.
+    `sizes` are the buffer sizes of the servers in bytes. Every worker is connected to every server.
     """
     names = [f"worker {w}" for w in range(workers)]
     server_channels: list[Channels] = []

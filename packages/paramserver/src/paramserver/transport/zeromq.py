@@ -4,13 +4,13 @@ This module contains the server, and `zeromq_connection` the worker's end. Both 
 extra.
 
 A server is one loop without threads that passes requests to the protocol's core. ZeroMQ reconnects
-sockets, and requests are numbered: a worker sends a request without an answer again, to the same
-server or to one that was started in its place.
+sockets, and requests are numbered: a worker sends an unanswered request again, to the same server
+or to a server that has replaced it.
 
 A message has two frames: a header of numbers and text in JSON, and one piece of the data. The
 server receives the next piece while it copies the previous one. Few pieces are queued, so that a
-slow link does not fill the memory. The server drops a request, or answers it with an error, unless
-its sender has joined as the worker that the request names.
+slow link does not fill the memory. If the sender of a request has not joined as the worker that the
+request names, the server drops the request or answers it with an error.
 
 CURVE keys (`Keys`) authenticate and encrypt messages; without keys a server binds loopback
 addresses only. A thread of each worker sends a HEARTBEAT every second, even while the worker
@@ -39,7 +39,7 @@ from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE = 1.0
-#: If the loop takes longer than this number of seconds, the process was probably suspended.
+#: Seconds between two iterations of the loop above which the process was probably suspended.
 _SUSPENDED = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT = 10.0
@@ -50,12 +50,12 @@ class ZeroMQServer:
 
     Args:
         core: the protocol's state.
-        address: address to bind, such as "tcp://127.0.0.1:5550"; port "*" chooses a free one.
+        address: address to bind, such as "tcp://127.0.0.1:5550"; port "*" chooses a free port.
         keys: CURVE keys of the server and its workers; None accepts any peer.
-        journal: the journal of `core`, of which the server writes snapshots.
+        journal: the journal of `core`; the server writes its snapshots.
 
     Raises:
-        ValueError: the address is not a loopback address and `keys` is None.
+        ValueError: `keys` is None, and the address starts neither with tcp://127. nor with ipc://.
         RuntimeError: the address cannot be bound.
     """
 
@@ -77,7 +77,7 @@ class ZeroMQServer:
         self._journal = journal
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # A new connection with a worker's routing id replaces the old one, which is dead.
+        # A new connection with a worker's routing id replaces the worker's dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         # Milliseconds after which a connection without a complete handshake is closed.
@@ -132,7 +132,7 @@ class ZeroMQServer:
         self._stopped.set()
 
     def close(self) -> None:
-        """Release the address."""
+        """Release the address and close the journal."""
         self._socket.close()
         if self._authenticator:
             self._authenticator.stop()
@@ -156,7 +156,7 @@ class ZeroMQServer:
         return self._receive_request(received, received.message)
 
     def _receive_request(self, received: "_Received", message: Message) -> bool:
-        """Process the first piece of a request. Return the same as `_receive`."""
+        """Process the first piece of a request; see `_receive` for the return value."""
         worker = received.worker
         now = time.monotonic()
         no_data = PieceReceiver(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -167,7 +167,7 @@ class ZeroMQServer:
             if message.kind is Kind.HEARTBEAT:
                 self.core.handle(worker, message, None, now, session=received.session)
                 return False
-        except Exception as error:  # concerns this sender only
+        except Exception as error:  # the error concerns this sender only
             _LOG.debug("refused a message of %r: %s", received.name, error)
             if message.kind not in (Kind.HEARTBEAT, Kind.ABORT):
                 self._send(request, failure(error))
@@ -184,11 +184,11 @@ class ZeroMQServer:
             self._incoming[worker] = known = request
         known.name = received.name
         if worker in self._waiting:
-            return False  # a repetition of the request that waits
+            return False  # this message repeats the waiting request
         return self._add_piece(known, received)
 
     def _is_authorized(self, received: "_Received") -> bool:
-        """Return True if the sender's key may send requests of the worker or is an observer's."""
+        """Return True if there are no keys, the sender is an observer, or has the worker's key."""
         if self._keys is None or received.worker == OBSERVER:
             return True
         return self._keys.workers.get(received.worker) == received.sender_key
@@ -210,7 +210,7 @@ class ZeroMQServer:
     def _add_piece(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
         if not request.data.accept(received.offset, received.piece):
-            # Prevents the worker from sending the request again on a slow link.
+            # Prevent the worker from sending the request again on a slow link.
             self._keep_alive(request, time.monotonic())
             return False
         self._waiting[worker] = self._incoming.pop(worker)
@@ -271,7 +271,7 @@ class ZeroMQServer:
             head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
             if out is not None:
-                # Copied, because the next request may change the data before they are sent.
+                # Copy, because the next request may change the data before they are sent.
                 piece = out[start:stop].copy_(self.core.answer_data[start:stop])
                 frames.append(piece.numpy().data)
             # A worker that has lost its connection sends the request again.

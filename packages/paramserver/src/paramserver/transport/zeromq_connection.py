@@ -14,9 +14,9 @@ from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_INTERVAL = 1.0
-#: Seconds of silence after which a request or its answer counts as lost.
+#: Seconds of silence after which a request or its answer is considered lost.
 _RETRY = 2.5
-#: Number of pieces that a socket queues.
+#: Maximum number of pieces that a socket queues for receiving.
 MAX_PIECES = 4
 
 
@@ -73,7 +73,7 @@ class ZeroMQConnection(Connection):
         self._heartbeat_thread.start()
 
     def request(self, message: Message, written: Iterable[int] = ()) -> Message:
-        """Send a request until it is answered, and return the answer.
+        """Send a request, repeatedly if necessary, and return its answer.
 
         Raises:
             PeerLost: the server has been silent for `timeout` seconds.
@@ -99,7 +99,7 @@ class ZeroMQConnection(Connection):
             head, *data = self._socket.recv_multipart(copy=False)
             session, number, offset, *fields = json.loads(head.bytes)
             if (session, number) != (self.session, self._request_number):
-                continue  # another answer to an earlier request, which was sent twice
+                continue  # an answer to an earlier request that was sent twice
             silence = 0.0
             if not offset:
                 answer = Message.from_fields(fields)
