@@ -3,10 +3,10 @@
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
-`mine:job` names a function of an importable module that returns the `paramserver.Job`, the same in
-all processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
-`recover FOLDER` truncates a damaged journal to its last good record. `convert JOB OLD NEW` converts
-the journals in OLD to the job's number of servers and writes them to NEW.
+`mine:job` names a function of an importable module. It returns the `paramserver.Job`, which must be
+the same in all processes. Addresses are in the order of the servers. `keys FILE` writes a pair of
+CURVE keys. `recover FOLDER` truncates a damaged journal to its last good record. `convert JOB OLD
+NEW` converts the journals in OLD to the job's number of servers and writes them to NEW.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from paramserver.transport.zeromq_connection import Keys
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status, 2 for invalid arguments."""
+    """Run one command and return the exit status: 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(
         prog="python -m paramserver",
         description=__doc__,
@@ -100,7 +100,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(f"serving at {server.address}", flush=True)
     server.serve()
-    # The state is in the journal, so do not wait for peers or threads.
+    # Do not wait for peers or threads: any state to keep is in the journal.
     os._exit(0)
 
 
@@ -143,7 +143,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _read_key_pair(path: Path | None) -> tuple[str, str]:
-    """Return the public and the secret key of a file, or two empty strings without a file."""
+    """Return the public and the secret key in the file `path`, or two empty strings for None."""
     if path is None:
         return "", ""
     keys = path.read_text().split()
@@ -157,7 +157,7 @@ def _read_key_pair(path: Path | None) -> tuple[str, str]:
 
 
 def _read_worker_key(peer: str) -> tuple[int, str]:
-    """Return the rank and the public key of a `--peer RANK=FILE` of `serve`."""
+    """Return the rank, and the public key in the file, of an argument `--peer RANK=FILE`."""
     rank, separator, path = peer.partition("=")
     if not separator or not rank.isdecimal():
         raise ValueError(f"expected --peer RANK=FILE, such as 0=worker.public, got {peer!r}")

@@ -1,1 +1,1 @@
-"""Processes of servers and workers: their start, supervision and end."""
+"""Start, supervision and termination of server and worker processes."""

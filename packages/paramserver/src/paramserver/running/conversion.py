@@ -25,9 +25,10 @@ _PARAMETER = "parameter"
 
 
 def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
-    """Write journals of `job.servers` servers with the state of the journals in `source`.
+    """Convert the journals in `source` to `job.servers` servers, and write them to `target`.
 
-    Training from `target` continues as from `source`, which remains as it is.
+    Training from `target` continues as from `source`, which does not change. Checkpoints of workers
+    are copied.
 
     Args:
         job: the job with the new number of servers.
@@ -35,8 +36,10 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         target: folder of the new journals, which must not exist.
 
     Raises:
-        ValueError: the result of the training would depend on the number of servers.
+        ValueError: `target` exists, or the result of the training would depend on the number of
+            servers.
         JournalError: a journal is damaged, or the journals do not match.
+        RuntimeError: another process uses a journal.
     """
     source, target = Path(source), Path(target)
     policy = as_local_steps(job.consistency)
@@ -65,7 +68,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
 
 
 def _restore_cores(job: Job, source: Path) -> list[Core]:
-    """Return the cores of the servers of `source`, all at the same position of the log."""
+    """Return the cores of the servers in `source`, all at the same position of the log."""
     folders = journal_folders(source)
     former = replace(job, servers=len(folders))
     cores = [former.server(shard, elastic=True).core for shard in former.shards()]
@@ -74,7 +77,8 @@ def _restore_cores(job: Job, source: Path) -> list[Core]:
     first = cores[0]
     for core, folder in zip(cores, folders, strict=True):
         try:
-            # The first server may be ahead of the others, which have staged all committed pushes.
+            # The first server may be ahead of the other servers. They can replay its log, because
+            # they have staged all committed pushes.
             core.restore(None, [Replayed(first.ledger.log_from(core.replica.position))])
         except (ValueError, RuntimeError) as error:
             raise JournalError(
@@ -102,7 +106,7 @@ def _whole_values(replicas: Sequence[Replica]) -> Values:
 
 
 def _pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
-    """Return each piece, the tensor that the optimizer updates, and its state in the optimizer."""
+    """Return each piece, the tensor that the optimizer updates, and the tensor's state."""
     updater = replica._updater
     return [
         (piece, target, updater.optimizer.state.get(target, {}))
@@ -111,7 +115,10 @@ def _pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, 
 
 
 def _add_piece(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
-    """Add a value of a piece to the values of the whole parameter."""
+    """Copy a value of a piece into the values of the whole parameter.
+
+    Raise `ValueError` unless the value is elementwise, or a scalar that is equal for all pieces.
+    """
     if isinstance(value, Tensor) and value.shape == piece.view_shape:
         numel = torch.Size(piece.shape).numel()
         flat = whole.setdefault(key, torch.empty(numel, dtype=value.dtype, device="cpu"))
@@ -127,7 +134,7 @@ def _add_piece(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> Non
 
 
 def _piece_of(value: Any, piece: Piece) -> Any:
-    """Return the part of a parameter's value that belongs to a piece."""
+    """Return the elements of a parameter's value that belong to a piece, or a copy of a scalar."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != (torch.Size(piece.shape).numel(),):
@@ -137,7 +144,7 @@ def _piece_of(value: Any, piece: Piece) -> Any:
 
 @torch.no_grad()
 def _set_values(replica: Replica, values: Values) -> None:
-    """Set the parameters and the state of the optimizer."""
+    """Set a replica's parameters and optimizer state to the values of whole parameters."""
     updater = replica._updater
     for piece, target, _ in _pieces_with_state(replica):
         parts = {key: _piece_of(value, piece) for key, value in values[piece.name].items()}
@@ -148,10 +155,10 @@ def _set_values(replica: Replica, values: Values) -> None:
 
 
 def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> None:
-    """Set the position in the log, the schedule, and the accepted pushes."""
+    """Copy the log position, versions, group options, schedule and pushes of `old`."""
     first = old[0]
     updater = replica._updater
-    # All servers have the same groups, so they share the options, such as the learning rate.
+    # All servers have equal groups, so their options, such as the learning rate, are equal.
     state = updater.state_dict()
     former = first._updater.state_dict()
     former_groups = former["optimizer"]["param_groups"]

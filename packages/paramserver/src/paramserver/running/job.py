@@ -25,13 +25,13 @@ class Result:
 
     #: Return value of `train` per worker; None for a lost worker.
     values: list[Any]
-    #: Final parameters by the names of the module.
+    #: Final parameters, keyed by their names in the module.
     parameters: dict[str, Tensor]
     #: Number of updates that each server has applied.
     versions: list[int]
-    #: Number of applied gradients by staleness, in versions.
+    #: Number of applied gradients, keyed by their staleness in versions.
     staleness: Counter[int]
-    #: Reason of each loss of a worker; filled with on_worker_loss="continue" only.
+    #: Reason for the loss of each lost worker; empty unless on_worker_loss="continue".
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -53,8 +53,8 @@ class Job:
     def pack(self) -> bytes:
         """Return the job as bytes for another process.
 
-        Unlike `pickle.dumps`, `torch.save` preserves shared memory, such as that of a parameter
-        and a buffer that is a view of it.
+        Unlike `pickle.dumps`, `torch.save` preserves shared memory, such as the memory of a
+        parameter and a buffer that is a view of it.
         """
         file = io.BytesIO()
         torch.save(self, file)
@@ -62,7 +62,7 @@ class Job:
 
     @staticmethod
     def unpack(packed: bytes) -> "Job":
-        """Return the job that `pack` returned."""
+        """Return the job from the bytes that `pack` returned."""
         job = torch.load(io.BytesIO(packed), weights_only=False)
         assert isinstance(job, Job)
         return job
@@ -124,7 +124,7 @@ class Outcome:
 class ServerReport:
     """The final state of a server, in a form that is fast to pickle."""
 
-    #: The parameters of the server's shard.
+    #: The parameters of the server's shard, as the bytes of its buffer.
     buffer: bytes
     version: int
     staleness: Counter[int]
@@ -133,10 +133,12 @@ class ServerReport:
 def assemble_result(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
     """Return the result of a run from the outcomes of its processes.
 
+    A run fails if a server or all workers fail; with on_worker_loss="stop", also if any worker
+    fails.
+
     Raises:
-        Exception: a server or all workers failed, or any worker did with on_worker_loss="stop". The
-            error is that of a process that died without an exception, otherwise an error of
-            `train`, otherwise a `PeerLost`.
+        PeerLost: the run failed because a process died, or every error is a `PeerLost`.
+        Exception: the run failed otherwise; this is the first error that is not a `PeerLost`.
     """
     no_outcome = Outcome("")
     servers = [outcomes.get(f"server {i}", no_outcome) for i in range(job.servers)]

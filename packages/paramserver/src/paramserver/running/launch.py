@@ -21,8 +21,8 @@ from paramserver.running.supervise import run_on_zeromq
 from paramserver.transport.connection import GRACE, Channels, RemoteConnection
 from paramserver.transport.shared_memory import connect_all
 
-#: Modules that the fork server imports. A process that is forked after torch was imported starts in
-#: milliseconds; the first optimizer of a process imports `torch._dynamo`.
+#: Modules that the fork server imports, so that a forked process starts in milliseconds. The first
+#: optimizer of a process imports `torch._dynamo`.
 PRELOADED = ["paramserver.running.launch", "torch._dynamo"]
 
 
@@ -45,8 +45,8 @@ def run(
     """Call `train(worker, *args)` on every worker, with servers that start from `module`.
 
     Each server and each worker is a process of this machine. `train` pulls and pushes; the worker
-    finishes when `train` returns. After a failure, processes that have not ended within `timeout`
-    seconds are killed.
+    finishes when `train` returns. After a failure, the remaining processes are killed: at once over
+    ZeroMQ, otherwise after `timeout` + 10 seconds.
 
     Args:
         train: the training function. `train`, `module`, `optimizer` and `args` must be picklable.
@@ -56,20 +56,21 @@ def run(
         args: further arguments of `train`.
         workers: number of workers.
         servers: number of servers.
-        transport: how processes exchange messages.
+        transport: transport of messages between the processes.
         timeout: see `Server`.
         on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
-            is lost or silent; the worker's process is killed if it has not ended `timeout` + 10
-            seconds later.
+            is lost or silent; a process of such a worker that is still running `timeout` + 10
+            seconds later is killed.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
             calls `train` again, and `worker.position` is its position in the training data. A
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
-        fsync: whether each record of a journal is written through to the disk before it is
-            answered, so that it survives a power failure.
+        fsync: whether each record of a journal is synced to the disk before the server answers, so
+            that it survives a power failure.
 
     Raises:
         PeerLost: a process has died; the message names it.
+        ValueError: an option is invalid, or requires another option.
         Exception: any exception that `train` raised.
     """
     job = Job(
@@ -91,8 +92,8 @@ def run(
     if transport == "zeromq":
         return run_on_zeromq(job, restarts, journal, context)
     server_ends, worker_ends = connect_all([shard.buffer_bytes for shard in shards], workers)
-    # Pickled here, because multiprocessing would put the parameters into shared memory, so that
-    # all workers would share them.
+    # Pickle the job here. multiprocessing would move the parameters into shared memory, and all
+    # workers would share them.
     packed = job.pack()
     with Processes(context, None, timeout + GRACE) as processes:
         for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):

@@ -21,7 +21,7 @@ from typing import Any
 from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Outcome
 
-#: A function that receives the reason of each loss of a worker after which training continued.
+#: A function that receives, by worker, the reason for each loss after which training continued.
 ReportLosses = Callable[[dict[int, str]], object]
 
 
@@ -31,8 +31,8 @@ class Processes:
     Args:
         context: the multiprocessing context that starts them.
         folder: folder that the processes remove if this process dies; None if there is none.
-        grace_period: seconds after which a worker is killed if the first server has reported it as
-            lost and it has not ended.
+        grace_period: seconds after which a process that is still running is killed, if the first
+            server has reported it as lost, or another process has failed (see `collect`).
     """
 
     def __init__(self, context: BaseContext, folder: str | None, grace_period: float) -> None:
@@ -44,9 +44,9 @@ class Processes:
         #: Target and arguments of each process, for a restart.
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._all: list[BaseProcess] = []
-        #: Time and reason of each loss that the first server has reported.
+        #: Time and reason of each loss that the first server has reported, by process.
         self._lost: dict[str, tuple[float, str]] = {}
-        #: Reason of each kill.
+        #: Reason for killing each process that was killed.
         self._killed: dict[str, str] = {}
 
     def __enter__(self) -> "Processes":
@@ -63,7 +63,7 @@ class Processes:
     def start(self, name: str, target: Callable[..., Any], *args: Any) -> None:
         """Start a process that calls `target`.
 
-        "server 0" receives a further argument, a `ReportLosses` function.
+        In the process "server 0", `target` receives a further argument, a `ReportLosses` function.
         """
         self._calls[name] = target, *args
         receiver, sender = self._context.Pipe(duplex=False)
@@ -87,7 +87,10 @@ class Processes:
         self.running[name][0].kill()
 
     def outcomes_within(self, seconds: float | None) -> Iterator[Outcome]:
-        """Yield the outcomes of the processes that end within `seconds`."""
+        """Wait at most `seconds` for a message, and yield the outcomes of processes that ended.
+
+        Then kill the workers that were reported as lost more than `grace_period` seconds ago.
+        """
         by_pipe = {pipe: name for name, (_, pipe) in self.running.items()}
         for pipe in wait(list(by_pipe), seconds):
             assert isinstance(pipe, Connection)

@@ -1,4 +1,4 @@
-"""A server's end of a channel: messages that are received become calls of the server.
+"""A server's end of its channels: received messages become calls of `Server.request`.
 
 There is one thread per worker, because a request may wait until it can be answered.
 """
@@ -15,7 +15,7 @@ _LAST = (Kind.FINISH, Kind.END)
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
-    """Start a thread per worker, which ends when the worker has finished or is gone."""
+    """Start one thread per worker; each thread ends when its worker has finished or is gone."""
     threads = [
         Thread(target=answer_requests, args=(server, worker, channel), daemon=True)
         for worker, channel in channels.items()
@@ -28,8 +28,8 @@ def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
 def answer_requests(server: Server, worker: int, channel: Channel) -> None:
     """Answer one worker's requests until it has finished, has failed or is gone.
 
-    After an invalid message the worker is lost, because the data that follow in the channel cannot
-    be parsed.
+    After an invalid message, the worker is marked as lost, because the data that follow in the
+    channel cannot be parsed.
     """
     try:
         while _answer_next(server, worker, channel):

@@ -1,4 +1,4 @@
-"""Servers and workers over ZeroMQ, which are restarted when they die.
+"""Servers and workers over ZeroMQ, whose processes are restarted when they die.
 
 Other processes are not notified of a restart. A restarted server continues from its journal at the
 same address, and a restarted worker joins again.
@@ -29,7 +29,11 @@ from paramserver.worker import Worker
 def open_server(
     job: Job, number: int, address: str, *, journal: str | Path | None, keys: Keys | None = None
 ) -> ZeroMQServer:
-    """Return server `number` of a job in the state of its journal, bound to an address."""
+    """Return server `number` of a job, bound to `address` and restored from its journal, if any.
+
+    `journal` is the folder that contains the journals of all servers; None writes no journal. Raise
+    `ValueError` if the job has no such server.
+    """
     if not 0 <= number < job.servers:
         raise ValueError(
             f"expected a server number from 0 to {job.servers - 1}, because the job has "
@@ -52,7 +56,11 @@ def join_servers(
     keys: Keys | None = None,
     checkpoint: str | Path | None = None,
 ) -> Iterator[Worker]:
-    """Provide a worker of the servers at these addresses, in the order of their shards."""
+    """Yield a worker that has joined the servers at `addresses`, in the order of their shards.
+
+    Raises:
+        ValueError: the number of addresses is not the number of servers.
+    """
     with (
         _connected(job, rank, addresses, keys) as connections,
         job.worker(rank, connections, checkpoint) as worker,
@@ -81,7 +89,7 @@ def _connected(
 def read_final_state(
     job: Job, addresses: Sequence[str], keys: Keys | None = None
 ) -> list[ServerReport]:
-    """Return the state of all servers at one version."""
+    """Return the parameters and counts of all servers at the same version."""
     reports = []
     with _connected(job, OBSERVER, addresses, keys) as connections:
         log = connections[0].request(Message(Kind.SYNC)).text
@@ -100,7 +108,7 @@ def run_on_zeromq(
     journal: str | Path | None,
     context: BaseContext,
 ) -> Result:
-    """Run a job as `run` does, with processes that are restarted when they die."""
+    """Run a job as `run` does; restart processes that die, at most `restarts` times in total."""
     packed = job.pack()
     shards = job.shards()
     if journal is not None:
@@ -118,7 +126,7 @@ def run_on_zeromq(
             processes.start(name, _work, packed, w, addresses, journal_folder)
         ended: dict[str, Outcome] = {}
         final_state: Future[list[ServerReport]] | None = None
-        # In a thread, because a server may still die, and be restarted, while the state is read.
+        # Read in a thread, because this loop may have to restart a server in the meantime.
         reader = ThreadPoolExecutor(1)
         try:
             while not (final_state and final_state.done()):
