@@ -1,4 +1,4 @@
-"""Time of pushes and pulls, interleaved with those of torch's RPC.
+"""Benchmark of pushes and pulls, interleaved with equal transfers over torch's RPC.
 
 `python tests/paramserver_study.py` prints these rows and the measurements that need other packages.
 """
@@ -21,14 +21,14 @@ from paramserver.running.launch import run
 from paramserver.worker import Worker
 
 Row = dict[str, float | int | str]
-#: Seconds of each push and each pull.
+#: Seconds of the push and of the pull, per round.
 Times = list[tuple[float, float]]
 Transport = Literal["shared_memory", "zeromq"]
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "zeromq")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return a row per transport, and one of torch's RPC, see `exchange_rows`.
+    """Return one row per transport and one row for torch's RPC; see `exchange_rows`.
 
     Args:
         device: "cpu"; servers and messages use no other device.
@@ -42,12 +42,13 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
-    """Time pushes and pulls of a whole model of `mebibytes` MiB by one worker and one server.
+    """Time pushes and pulls of a model of `mebibytes` MiB between one worker and one server.
 
-    Return one row per transport. `rpc_over_this` is RPC's time divided by the transport's time.
+    Return one row per transport and one for RPC, with median times in milliseconds.
+    `rpc_over_this_pN` is percentile N of RPC's time divided by the row's time, over the rounds.
     """
     times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
-    for _ in range(2):  # interleaved, so that a slow minute affects all of them
+    for _ in range(2):  # interleaved, so that a slow minute affects all transports
         for transport in TRANSPORTS:
             times[transport] += time_exchanges(mebibytes, rounds, transport=transport)[0]
         times["rpc"] += time_rpc(mebibytes, rounds)
@@ -70,7 +71,7 @@ def time_exchanges(
     servers: int = 1,
     journal: str | None = None,
 ) -> list[Times]:
-    """Return the times of every worker, all of which exchange the model at the same time."""
+    """Return each worker's push and pull times while all exchange the model concurrently."""
     result = run(
         _time_pushes_and_pulls,
         _Vector(mebibytes),
@@ -86,7 +87,7 @@ def time_exchanges(
 
 
 def median_times(pairs: Times) -> Row:
-    """Return the median times of a push and a pull."""
+    """Return the median times of a push and a pull in milliseconds."""
     push, pull = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {"push_ms": push * 1e3, "pull_ms": pull * 1e3}
 
@@ -109,13 +110,13 @@ def _time_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
         middle = time.perf_counter()
         worker.pull()
         end = time.perf_counter()
-        if number:  # the first round maps memory and connects
+        if number:  # skip the first round, which maps memory and connects
             times.append((middle - start, end - middle))
     return times
 
 
 def time_rpc(mebibytes: int, rounds: int) -> Times:
-    """Return the times of the same exchange with torch.distributed.rpc (TensorPipe)."""
+    """Return the times of the same pushes and pulls over torch.distributed.rpc (TensorPipe)."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/times"
         arguments = f"{folder}/store", output, mebibytes, rounds

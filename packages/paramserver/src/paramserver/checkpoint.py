@@ -1,4 +1,4 @@
-"""Checkpoint files of a worker with local steps, which are saved before every exchange."""
+"""Checkpoint files, which a worker with local steps saves before every exchange."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -16,11 +16,12 @@ from paramserver.protocol.session import Session
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace the file at `path` atomically by one with `state`, and sync it to the disk.
+    """Atomically replace the file at `path` with a checkpoint of `state`, and sync it to the disk.
 
     Raises:
         RuntimeError: the file cannot be written, such as on a full disk. The file at `path` has
             not changed.
+        ValueError: `state` contains an object that `read_checkpoint` could not load.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -41,7 +42,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint; raise `ValueError` if the file contains none."""
+    """Return the state in a checkpoint file; raise `ValueError` if it is not a checkpoint."""
     try:
         state = torch.load(path, weights_only=True)
         if "position" in state:
@@ -56,7 +57,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
-    """Return the states of torch's random number generators of the CPU and of `devices`."""
+    """Return the states of torch's random number generators, by device: CPU and CUDA devices."""
     states = {"cpu": torch.get_rng_state()}
     for device in set(devices):
         if device.type == "cuda":
@@ -65,7 +66,7 @@ def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Set the states that `random_states` returned."""
+    """Restore the random number generators to states that `random_states` returned."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)
@@ -81,9 +82,9 @@ def check_checkpoint(
     layouts: list[str],
     settings: Mapping[str, str],
 ) -> None:
-    """Raise `ValueError` unless a worker can continue from the state of a checkpoint.
+    """Raise `ValueError` unless a worker can continue from the checkpoint `state`.
 
-    The other arguments describe the job that the worker has joined. `path` is for the error.
+    The error names `path`. The other arguments describe the job that the worker has joined.
     """
     remedy = f"remove {path} to continue without the state of the local optimizer"
     _, pushes, _ = state["at"]

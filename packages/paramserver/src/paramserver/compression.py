@@ -1,8 +1,8 @@
 """Compression of parameter changes to 8 or 4 bits per element.
 
-Integers are scaled by the largest magnitude of each block, rounded to nearest, and Huffman coded
-with zlib. The rounded values are far from uniformly distributed, so 4 bits become about 3 bits per
-element.
+Elements are scaled by the largest magnitude of their block, rounded to the nearest integer, and
+Huffman coded with zlib. The integers are far from uniformly distributed, so 4 bits become about 3
+bits per element.
 
 Rounding errors are carried over: the sender adds the residual to the next change that it encodes
 (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
@@ -20,7 +20,11 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class Integers:
-    """Elements as integer multiples of the scale of their block, in 8 or 4 bits before coding."""
+    """Compression of each element to an integer multiple of its block's scale.
+
+    Args:
+        bits: bits per element before Huffman coding, 8 or 4; other values raise `ValueError`.
+    """
 
     bits: int
 
@@ -29,10 +33,10 @@ class Integers:
             raise ValueError(f"expected 4 or 8 bits per element, got {self.bits}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Encode flat float32 values: the scales of all blocks, then the coded integers.
+        """Encode a float32 vector as bytes: the scales of all blocks, then the coded integers.
 
         Raises:
-            ValueError: `values` are not a vector of float32 elements, or are empty.
+            ValueError: `values` is not a vector of float32 elements, or is empty.
         """
         if values.dim() != 1 or not len(values) or values.dtype != torch.float32:
             raise ValueError(
@@ -63,7 +67,7 @@ class Integers:
         if len(raw) < 4 * blocks:
             raise ValueError(f"expected {blocks} scales of 4 bytes, got {len(raw)} bytes")
         scales = _to_tensor(raw[: 4 * blocks]).view(torch.float32)
-        # The size limits decompression, so that invalid data cannot fill the memory.
+        # Limit the decompressed size, so that invalid data cannot fill the memory.
         size = -(-numel * self.bits // 8)
         decoder = zlib.decompressobj(-15)
         try:

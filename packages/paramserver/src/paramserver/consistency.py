@@ -6,8 +6,8 @@ a Stale Synchronous Parallel Parameter Server", 2013, section 2). A bound of 0 i
 training, an infinite bound is asynchronous training.
 
 A policy that averages applies one update per clock: the mean of all workers' gradients, summed in
-the order of the workers, so that every run gives the same bits. Other policies apply every gradient
-as an update.
+the order of the worker numbers, so that every run gives bitwise identical results. Other policies
+apply each gradient as a separate update.
 
 `LocalSteps` is DiLoCo: it is bulk-synchronous, and a worker pushes the change of its parameters
 over several steps of its local optimizer.
@@ -38,8 +38,8 @@ class BulkSynchronous:
 class StaleSynchronous:
     """A worker may read while it is at most `bound` clocks ahead of the slowest worker.
 
-    At clock c it reads parameters that contain all gradients of clocks below c - `bound` and every
-    gradient that it has pushed. They may contain newer gradients of other workers.
+    At clock c, the worker reads parameters that contain all gradients of clocks below c - `bound`
+    and every gradient that the worker has pushed. They may contain newer gradients, too.
 
     Args:
         bound: number of clocks, at least 0.
@@ -75,9 +75,10 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 class LocalSteps:
     """DiLoCo: each worker takes `steps` local steps, and `outer` applies the mean change.
 
-    Let theta be the pulled parameters and theta_i those of worker i after `steps` local steps. The
-    outer optimizer on the servers receives mean_i(theta - theta_i) as its gradient (Douillard et
-    al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1).
+    Let theta be the pulled parameters, and theta_i the parameters of worker i after `steps` local
+    steps. The outer optimizer on the servers receives mean_i(theta - theta_i) as its gradient
+    (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    algorithm 1).
 
     Args:
         steps: local steps per round.

@@ -29,7 +29,7 @@ from paramserver.transport.exchange import Exchange
 class LocalTraining:
     """The local optimizer of a worker, its steps, and the exchange of fragments.
 
-    The payload of `exchange` is a `Changes`, and `layouts` are those of the servers' shards.
+    The payload of `exchange` is a `Changes`. `layouts` contains the layout of each server's shard.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class LocalTraining:
         self._settings = self.updater.settings()
         #: Local steps so far. An exchange is due at every multiple of the policy's interval.
         self._steps = 0
-        #: Position in the data at local step 0. It is negative if `_steps` counts a short round of
-        #: an earlier run as a whole round.
+        #: Position in the data at local step 0. It may be negative if `_steps` counts a short
+        #: interval of an earlier run as a whole interval.
         self._first_position = self._position_of_pushes()
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * policy.fragments
-        #: Local step before which `pull` must receive an update; None if no update is due.
+        #: Local step at which `pull` must receive an update; None if no update is pending.
         self._next_pull_step: int | None = 0
         self._thread = ThreadPoolExecutor(1) if policy.overlap else None
         self._in_flight: Future[None] | None = None
@@ -77,7 +77,12 @@ class LocalTraining:
             self._receive_update()
 
     def step(self) -> None:
-        """Take a step of the local optimizer; send a fragment if one is due."""
+        """Take a step of the local optimizer; send a fragment if one is due.
+
+        Raises:
+            ValueError: a gradient is not finite.
+            RuntimeError: an update is due, and `pull` has not received it.
+        """
         gradients = {
             name: local_part(parameter.grad)
             for name, parameter in self._parameters.items()
@@ -93,7 +98,7 @@ class LocalTraining:
             self._send_fragment(self._policy.overlap)
 
     def finish(self) -> None:
-        """Wait for the exchange in flight, and send every fragment that has changed since then."""
+        """Receive pending updates, and send each fragment that has changed since its last push."""
         if self._thread and self._steps and self._next_pull_step is not None:
             self._receive_update()
         while self._sent_at[self._next_fragment()] < self._steps:
@@ -114,7 +119,7 @@ class LocalTraining:
         return self._exchange.session.pushes * self._policy.interval
 
     def _send_fragment(self, overlap: int = 0) -> None:
-        """Send the changes of the next fragment, in another thread if the exchange may overlap."""
+        """Push the change of the next fragment; with `overlap`, push and pull in another thread."""
         fragment = self._next_fragment()
         self._payload.capture(fragment)
         if self._checkpoint:
@@ -135,12 +140,12 @@ class LocalTraining:
             self.wait()
         else:
             self._exchange.pull()
-        # With overlap, the module's present parameters are blended in with weight `alpha`.
+        # With overlap, the module's current parameters keep weight `alpha`.
         self._payload.load(self._policy.alpha if self._policy.overlap else 0.0)
         self._next_pull_step = None
 
     def _save(self, path: Path) -> None:
-        """Write the state before the next push; see `_resume`."""
+        """Write a checkpoint of the state before the next push; see `_resume`."""
         session = self._exchange.session
         state = {
             "layouts": self._layouts,
@@ -160,8 +165,11 @@ class LocalTraining:
         """Continue from a checkpoint, which was saved before a push.
 
         If the servers have not accepted that push, send it now; otherwise only carry its residuals
-        over. If training has continued without this worker, the push is void: the worker keeps its
-        local optimizer and continues from the parameters of the servers.
+        over. If training has continued without this worker, the push is void: the worker restores
+        its local optimizer and continues from the servers' parameters.
+
+        Raises:
+            ValueError: the checkpoint does not fit the job.
         """
         session = self._exchange.session
         check_checkpoint(
@@ -187,8 +195,8 @@ class LocalTraining:
         else:
             self._send_fragment()
         self._sent_at[fragment] = self._steps
-        # `finish` of an earlier run may have pushed before an interval was over. That interval
-        # counts as a whole one, so that the next exchange is due an interval after that push.
+        # `finish` of an earlier run may have pushed in the middle of an interval. Count it as a
+        # whole interval, so that the next exchange is due one interval after that push.
         added = self._position_of_pushes() - self._steps
         self._steps += added
         self._first_position -= added

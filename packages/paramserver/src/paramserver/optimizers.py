@@ -26,14 +26,17 @@ class OptimizerSpec:
 
     Args:
         optimizer: factory of the optimizer, such as `partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: factory of the optimizer's torch scheduler, which advances after every update.
-            `partial(LambdaLR, lr_lambda=f)` multiplies the learning rate by `f(updates)`.
-        groups: function of a parameter's name and shape that returns the options that differ from
-            those of the optimizer, such as `{"weight_decay": 0.0}`.
-        max_norm: limit of the norm of all gradients of an update, see
+        scheduler: factory of a torch LR scheduler for the optimizer, which advances after every
+            update. `partial(LambdaLR, lr_lambda=f)` multiplies the learning rate by `f(updates)`.
+        groups: function that maps a parameter's name and shape to the options that differ from the
+            optimizer's options, such as `{"weight_decay": 0.0}`.
+        max_norm: maximum norm of all gradients of an update together; see
             `torch.nn.utils.clip_grad_norm_`. A server clips the mean gradient.
-        master_dtype: type in which a server stores and updates the parameters. Workers receive them
-            rounded to the type of the module.
+        master_dtype: dtype in which a server stores and updates the parameters. Workers receive
+            them rounded to the module's dtype. Local optimizers of workers refuse it.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or `master_dtype` is not a floating-point dtype.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -50,7 +53,7 @@ class OptimizerSpec:
             raise ValueError(f"expected a floating-point master_dtype, or None, got {dtype}")
 
     def check_groups(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise `ValueError` if `groups` returns no options for any of the module's parameters."""
+        """Raise `ValueError` if `groups` is set, but does not return options for any parameter."""
         if self.groups and not any(self.groups(n, p.shape) for n, p in parameters.items()):
             names = ", ".join(list(parameters)[:8]) + (", ..." if len(parameters) > 8 else "")
             raise ValueError(
@@ -63,7 +66,7 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
 
 
 def as_spec(factory: OptimizerFactory) -> OptimizerSpec:
-    """Return the specification of an optimizer factory."""
+    """Return an optimizer factory as an `OptimizerSpec`."""
     return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
 
 
@@ -88,7 +91,7 @@ class Updater:
         self.spec = spec = as_spec(factory)
         self._parameters = parameters
         self._names = names
-        #: The parameters that the optimizer updates, which receive the gradients: `parameters`, or
+        #: The tensors that receive the gradients and that the optimizer updates: `parameters`, or
         #: their master weights.
         self.targets = parameters
         if spec.master_dtype:
@@ -106,16 +109,17 @@ class Updater:
         self._scheduler = _checked(spec.scheduler(self.optimizer)) if spec.scheduler else None
 
     def step(self) -> None:
-        """Apply the gradients of `targets`, clear them, and advance the schedule."""
+        """Clip and apply the gradients of `targets`, clear them, and advance the schedule."""
         if self.spec.max_norm is not None:
             gradients = [t.grad for t in self.targets if t.grad is not None]
-            # Squares of finite gradients may overflow in the gradients' type.
+            # Norms are float64, because squares of finite gradients may overflow in their dtype.
             # torch 2.11 has no norm of a sparse tensor.
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             norms = [torch.linalg.vector_norm(values.double()) for values in dense]
             clip_grads_with_norm_(self.targets, self.spec.max_norm, get_total_norm(norms))
         self.optimizer.step()
-        # Parameters without a gradient are skipped, so the momentum of other fragments is kept.
+        # Set gradients to None, so that the next step skips parameters of other fragments and does
+        # not change their momentum.
         self.optimizer.zero_grad()
         self._publish()
         if self._scheduler:
@@ -133,13 +137,13 @@ class Updater:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a value of `state_dict`."""
-        # A copy, because the optimizer keeps and changes the tensors that it loads.
+        """Restore a state that `state_dict` returned."""
+        # Copy, because the optimizer stores the loaded tensors and changes them in place.
         saved = copy.deepcopy(state["optimizer"])
         self.optimizer.load_state_dict(saved)
         targets = [t for group in self.optimizer.param_groups for t in group["params"]]
         for index, values in saved["state"].items():
-            # torch has rounded the values to the parameter's type, such as `mu_product` of NAdam.
+            # Undo torch's rounding of values to the parameter's dtype (`mu_product` of NAdam).
             loaded = self.optimizer.state[targets[index]]
             for key, value in values.items():
                 if isinstance(value, Tensor):
@@ -170,7 +174,7 @@ class Updater:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Copy the master weights into the parameters."""
+        """Copy the master weights, if there are any, into the parameters."""
         if self.spec.master_dtype:
             for parameter, target in zip(self._parameters, self.targets, strict=True):
                 parameter.copy_(target)
@@ -191,7 +195,11 @@ class Updater:
 
 
 def options_of_group(group: Mapping[str, Any]) -> list[str]:
-    """Return the options of a group, or `defaults`, as strings that are equal in all processes."""
+    """Return the options of a parameter group, or of `defaults`, as strings "key=value".
+
+    The strings are equal in all processes. Options are omitted unless they are numbers, strings,
+    sequences or tensors.
+    """
     types = (bool, int, float, str, tuple, list, Tensor)
     return [
         f"{key}={value}" for key, value in group.items() if type(value) in types and key != "params"
@@ -199,11 +207,11 @@ def options_of_group(group: Mapping[str, Any]) -> list[str]:
 
 
 def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a state to a file; raise `ValueError` if it could not be loaded again."""
+    """Write a state to a file; raise `ValueError` if `weights_only` loading would refuse it."""
     try:
         torch.save(state, file)
         file.seek(0)
-        torch.load(file, weights_only=True, map_location="meta")  # reads no tensor
+        torch.load(file, weights_only=True, map_location="meta")  # skips tensor data
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise ValueError(
             "expected numbers, texts and tensors only in the state of the optimizer, the schedule "
@@ -212,9 +220,9 @@ def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _copy_options(optimizer: Optimizer) -> None:
-    """Copy options that are tensors, such as `lr`, which a schedule changes in place.
+    """Copy options that are tensors, such as `lr`, and convert NumPy numbers in other options.
 
-    A factory passes the same tensor to the optimizers of several servers or workers.
+    A schedule changes tensors in place, and a factory may pass one tensor to several optimizers.
     """
     for group in optimizer.param_groups:
         for name, option in group.items():
@@ -225,7 +233,7 @@ def _copy_options(optimizer: Optimizer) -> None:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Replace NumPy numbers, which journals and checkpoints cannot contain, by Python numbers."""
+    """Convert NumPy numbers, which journals and checkpoints cannot contain, to Python numbers."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):
@@ -236,7 +244,7 @@ def _without_numpy(value: Any) -> Any:
 
 
 def _require_known_options(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an unknown option of the optimizer, which torch would ignore."""
+    """Raise `ValueError` if a group has an option that the optimizer would silently ignore."""
     for group in optimizer.param_groups:
         if unknown := sorted(set(group) - {"params", *optimizer.defaults}):
             raise ValueError(
@@ -246,7 +254,12 @@ def _require_known_options(optimizer: Optimizer) -> None:
 
 
 def _checked(scheduler: LRScheduler) -> LRScheduler:
-    """Return the scheduler; raise `ValueError` if it cannot be continued from a journal."""
+    """Return the scheduler if a journal can resume it.
+
+    Raises:
+        ValueError: the scheduler needs the loss, or its state cannot be stored.
+        TypeError: it is not an `LRScheduler`.
+    """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "expected a scheduler of the number of updates, got ReduceLROnPlateau, which needs the "

@@ -1,4 +1,4 @@
-"""The parameters of a module that are stored on servers, and checks that they stay the same."""
+"""The module parameters that servers store, and checks of their memory, set and shapes."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are stored on servers: those that require a gradient, by name.
+    """Return the parameters that require a gradient, by name. Servers store these parameters.
 
     Raises:
-        ValueError: elements of these parameters share memory, or have no values.
+        ValueError: parameters or elements share memory, a parameter has gaps between its elements,
+            or a parameter is on the meta device.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _require_separate_memory(parameters)
@@ -22,10 +23,10 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` if elements of the parameters share memory.
+    """Raise `ValueError` unless each parameter has values in its own memory without gaps.
 
-    The servers store every element separately. If elements shared memory, only the one that a pull
-    writes last would keep its update.
+    The servers store every element separately. If two elements shared memory, only the element that
+    a pull writes last would keep its update.
     """
     ranges = []
     for name, parameter in parameters.items():
@@ -60,10 +61,11 @@ def require_unchanged(
     shapes: Mapping[str, torch.Size],
     rank: int,
 ) -> None:
-    """Raise `ValueError` unless the module's trainable parameters are those on the servers.
+    """Raise `ValueError` if the trainable parameters have changed since the worker was created.
 
-    Trainable parameters without a gradient are not checked. `parameters` and `shapes` are those of
-    the time when the worker was created.
+    A parameter has changed if it is frozen or has another shape. An added, replaced or unfrozen
+    parameter raises the error only if it has a gradient. `parameters` and `shapes` are from the
+    creation of the worker.
     """
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if frozen:

@@ -1,8 +1,8 @@
 """Partition of the parameters over servers.
 
-Parameters are split into shards of equal bytes, in the middle of a tensor if necessary. That does
-not change the updates of an elementwise optimizer such as SGD or Adam. Optimizers that use whole
-tensors, such as Adafactor or Muon, need a single server.
+Parameters are split into shards of equal size, if necessary in the middle of a tensor. Splitting a
+tensor does not change the updates of an elementwise optimizer such as SGD or Adam. Optimizers that
+use whole tensors, such as Adafactor or Muon, need a single server.
 
 A shard is one flat buffer of bytes whose pieces are views, so that a pull or push is one message.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paramserver.parameters import local_part
 
-Cut = tuple[str, Tensor, int, int]  # name of a parameter, the parameter, first and last element
+Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
 
 #: Alignment of pieces in bytes: a cache line, which suffices for any element type.
 _ALIGNMENT = 64
@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """Shape of the view: the parameter's if the piece is a whole parameter, otherwise flat."""
+        """Shape of the piece's view: the parameter's shape for a whole parameter, otherwise 1-D."""
         numel = self.stop - self.start
         return self.shape if numel == torch.Size(self.shape).numel() else (numel,)
 
@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the buffer in bytes, in which each piece is aligned."""
+        """Size of the buffer in bytes, including the padding that aligns the pieces."""
         return max((_aligned(p.offset + p.nbytes) for p in self.pieces), default=_ALIGNMENT)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -73,17 +73,17 @@ class Shard:
         return [part.view(piece.dtype).view(piece.view_shape) for part, piece in pairs]
 
     def gather(self, buffer: Tensor, flat: Mapping[str, Tensor]) -> None:
-        """Copy the pieces of a buffer into `flat`, the 1-dimensional parameters by name."""
+        """Copy the pieces from `buffer` into `flat`, which maps names to flattened parameters."""
         for piece, view in zip(self.pieces, self.views(buffer), strict=True):
             flat[piece.name][piece.start : piece.stop] = view.view(-1)
 
     def scatter(self, flat: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Copy the pieces from `flat`, the 1-dimensional parameters by name, into a buffer."""
+        """Copy the pieces from `flat`, which maps names to flattened parameters, into `buffer`."""
         for piece, view in zip(self.pieces, self.views(buffer), strict=True):
             view.view(-1).copy_(flat[piece.name][piece.start : piece.stop])
 
     def fragments(self, count: int) -> list["Fragment"]:
-        """Split the buffer into `count` parts of equal bytes, up to alignment.
+        """Split the shard into `count` fragments of equal size in bytes, up to alignment.
 
         Raises:
             ValueError: the shard is too small for every fragment to contain an element.
@@ -101,11 +101,11 @@ class Shard:
         return fragments
 
     def _pieces_between(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the parts of pieces in bytes `start` to `stop`, with offsets from `start`."""
+        """Yield the parts of pieces in bytes `start` to `stop`; offsets are relative to `start`."""
         for piece in self.pieces:
             first = max(start, piece.offset)
             last = min(stop, piece.offset + piece.nbytes)
-            # Both bounds are aligned or are an end of the piece, so no element is split.
+            # Each bound is aligned or is an end of the piece, so no element is split.
             if first < last:
                 yield replace(
                     piece,
@@ -128,16 +128,16 @@ class Fragment:
     shard: Shard
 
     def view_of(self, buffer: Tensor) -> Tensor:
-        """Return this fragment's view of a buffer of the whole shard."""
+        """Return a view of this fragment's bytes in `buffer`, a buffer of the whole shard."""
         return buffer[self.start : self.stop]
 
 
 def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
-    """Partition `parameters` into one shard per server; the sizes differ by about an element.
+    """Partition `parameters` into one shard per server; the sizes differ by about one element.
 
     Raises:
-        ValueError: a parameter is not a floating-point tensor of at least 16 bits, or there are
-            fewer elements than servers.
+        ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a
+            floating-point tensor of at least 16 bits, or a server would receive no element.
     """
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
@@ -159,7 +159,7 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
         while start < tensor.numel():
             while position >= ends[server]:
                 server += 1
-            # Rounded up, because an element is not split.
+            # Round up, because an element cannot be split.
             room = -(-(ends[server] - position) // tensor.dtype.itemsize)
             stop = min(tensor.numel(), start + room)
             cuts[server].append((name, tensor, start, stop))

@@ -25,7 +25,7 @@ GradientsByName = Mapping[str, Tensor | None]
 
 
 class Gradients:
-    """Pushes gradients to the servers and pulls parameters from them."""
+    """The data of pushes and pulls: a worker's gradients, and the servers' parameters."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Gradients:
         yield len(buffer)
 
     def on_accepted(self) -> None:
-        """Update the state after all servers have accepted the payload. Gradients have none."""
+        """Update the state after all servers have accepted the payload. Gradients have no state."""
 
     def on_pulled(self, server: int, answer: Message) -> None:
-        """Process the pulled data of `server`. Parameters are processed by `load`."""
+        """Process the data pulled from `server`. Here, `load` reads the data instead."""
 
     def load(self) -> None:
         """Copy the pulled parameters into the module."""
@@ -90,22 +90,23 @@ class Gradients:
         self.store(flat)
 
     def flat(self) -> dict[str, Tensor]:
-        """Return the elements of each parameter, or of this rank's part of it, in logical order.
+        """Return each parameter, or this rank's part of a `DTensor`, flattened, by name.
 
-        The elements of a contiguous parameter are returned as a view, those of any other as a copy.
+        A contiguous parameter is returned as a view. Any other parameter is copied in row-major
+        order.
         """
         return {name: local_part(p.detach()).reshape(-1) for name, p in self._parameters.items()}
 
     def store(self, flat: Mapping[str, Tensor]) -> None:
-        """Copy the values of `flat`, which the caller has changed, into the parameters."""
+        """Copy `flat` into non-contiguous parameters; contiguous parameters share its memory."""
         for name, parameter in self._parameters.items():
             local = local_part(parameter.detach())
-            if not local.is_contiguous():  # such as a convolution in torch.channels_last
+            if not local.is_contiguous():  # such as a weight in torch.channels_last
                 local.copy_(flat[name].view(local.shape))
 
 
 class Changes(Gradients):
-    """Pushes the change of one fragment over the local steps, and pulls its update."""
+    """The data of local steps: the pushed change of a fragment, and its pulled update."""
 
     def __init__(
         self,
@@ -117,12 +118,12 @@ class Changes(Gradients):
         super().__init__(parameters, shards, connections)
         self._compression = policy.compression
         self._fragments = [shard.fragments(policy.fragments) for shard in shards]
-        #: Parameters that were pulled last, per server.
+        #: Copy of the parameters that were pulled last, per server.
         self._pulled = [torch.zeros_like(connection.parameters) for connection in connections]
         #: The fragment of the next push, and its change per server.
         self._fragment = 0
         self._changes: list[Tensor] = []
-        #: Compression residuals to add to the next change, by server and fragment, flat.
+        #: Flat compression residual of each (server, fragment), added to its next change.
         self._residuals: dict[tuple[int, int], Tensor] = {}
         #: Residuals of the last payload, which take effect when all servers have accepted it.
         self._pending_residuals: dict[tuple[int, int], Tensor] = {}
@@ -148,7 +149,7 @@ class Changes(Gradients):
         """Write the captured change into the buffer; see `Gradients.write`.
 
         Raises:
-            ValueError: the parameters are not finite.
+            ValueError: the parameters are not finite; checked here with compression only.
         """
         change = self._changes[server]
         if self._compression:
@@ -161,7 +162,7 @@ class Changes(Gradients):
         self._residuals |= self._pending_residuals
 
     def on_pulled(self, server: int, answer: Message) -> None:
-        """Update the stored parameters from pulled data: all of them, or one fragment's change."""
+        """Update the copy of the parameters from pulled data: a whole shard, or one fragment."""
         self._connections[server].read(partial(self._update_pulled, server, answer))
 
     def _update_pulled(self, server: int, answer: Message, data: Tensor) -> None:
@@ -181,7 +182,7 @@ class Changes(Gradients):
         add_flat(views, self._compression.decode(data, numel))
 
     def load(self, alpha: float = 0.0) -> None:
-        """Copy the arrived data into the module; old values of a fragment keep weight `alpha`."""
+        """Copy the arrived data into the module; a fragment's old values keep weight `alpha`."""
         flat = self.flat()
         for server, number in self._arrived.items():
             pulled = self._pulled[server]
@@ -201,13 +202,13 @@ class Changes(Gradients):
         return {"pulled": pulled, "residuals": self._residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a value of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         for shard, buffer in zip(self._shards, self._pulled, strict=True):
             shard.scatter(state["pulled"], buffer)
         self._residuals = dict(state["residuals"])
 
     def _compress(self, server: int, change: Tensor) -> Tensor:
-        """Encode a change with its residual, and keep the new residual until it is accepted."""
+        """Encode a change plus its residual; store the new residual until the push is accepted."""
         assert self._compression is not None
         shard = self._fragments[server][self._fragment].shard
         key = (server, self._fragment)
@@ -225,7 +226,7 @@ class Changes(Gradients):
 
 
 def _copy(shard: Shard, flat: Mapping[str, Tensor], buffer: Tensor, alpha: float = 0.0) -> None:
-    """Copy the pieces of a shard into flat parameters; keep weight `alpha` of the old values."""
+    """Copy `buffer` into the flat parameters of a shard; old values keep weight `alpha`."""
     for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
         local = flat[piece.name][piece.start : piece.stop]
         pulled = view.view(-1).to(local.device)
@@ -242,5 +243,5 @@ def pin(buffers: Iterable[Tensor]) -> None:
     for start, buffer in {b.untyped_storage().data_ptr(): b for b in buffers}.items():
         nbytes = buffer.untyped_storage().nbytes()
         torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
-        # Memory that is allocated at the same address later must not be locked.
+        # Unlock the pages with the buffer, because later memory may have the same address.
         weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False

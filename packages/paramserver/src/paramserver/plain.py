@@ -37,7 +37,7 @@ class Server:
         return [p.detach().clone() for p in self.parameters]
 
     def push(self, worker: int, gradients: list[Tensor]) -> None:
-        """Apply the gradients, or the mean of all workers' gradients once all have arrived."""
+        """Apply the gradients; with `bound` 0, apply the mean once all workers have pushed."""
         self.clocks[worker] += 1
         if self.bound > 0:
             self._step(gradients)
@@ -106,7 +106,7 @@ def train(
 def train_diloco(
     model: nn.Module, inner: Build, outer: Build, loss: Loss, workers: int, steps: int, rounds: int
 ) -> list[Tensor]:
-    """Train for `rounds` rounds of `steps` local steps of every worker."""
+    """Train for `rounds` rounds of `steps` local steps per worker; return the parameters."""
     server = Server(model, outer, workers)
     group = [Worker(w, model, loss) for w in range(workers)]
     inners = [inner(worker.model.parameters()) for worker in group]  # their state is never reset

@@ -1,8 +1,8 @@
 """A server: it stores parameters, applies gradients, and answers reads when the policy allows it.
 
-`Core` implements the protocol. `Server` adds the lock, the clock and the waiting, all of them in
-`Server.request`, which a transport calls from one thread per worker. A wait ends with an error only
-if an awaited worker has been silent; the wait for a slow worker has no time limit.
+`Core` implements the protocol. `Server` adds the lock, the time and the waiting, all of them in
+`Server.request`, which a transport calls from one thread per worker. A wait times out only if an
+awaited worker has been silent. Waiting for a slow worker has no time limit.
 """
 
 import threading
@@ -21,7 +21,7 @@ from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
 from paramserver.transport.connection import LONGEST_WAIT, Connection
 
-#: Seconds between two messages that report to a waiting worker that the server is alive.
+#: Seconds between two messages to a waiting worker, which report that the server is alive.
 _KEEP_ALIVE = 2.0
 
 
@@ -30,22 +30,27 @@ class Server:
 
     Args:
         parameters: all parameters of the model, by name.
-        optimizer: factory of the optimizer from the tensors of the shard, such as
+        optimizer: function that creates the optimizer from the shard's tensors, such as
             `functools.partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerSpec`. With `LocalSteps`
             the server uses the policy's `outer` instead, and workers use `optimizer` locally.
         consistency: the policy; None is `BulkSynchronous()`.
-        workers: number of workers from the start. A policy that waits for the slowest worker also
-            waits for those that have not joined yet, which are at clock 0.
-        shard: the part of the parameters that this server stores; None is all of them. With several
-            servers, the server of the first shard orders the updates of all servers.
-        timeout: seconds after which a wait ends with an error, if the awaited worker has neither
-            pulled nor pushed in that time and is not waiting itself.
-        on_worker_loss: "stop" raises an error in all other workers, which names the lost worker;
-            "continue" trains without it.
-        elastic: whether other workers may join, with any rank, and lost workers may rejoin. A
-            policy that averages then waits for a lost worker with "stop", up to `timeout`, and
-            applies means without it with "continue". Other policies always continue.
-        memory: buffer for the parameters; None allocates one.
+        workers: initial number of workers. A policy that waits for the slowest worker also waits
+            for initial workers that have not joined yet; they are at clock 0.
+        shard: the part of the parameters that this server stores; None stores all parameters. With
+            several servers, the server of the first shard orders the updates of all servers.
+        timeout: seconds after which a wait ends if the awaited worker has sent no request in that
+            time and is not itself waiting. Then the wait raises an error, or training continues
+            without the awaited worker. Heartbeats of the ZeroMQ transport count as requests.
+        on_worker_loss: "stop" raises an error that names the lost worker in all other workers;
+            "continue" trains without the lost worker.
+        elastic: whether further workers may join, with any rank, and lost workers may rejoin. With
+            "stop", a policy that averages then waits up to `timeout` for a lost worker. With
+            "continue", it averages without the lost worker. Other policies always continue.
+        memory: buffer of `shard.buffer_bytes` bytes for the parameters; None allocates one.
+
+    Raises:
+        ValueError: an argument is out of range, or the optimizer cannot update this shard.
+        TypeError: `consistency` is not a policy.
     """
 
     def __init__(
@@ -97,11 +102,11 @@ class Server:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Number of applied gradients by staleness: versions between the pull and the update."""
+        """Number of applied gradients, by staleness: the versions between pull and update."""
         return self.core.replica.staleness
 
     def connect(self, worker: int) -> "LocalConnection":
-        """Return a connection of a worker in this process."""
+        """Return a connection for worker number `worker` in this process."""
         return LocalConnection(self, worker)
 
     def request(
@@ -121,10 +126,13 @@ class Server:
             message: the request.
             data: gradients of the request. The server may use the buffer until the worker's next
                 pull returns.
-            deliver: receives the parameters of the answer. If it does not copy them, it returns a
-                function that does, which is called before the parameters change.
-            keep_alive: called every few seconds of a wait, to report that the server is alive.
+            deliver: called with the parameters of the answer. If it does not copy them, it returns
+                a function that copies them. The server calls that function before they change.
+            keep_alive: called every few seconds during a wait, to report that the server is alive.
             is_known_finite: whether the gradients are known to be finite.
+
+        Raises:
+            Exception: the request is invalid, has timed out, or cannot be answered.
         """
         with self._changed:
             last_message = time.monotonic()
@@ -136,7 +144,7 @@ class Server:
                         worker, message, data, now, is_known_finite=is_known_finite
                     )
                     if answer is not None:
-                        # The check of another request may have timed out this one before.
+                        # Another thread's check may have timed out this request just before.
                         self._errors.pop(worker, None)
                         if deliver and answer.size:
                             self._deliver(worker, deliver)
@@ -146,7 +154,7 @@ class Server:
                     self._errors.update(errors)
                     if worker in self._errors:
                         raise self._errors.pop(worker)
-                    # If nothing changed, notifying would make waiting requests wake each other
+                    # Notify only after a change. Otherwise waiting requests would wake each other
                     # forever.
                     if is_first_try or errors or len(self.core.lost) != num_lost:
                         self._changed.notify_all()
@@ -164,7 +172,7 @@ class Server:
                     seconds = max(0.0, until - time.monotonic())
                     self._changed.wait(min(seconds, LONGEST_WAIT))
             finally:
-                # Other waits may end because of this request, or of its failure.
+                # This request, or its failure, may end the waits of other workers.
                 self._changed.notify_all()
 
     def _deliver(self, worker: int, deliver: Callable[[Tensor], Callable[[], None] | None]) -> None:
@@ -173,7 +181,7 @@ class Server:
             self.core.replica.copy_outs[worker] = copy_out
 
     def mark_lost(self, worker: int, reason: str) -> None:
-        """Record that `worker` was lost before it finished."""
+        """Handle the loss of `worker`, unless it has finished or left; see `Core.mark_lost`."""
         with self._changed:
             self.core.mark_lost(worker, reason)
             self._changed.notify_all()
@@ -184,7 +192,11 @@ class Server:
             return self.core.replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, which a server of the same shard saved, before workers connect."""
+        """Load a `state_dict` of a server with the same shard, before workers connect.
+
+        Raises:
+            ValueError: `state` is of another shard.
+        """
         with self._changed:
             self.core.restart(state)
 

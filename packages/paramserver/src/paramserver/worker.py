@@ -1,6 +1,6 @@
 """A worker: it pulls parameters from the servers, and pushes gradients to them.
 
-`Exchange` sends the requests of its session. With `LocalSteps`, `LocalTraining` takes the steps and
+`Exchange` sends the worker's requests. With `LocalSteps`, `LocalTraining` takes the local steps and
 decides when to exchange.
 """
 
@@ -26,22 +26,27 @@ from paramserver.transport.exchange import Exchange
 class Worker:
     """A worker that trains a module whose parameters are stored on servers.
 
-    A step is: `pull`, a backward pass, `push`. As a context manager, the worker finishes at the end
-    of the block unless it has left. If the block or `finish` raises, the worker reports the failure
-    to the servers.
+    A step consists of `pull`, a backward pass and `push`. As a context manager, the worker finishes
+    at the end of the block unless it has left. If the block or `finish` raises, the worker reports
+    the failure to the servers.
 
     Args:
         module: the module to train; its parameters that require a gradient are on the servers. With
-            FSDP, each rank is a worker that trains its shard, with the ranks that have the same
-            shard in the other FSDP groups.
-        servers: a server in this process, several of them, or connections to them, in the order of
+            FSDP, each rank is a worker that trains its shard together with the ranks of the other
+            FSDP groups that have the same shard.
+        servers: one or several servers in this process, or connections to servers, in the order of
             `partition(parameters, len(servers))`.
-        rank: number of this worker.
+        rank: number of this worker, at least 0.
         local: the policy of the servers, if it is `LocalSteps` and `servers` are connections.
-        optimizer: factory of the local optimizer, or an `OptimizerSpec`; `LocalSteps` require it.
+        optimizer: factory of the local optimizer, or an `OptimizerSpec`. `LocalSteps` requires it;
+            other policies refuse it.
         checkpoint: file that receives the state of local steps before every exchange: the module,
             the local optimizer and torch's random number generators of the CPU and of the module's
             GPUs. If the file exists, the worker continues exactly from it. With `LocalSteps` only.
+
+    Raises:
+        ValueError: the arguments do not fit the policy, the servers store other parameters, or the
+            checkpoint does not fit the job.
     """
 
     def __init__(
@@ -108,8 +113,8 @@ class Worker:
     def position(self) -> int:
         """Number of steps that this rank has taken: its position in the data.
 
-        When a rank rejoins, it has taken the steps that its accepted pushes cover. Without a
-        checkpoint, a last round of local steps that ended early counts as a whole round.
+        When a rank rejoins, only the steps that its accepted pushes cover count. Without a
+        checkpoint, each push of local steps counts as a whole interval, even if it covers less.
         """
         return self._local.position if self._local else self.pushes
 
@@ -144,8 +149,11 @@ class Worker:
     def pull(self) -> int:
         """Copy the servers' parameters into the module and return their version.
 
-        The call waits as long as the policy requires. All servers send the same version. Between
-        two exchanges of local steps the call does nothing.
+        The call waits as long as the policy requires. All servers send the same version. With
+        `LocalSteps`, the call copies nothing unless an update is due.
+
+        Raises:
+            RuntimeError: the worker has finished or left.
         """
         self._require_active()
         if self._local:
@@ -165,9 +173,10 @@ class Worker:
 
         Raises:
             ValueError: a gradient is not finite, the module has a gradient for a parameter that is
-                not on the servers, or a parameter that is on the servers is frozen now. No
-                gradient is applied, the gradients stay in the module and the other workers are not
-                affected.
+                not on the servers, or a parameter that is on the servers has been frozen or
+                reshaped. No gradient is applied, the gradients stay in the module and the other
+                workers are not affected.
+            RuntimeError: the worker has finished or left, or has to pull before it pushes again.
         """
         self._require_active()
         require_unchanged(self.module, self._parameters, self._shapes, self.rank)
@@ -181,9 +190,12 @@ class Worker:
     def finish(self) -> int:
         """Push the remaining local changes, wait for all workers, and load the final parameters.
 
-        The final parameters are copied into the module, and their version is returned. The wait
-        for a slow worker has no time limit. If a worker stays silent for the server's
-        `timeout`, the call raises an error (on_worker_loss="stop").
+        The final parameters are copied into the module, and their version is returned. Waiting for
+        a slow worker has no time limit.
+
+        Raises:
+            TimeoutError: a worker has sent no request for the server's `timeout`, and the servers
+                do not continue without lost workers.
         """
         if self._finished:
             return self.version
@@ -197,8 +209,9 @@ class Worker:
     def leave(self) -> None:
         """Stop pushing without waiting for other workers, which continue.
 
-        If an exchange that overlaps local steps is in flight, the call waits for its end, and with
-        it for the pushes of the other workers in that round. It raises the error of the exchange.
+        If an exchange that overlaps local steps is in flight, the call first waits for that
+        exchange, and therefore for the other workers' pushes of that round. If the exchange fails,
+        the call raises its error.
         """
         if self._local:
             self._local.wait()
