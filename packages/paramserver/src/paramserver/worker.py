@@ -210,8 +210,8 @@ class Worker:
         """Stop pushing without waiting for other workers, which continue.
 
         If an exchange that overlaps local steps is in flight, the call first waits for that
-        exchange, and therefore for the other workers' pushes of that round. If the exchange fails,
-        the call raises its error.
+        exchange. The exchange ends after the other workers' pushes of the round. If the exchange
+        fails, the call raises its error.
         """
         if self._local:
             self._local.wait()

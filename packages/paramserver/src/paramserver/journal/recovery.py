@@ -30,7 +30,7 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
 
     A journal is lost if it is missing although another server's journal contains a push, because
     all servers store every push. The error is also raised if more than `servers` servers have a
-    journal, or if a worker has a checkpoint but no server has a journal.
+    journal, or if there are checkpoints of workers but no journals.
 
     Args:
         folder: the folder that contains the folders of all servers of a job.

@@ -156,8 +156,8 @@ class Ledger:
         """Return True unless a server at `position` must have lost a part of its journal.
 
         Before a worker pushes again, all servers have replayed its last push. A server that has not
-        replayed two pushes of one worker has therefore lost a part of its journal, and so has a
-        server that has not replayed discarded entries.
+        replayed two pushes of one worker has therefore lost a part of its journal. The same holds
+        for a server that has not replayed discarded entries.
         """
         pushes: set[Push] = set()
         for entry in self._entries[max(0, position - self._first) :]:

@@ -1,7 +1,7 @@
 """Start servers and workers, wait for them, and raise the error that caused a failure.
 
-`run` raises the cause instead of its consequences: the death of a process rather than the errors of
-its peers, and an error of the training function rather than the `PeerLost` of other workers.
+`run` raises the cause instead of its consequences. The death of a process has priority over the
+errors of its peers, and an error of the training function over the `PeerLost` of other workers.
 """
 
 import multiprocessing

@@ -45,9 +45,9 @@ Ends = tuple["SharedMemoryChannel", "SharedMemoryChannel"]
 class SharedMemoryChannel(Channel):
     """One end of a connection, which shares its buffers with the other end.
 
-    The memory contains the server's parameters, followed per worker by a buffer of parameters, a
-    buffer of gradients, and the words of Note [Reading parameters in place]. A channel can be
-    pickled into a child process.
+    The memory contains the server's parameters, followed by three parts per worker: a buffer of
+    parameters, a buffer of gradients, and the words of Note [Reading parameters in place]. A
+    channel can be pickled into a child process.
 
     Args:
         descriptor: file descriptor of the memory.
