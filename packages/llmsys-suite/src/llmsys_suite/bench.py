@@ -1,8 +1,9 @@
-"""Rows of a whole run: variants of training, attention and compression side by side.
+"""Benchmark of a whole run: variants of training, attention and compression side by side.
 
     python -m llmsys_suite.bench --quick
 
-Ratios are taken between interleaved timings: training relative to torch's DDP, attention to SDPA.
+Ratios are taken between interleaved timings: training relative to torch's DDP, attention relative
+to SDPA.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ CASES = ("train", "attention", "compress")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run the stages of `CASES` and their dependencies in a temporary folder."""
+    """Run the stages of `CASES`, their dependencies and the audit; return the rows.
+
+    The run folder is temporary. Raises RuntimeError if a check of the audit fails.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         config = resolve(
             [*CASES, "audit"],
@@ -38,7 +42,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def rows(stages: dict[str, Any]) -> list[Row]:
-    """Return the rows of the stages of a finished run."""
+    """Return the rows of the stages in `CASES`, each with its stage under the key `case`."""
     return [{"case": case, **row} for case in CASES for row in stages[case]["rows"]]
 
 

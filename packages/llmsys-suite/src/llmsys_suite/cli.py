@@ -23,12 +23,12 @@ app = typer.Typer(
     help="Plan, train, inspect, compress and audit one small language model with one command.",
 )
 USAGE_ERROR = 2
-#: Exit status of `compare --fail-above` if the samples do not decide.
+#: Exit status of `compare --fail-above` if the samples cannot show whether a variant is slower.
 CANNOT_TELL = 3
 
 
 def main() -> None:
-    """Run the command line; a usage error prints one line and returns exit status 2."""
+    """Run the command line; on a usage error, print one line and exit with status 2."""
     try:
         app()
     except UsageError as error:
@@ -49,7 +49,7 @@ def _field(name: str, **parameters: Any) -> Any:
 
 
 def _flag(name: str) -> Any:
-    """Return an option of `run` that sets a field to True, or with `--no-` to False."""
+    """Return an option of `run` that sets a field to True, or to False with the prefix `--no-`."""
     return typer.Option(f"--{name}/--no-{name}", help=MEANING[name])
 
 
@@ -148,7 +148,7 @@ def step(
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Rewrite report.md and report.html of a run, and print the first."""
+    """Rewrite report.md and report.html of a run, and print report.md."""
     from llmsys_suite.report.page import write_report
 
     run_folder = _run_folder(folder)
@@ -162,7 +162,10 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
 
 @app.command()
 def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Check `plan` and `train` again from the records of a run; exit status 1 if a check fails."""
+    """Repeat the checks of `plan` and `train` from a run's records; exit with 1 if a check fails.
+
+    The results of all other checks are read from the run folder.
+    """
     from llmsys_suite.audit.run import check_again
 
     checks = check_again(_run_folder(folder))
@@ -210,7 +213,7 @@ def compare(
 
 
 def _status_above(rows: list[Comparison], percent: float) -> int:
-    """Return the exit status of `--fail-above` and print the variants that decide it."""
+    """Return the exit status of `--fail-above`; print the slower or the undecided variants."""
     slower = [row.variant for row in rows if row.is_slower_by(percent)]
     undecided = [row.variant for row in rows if row.is_slower_by(percent) is None]
     if slower:
@@ -242,7 +245,7 @@ def sample(
     ] = 0.7,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
-    """Generate text with the model that a run has trained."""
+    """Print a prompt and the text that the trained model of a run generates after it."""
     from llmsys_suite.text.generation import generate_text, model_of
     from llmsys_suite.text.tokens import codec_of
 
@@ -270,7 +273,7 @@ def export(
 
 @app.command()
 def doctor() -> None:
-    """Print the facts of this machine that matter to a run, and remedies."""
+    """Print the facts about this machine that affect a run, with remedies for problems."""
     from llmsys_suite.environment import diagnosis
 
     for fact, value, remedy in diagnosis():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """d_model, d_ff, layers and heads of a decoder."""
+    """Widths, number of layers and number of heads of a decoder."""
 
     d_model: int
     d_ff: int
@@ -23,7 +23,7 @@ class Size:
     num_heads: int
 
     def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
-        """Return the decoder as an `accounting.Transformer`."""
+        """Return the decoder, or one with another number of layers, as `accounting.Transformer`."""
         import accounting
 
         return accounting.Transformer(
@@ -35,7 +35,7 @@ class Size:
         )
 
 
-# Publications call two models "xl": this one, and the one that is called 2.7B here.
+# Publications use the name "xl" for two models: `xl` and `2.7B` in this table.
 SIZES = {
     "mini": Size(32, 96, 2, 2),
     "tiny": Size(128, 384, 4, 4),
@@ -49,10 +49,10 @@ SIZES = {
 
 
 def size_of(name: str) -> Size:
-    """Return a size of `SIZES`, or the size that WIDTHxFFxLAYERSxHEADS describes.
+    """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
     Raises:
-        UsageError: the name is neither, or no model can have this shape.
+        UsageError: the name is unknown, or the width does not split into heads of even width.
     """
     if name in SIZES:
         return SIZES[name]
@@ -71,7 +71,7 @@ def size_of(name: str) -> Size:
     return size
 
 
-#: Minimum context: `memory` also draws half of it, and a head needs two positions to look back.
+#: Minimum context. `memory` also uses half of it, and previous-token heads need two positions.
 LEAST_CONTEXT = 8
 #: Name of the tokenizer for which every byte is a token, and the size of its vocabulary.
 BYTES = "bytes"
@@ -89,16 +89,16 @@ LEAST = {
     "vocabulary": BYTE_VOCABULARY,
     "context": LEAST_CONTEXT,
 }
-#: Arithmetic of the forward pass: tf32 rounds the inputs of float32 products, bf16 is autocast to
-#: bfloat16. Weights, gradients, moments and messages are always float32.
+#: Arithmetic of the forward pass: tf32 rounds the inputs of float32 products, and bf16 is autocast
+#: to bfloat16. Weights, gradients, moments and messages are always float32.
 DTYPES = ("fp32", "tf32", "bf16")
-#: Size of a vocabulary that is trained on the text, unless another one is named.
+#: Default size of a vocabulary that is trained on the text.
 TRAINED_VOCABULARY = 4096
 #: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
 BYTE_STAGES = ("scale", "inspect")
-#: Values of `--log`: the programs that can record the losses of `learn`, each with its module.
+#: Values of `--log`: programs that can record the losses of `learn`, each with its Python module.
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-#: Largest seed: a batch is drawn with a million times the seed, which must fit in 64 bits.
+#: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
 MOST_SEED = 10**12
 # Stages in the order of a run, each with the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -118,15 +118,15 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 
 class UsageError(ValueError):
-    """The run is not possible; `llmsys` prints the reason in one line and returns exit status 2."""
+    """The command is impossible; `llmsys` prints the reason in one line and exits with status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run; `config_file.MEANING` explains every field.
 
-    `rows` is the global batch in sequences and `context` their length in tokens, so that one
-    step reads rows x context tokens for any world size.
+    `rows` is the global batch in sequences, and `context` is the length of a sequence in tokens.
+    One step reads rows x context tokens at any world size.
     """
 
     stages: tuple[str, ...] = tuple(STAGES)
@@ -158,24 +158,24 @@ class RunConfig:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the losses of the model that the run trains."""
+        """The unit of the run's losses."""
         return "nats per byte" if self.tokenizer == BYTES else "nats per token"
 
     @property
     def parts(self) -> int:
-        """Number of parts in which one process handles the global batch.
+        """Number of sequential parts into which a single process splits the global batch.
 
-        On a GPU it equals the world size, so that one process needs the memory of one rank.
+        On a GPU it is the world size, so that the process needs no more memory than one rank.
         """
         return self.world if self.device == "cuda" else 1
 
     @property
     def data_parallel(self) -> int:
-        """Number of parts of the rows in `learn`; each is trained by pipeline x tensor ranks."""
+        """Number of replicas of the model in `learn`; each has pipeline x tensor ranks."""
         return self.world // (self.pipeline * self.tensor)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for config.json."""
+        """Return the fields as values that JSON can represent."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
 
     @classmethod

@@ -51,7 +51,7 @@ PATHS = ("resume", "data", "out")
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return a file that describes `config`; fields without a value are commented out."""
+    """Return the text of a file that describes `config`; fields without a value are comments."""
     lines = []
     for name, meaning in MEANING.items():
         value = getattr(config, name)

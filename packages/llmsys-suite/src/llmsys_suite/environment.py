@@ -69,8 +69,8 @@ def control_group_room(
 ) -> list[int]:
     """Return the bytes that each limited control group of this process can still allocate.
 
-    A container's limit is that of a control group. Cached files count as room, because the kernel
-    discards them.
+    A container's memory limit is the limit of a control group. Cached files count as free memory,
+    because the kernel can discard them.
     """
     room = []
     for line in _lines(membership):
@@ -100,7 +100,7 @@ def control_group_room(
 def peak_memory_bytes() -> int:
     """Return the peak memory of this process in bytes, since the last `forget_peak_memory`.
 
-    getrusage is the fallback only, because its value starts at the memory of the parent.
+    getrusage is only a fallback: its value starts at the parent's memory and cannot be reset.
     """
     for line in _lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
@@ -115,7 +115,7 @@ def forget_peak_memory() -> None:
 
 
 def diagnosis() -> list[tuple[str, str, str]]:
-    """Return the lines of `llmsys doctor`: (fact, value, remedy), the last empty if all is well."""
+    """Return the lines of `llmsys doctor` as (fact, value, remedy); a remedy may be empty."""
     import torch
     import torch.distributed as dist
 

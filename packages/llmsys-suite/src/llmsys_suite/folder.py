@@ -1,7 +1,7 @@
 """The run folder: raw measurements and everything that is derived from them.
 
 - Files are written under another name and renamed, so that no file is ever incomplete. Samples are
-  appended line by line, so that measurements before an interruption are kept.
+  appended line by line, so that measurements before an interruption are saved.
 - A finished folder is sealed: manifest.json contains the digest of every file and the format. Every
   reader of the folder reports edited, truncated or differently formatted files.
 """
@@ -21,12 +21,12 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
-#: Increased whenever the content of the files changes.
+#: Version of the folder's format, increased whenever the content of its files changes.
 FORMAT = 11
 MANIFEST = "manifest.json"
 #: Files that every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
-#: Files that some runs write, and that are read later.
+#: Files that only some runs write and that are read later.
 SOMETIMES = ("checks.json", "evidence.json", "model.safetensors", "tokenizer.json")
 
 
@@ -90,7 +90,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The status and the results of each finished stage as plain values."""
+        """The status of the run, and the results of each finished stage as plain values."""
         summary = self.read_json("summary.json")
         if not isinstance(summary, dict) or not summary.keys() >= {"status", "stages"}:
             raise UsageError(f"{self.path / 'summary.json'} is not what a run writes")
@@ -98,7 +98,7 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """True if the run reached its end."""
+        """True if the run has finished its last stage."""
         return bool(self.summary["status"] == "complete")
 
     @property
@@ -109,7 +109,7 @@ class RunFolder:
     def add_stage(
         self, stage: str, result: Any, seconds: float = 0.0, peak_mib: float = 0.0
     ) -> None:
-        """Store the results of one stage, its duration and the peak memory of a process."""
+        """Store the results of one stage, its duration, and the peak of its largest process."""
         summary, spent = self.summary, {"stage_seconds": seconds, "peak_process_mib": peak_mib}
         summary["stages"][stage] = to_json(result) | spent
         self.write_json("summary.json", summary)
@@ -133,12 +133,15 @@ class RunFolder:
         self.seal()
 
     def seal(self) -> None:
-        """Write the digest of every file."""
+        """Write the format and the digest of every file to the manifest."""
         digests = {name: _digest(self.path / name) for name in self._files()}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
-        """Raise UsageError if the files of a finished run have changed."""
+        """Raise UsageError if a finished run's files have changed or another version wrote them.
+
+        An unfinished run has no manifest and is not checked.
+        """
         if not (self.path / MANIFEST).exists():
             if self.complete:
                 raise UsageError(f"{self.path} has no {MANIFEST}: another version wrote it")
@@ -173,11 +176,11 @@ class RunFolder:
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
-        """Return all raw measurements, without a last line that a kill has truncated."""
+        """Return the raw measurements before the first invalid line, which a kill may truncate."""
         lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         rows: list[Sample] = []
         try:
-            # Parse all lines at once, so that samples share their keys: long runs have many lines.
+            # Parsed in one call, samples share the strings of their keys, which saves memory.
             rows = json.loads(f"[{','.join(lines)}]")
         except json.JSONDecodeError:
             for line in lines:
@@ -194,14 +197,14 @@ class RunFolder:
 
 
 def claim(config: RunConfig) -> RunConfig:
-    """Create the run folder of `config` for this run alone, and return the config that names it.
+    """Create the run folder for this run alone, and return `config` with its path.
 
     Without `config.out` the folder is `runs/DATE-TIME`, with a number appended if another run of
     the same second has that name. The exclusive creation of config.json decides between two runs
     that see the same empty folder.
 
     Raises:
-        UsageError: the folder of `config.out` belongs to another run, or cannot be written.
+        UsageError: the folder is not empty, belongs to another run, or cannot be written.
     """
     if config.out is not None:
         return _claim(config, config.out)

@@ -16,7 +16,8 @@ from typing import Any
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import NORM_EPSILON, ROPE_BASE, Decoder, ModelConfig
 
-#: Names of modules in this package and in transformers; blocks are `blocks.N` and `model.layers.N`.
+#: Names of modules in this package and in transformers. Modules of a block have the prefix
+#: `blocks.N` here and `model.layers.N` in transformers.
 NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -40,17 +41,18 @@ REQUIRED: dict[str, Any] = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-#: Defaults of transformers that differ from REQUIRED; config.json may leave out defaults.
+#: Defaults of transformers that differ from REQUIRED. They apply if config.json omits a field.
 LEFT_OUT = {"rms_norm_eps": 1e-6}
 
 
 def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) -> None:
-    """Write a model to a new folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a model to an empty or new folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    `tokenizer` is a file of the package tokenizers, which `AutoTokenizer.from_pretrained` loads.
+    `tokenizer` is a file of the package tokenizers. It is copied into the folder, where
+    `AutoTokenizer.from_pretrained` loads it.
 
     Raises:
-        UsageError: the folder has files already, or cannot be written.
+        UsageError: the folder is not empty or cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -67,7 +69,7 @@ def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) ->
         "max_position_embeddings": shape.context,
         "rope_theta": ROPE_BASE,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-        # Otherwise the defaults of transformers would end a text at token 2.
+        # Without these, the defaults of transformers would end a text at token 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": "float32",
@@ -88,10 +90,10 @@ def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) ->
 
 
 def import_model(folder: Path) -> Decoder:
-    """Return the model of a Hugging Face folder that has the architecture of this package.
+    """Return the model in a Hugging Face folder, with weights converted to float32.
 
     Raises:
-        UsageError: files are missing, or the model has another architecture.
+        UsageError: a file is missing, or the model is not of this package's architecture.
     """
     from safetensors.torch import load_file
 
@@ -115,7 +117,7 @@ def import_model(folder: Path) -> Decoder:
 
 
 def their_name(name: str) -> str:
-    """Return the name in transformers of a parameter of this package."""
+    """Return the transformers name of a parameter of this package."""
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name)
     if block:
         return f"model.layers.{block[1]}.{NAMES[block[2]]}.weight"
@@ -123,7 +125,10 @@ def their_name(name: str) -> str:
 
 
 def _shape(config: dict[str, Any], folder: Path) -> ModelConfig:
-    """Return the shape of a model; raise UsageError for an architecture that differs."""
+    """Return the shape that a config.json describes.
+
+    Raises UsageError for another architecture, and KeyError for a missing field.
+    """
     heads = config["num_attention_heads"]
     shape = ModelConfig(
         d_model=config["hidden_size"],

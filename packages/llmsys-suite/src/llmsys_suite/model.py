@@ -1,7 +1,7 @@
 """A decoder-only Transformer: RMSNorm, RoPE, SwiGLU, no biases, an untied head.
 
 Notable:
-- attention is an argument, so that the same weights run through any kernel;
+- the attention function is an argument, so that any kernel can be used with the same weights;
 - only the shape is configured, and the sizes that benchmarks use have names;
 - `checkpoint=True` saves only the input of each block and recomputes the block in the backward
   pass.
@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from llmsys_suite.config import size_of
 
 Attention = Callable[..., Any]
-#: Added to the mean square in RMSNorm.
+#: Constant that RMSNorm adds to the mean square.
 NORM_EPSILON = 1e-5
-#: Base of the rotation angles; Su et al. 2021, section 3.2.
+#: Base of the rotary angles (Su et al. 2021, section 3.2).
 ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one model; `vocabulary=256` reads bytes."""
+    """The shape of a `Decoder`. The default vocabulary is the 256 bytes."""
 
     d_model: int
     d_ff: int
@@ -42,7 +42,7 @@ class ModelConfig:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a shape that no model can have."""
+        """Raise `ValueError` unless sizes are positive integers and the head width is even."""
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -56,12 +56,12 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
-        """Return the shape of a size, see `size_of`."""
+        """Return the shape of a size that `config.size_of` accepts."""
         return cls(**vars(size_of(size)), vocabulary=vocabulary, context=context)
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
-    """Return softmax(q k^T / sqrt(K)) v, computed with whole matrices of scores."""
+    """Return softmax(q k^T / sqrt(K)) v, materializing the full matrix of scores."""
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / q_BHTK.shape[-1] ** 0.5
     if is_causal:
         future = torch.ones_like(scores_BHTT[0, 0], dtype=torch.bool).triu(1)
@@ -88,9 +88,9 @@ class Decoder(nn.Module):
         self.apply(self._initialize)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits for the token after each position.
+        """Return logits (B, T, V) for the token after each position.
 
-        Raises ValueError if there are more tokens than the context.
+        Raises ValueError if T exceeds the context.
         """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         return logits_BTV
 
     def layers(self) -> list[Block]:
-        """Return the blocks in their order."""
+        """Return the blocks in order."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def run_block(block: nn.Module, x_BTD: Tensor, rope: Tensor, *, checkpointed: bo
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and a pre-norm feed-forward network, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
-        """Return the output of attention over the earlier positions."""
+        """Return the output of attention over each position and the earlier ones."""
         q, k, v = (
             project(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -184,9 +184,9 @@ class SwiGLU(nn.Module):
 
 
 def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
-    """Return the rotation angle per position of each pair of dims, shape (head_dim / 2,).
+    """Return the angle per position, in radians, of each pair of dims; shape (head_dim / 2,).
 
-    Su et al. 2021, section 3.2.
+    See Su et al. 2021, section 3.2. Raises ValueError if `head_dim` is odd.
     """
     if head_dim % 2:
         raise ValueError(
@@ -197,14 +197,17 @@ def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
-    """Return cosines and sines, of shape (2, context, head_dim / 2)."""
+    """Return the cosines and sines of the rotary angles, of shape (2, context, head_dim / 2)."""
     position = torch.arange(context, dtype=torch.float64)
     angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
-    """Rotate each pair of dims (first half, second half) by the angle of its position."""
+    """Rotate dims i and i + K / 2 of each position by the angles in `rope`, see `rotary_table`.
+
+    Raises ValueError if the shape of `rope` does not match.
+    """
     if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
         raise ValueError(
             f"expected a rotary table of {x_BHTK.shape[-2]} positions and half of "

@@ -1,6 +1,6 @@
 """Minimal implementation of the suite: train a decoder on bytes in one process, measure and check.
 
-Torch only multiplies and differentiates. In float64 this file is the reference of the audit.
+Torch provides only tensor operations and autograd. In float64 this file is the audit's reference.
 """
 
 import math
@@ -23,7 +23,7 @@ def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[T
 
 
 def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None = None) -> Tensor:
-    """Return logits (B, T, V); each block adds attention and feed-forward to the stream."""
+    """Return logits (B, T, V); append the attention pattern of each block to `seen`."""
     x_BTD = w["embedding.weight"][tokens_BT]
     for block in (f"blocks.{i}." for i in range((len(w) - 3) // 9)):
         y_BTD = norm(x_BTD, w[block + "attention_norm.weight"])
@@ -102,7 +102,7 @@ class AdamW:
 def train(
     w: Weights, text: bytes, heads: int, steps: int, rate: float, shape: tuple[int, int]
 ) -> tuple[Weights, list[tuple[float, float]]]:
-    """Train on batches of `shape` (rows, context); return weights, and loss and time per step."""
+    """Train on batches of `shape` (rows, context); return weights and (loss, seconds) per step."""
     optimizer, measured = AdamW(w, rate), []
     for step in range(steps):
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ def train(
 
 
 def check(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
-    """Return the relative error of |g|^2 as the slope of the loss along its gradient g."""
+    """Return the relative error of the gradient g, by finite differences of the loss along g."""
     _, g = gradients(w, tokens, targets, heads)
     up, down = ({n: w[n] + sign * 1e-4 * g[n] for n in w} for sign in (1, -1))
     rise = float(loss(up, tokens, targets, heads) - loss(down, tokens, targets, heads))

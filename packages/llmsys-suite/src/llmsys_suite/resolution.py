@@ -91,7 +91,10 @@ def resolve(
 
 
 def _num_ranks(world: int | None, default: int) -> int:
-    """Return the number of ranks of the launcher, or else the requested one or the default."""
+    """Return the number of ranks of torchrun; without torchrun, the requested or default number.
+
+    Raises UsageError if torchrun's number differs from the requested one.
+    """
     if "RANK" not in os.environ:
         return default if world is None else world
     launched = int(os.environ["WORLD_SIZE"])
@@ -128,7 +131,7 @@ def _check_names(config: RunConfig) -> None:
 
 
 def _check_device(config: RunConfig) -> None:
-    """Raise UsageError unless this machine has the device, and the backend moves its tensors."""
+    """Raise UsageError unless this machine has the device and the backend supports its tensors."""
     if config.device not in ("cpu", "cuda"):
         raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
     if config.backend not in ("gloo", "nccl"):
@@ -166,7 +169,7 @@ def _check_numbers(config: RunConfig) -> None:
 
 
 def _check_tokens(config: RunConfig) -> None:
-    """Raise UsageError unless the stages can read the tokens."""
+    """Raise UsageError unless the tokenizer, the vocabulary and the stages fit together."""
     if config.tokenizer == BYTES:
         if config.vocabulary != BYTE_VOCABULARY:
             raise UsageError(
@@ -225,10 +228,10 @@ def _check_learn(config: RunConfig) -> None:
 
 
 def _check_out(out: Path | None) -> None:
-    """Raise `UsageError` if the run folder exists and is not empty.
+    """Raise `UsageError` if the run folder exists and is not an empty folder.
 
-    Only the rank that claims the folder checks it, because the other ranks may find it claimed
-    already; after a restart by torchrun the folder of the first attempt is used.
+    Only rank 0 checks, because it claims the folder and other ranks may find it claimed already.
+    After a restart by torchrun no rank checks, because the folder of the first attempt is reused.
     """
     if out is None or os.environ.get("RANK", "0") != "0" or restarts():
         return
@@ -238,7 +241,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _check_text_folder(config: RunConfig) -> None:
-    """Raise UsageError if the run folder lies in the text, which would change during the run."""
+    """Raise UsageError if the run folder is inside the text folder, which it would change."""
     if config.data is None or not os.path.isdir(config.data):
         return
     out, text = (Path(os.path.realpath(path)) for path in (config.out or "runs", config.data))

@@ -41,7 +41,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """A prediction, the rate of a matrix product in FLOPs per second, and a measured peak."""
+    """A prediction and measurements: `peak` is the FLOPs per second of a matrix product."""
 
     variants_fit_together: bool
     peak: float
@@ -174,12 +174,12 @@ KINDS: dict[str, type] = {
 
 
 def to_json(result: Any) -> Row:
-    """Return plain values for summary.json; {} for a stage without results."""
+    """Return a result as values that JSON can represent; {} for a stage without results."""
     return {} if result is None else asdict(result)
 
 
 def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
-    """Return the results that `to_json` wrote; raise `UsageError` for those of other versions."""
+    """Return the results that `to_json` wrote; raise `UsageError` if another version wrote them."""
     loaded = {}
     for stage, values in stages.items():
         kind: Any = Skipped if "skipped" in values else KINDS.get(stage)

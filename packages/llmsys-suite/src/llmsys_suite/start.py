@@ -1,4 +1,4 @@
-"""Start a run: refuse an impossible one, then start its ranks or, under torchrun, become a rank."""
+"""Start a run: check that it is possible, then start its ranks, or become one under torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(config: RunConfig) -> RunFolder:
 
     Raises:
         UsageError: the run is not possible; nothing was written.
-        RuntimeError: the run failed; the message names its folder.
+        RuntimeError: the run, or a check of its audit, failed; the message names the run folder.
     """
     status, out = execute(config)
     if status:

@@ -1,1 +1,1 @@
-"""Checks of the numbers of a run, each against an independent source."""
+"""Checks of a run's numbers, each against an independent reference."""

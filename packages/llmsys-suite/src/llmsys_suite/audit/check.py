@@ -11,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """A check that `actual`, from `source`, lies within [low, high], derived from `against`.
+    """A check that `actual` lies within [low, high].
 
+    `source` names the origin of `actual`, and `against` the origin of `expected` and the bounds.
     `where` names the variant, rank or parameter with the largest difference.
     """
 
@@ -32,7 +33,7 @@ class Check:
         return math.isfinite(self.actual) and bool(self.low <= self.actual <= self.high)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for checks.json."""
+        """Return the fields and `passed` as values that JSON can represent."""
         return asdict(self) | {"passed": self.passed}
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Sources:
-    """The names of two independent sources, and the kinds of checks that compare them."""
+    """The names of two independent sources, with one method per kind of check between them."""
 
     source: str
     against: str
@@ -80,7 +81,10 @@ class Sources:
     def all_near(
         self, name: str, distances: Iterable[tuple[float, str]], tolerance: float
     ) -> Check:
-        """Return `near` for the pair (distance, where) with the largest distance; no pairs fail."""
+        """Return `near` for the pair (distance, where) with the largest distance.
+
+        NaN counts as the largest. The check fails if there are no pairs.
+        """
 
         def order(pair: tuple[float, str]) -> float:
             return math.inf if math.isnan(pair[0]) else pair[0]
@@ -93,7 +97,7 @@ class Sources:
     ) -> Check:
         """Return `equal` for the triple (expected, actual, where) with the largest difference.
 
-        An empty list fails.
+        The difference is relative to `expected`. The check fails if there are no triples.
         """
 
         def order(triple: tuple[float, float, str]) -> float:

@@ -19,7 +19,7 @@ Event = tuple[str, int, int]
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """Collect the passes of all pipeline stages of this rank in the block."""
+    """Yield a list of the passes that this rank's pipeline stages run inside the block."""
     events: list[Event] = []
 
     def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ def recorded() -> Iterator[list[Event]]:
 
 
 def most_in_flight(events: list[Event]) -> int:
-    """Return the largest number of forward passes whose backward pass has not run."""
+    """Return the largest number of forward passes whose backward passes have not yet run."""
     most = flying = 0
     for kind, _, _ in events:
         flying += 1 if kind == "forward" else -1
@@ -47,7 +47,7 @@ def most_in_flight(events: list[Event]) -> int:
 
 
 def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
-    """Return the number of microbatches in flight under a schedule; None without a pipeline.
+    """Return the expected result of `most_in_flight` on a rank; None for a split without pipeline.
 
     GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1. Interleaved:
     section 2.2.2 with two stages per rank.

@@ -1,6 +1,6 @@
-"""Measurements for the checks of `plan` and `train` that are missing from the run's own records.
+"""Measurements for the checks of `plan` and `train` that the run itself does not record.
 
-The audit measures speed, FLOPs, initial weights and clocks by other means than the run.
+The audit measures them with other methods than the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmsys_suite.variants.initial_weights import initial_weights
 
 #: Maximum number of steps that the audit repeats.
 REPLAYED = 64
-#: Seconds of matrix products, long enough that other programs slow some of them only.
+#: Seconds of matrix products, long enough that other programs slow only some of the products.
 PRODUCT_SECONDS = 1.0
 #: Side of the matrices. On a CPU a product is short enough to end before another program takes the
 #: core.
@@ -34,7 +34,7 @@ SIDE = {"cpu": 512, "cuda": 8192}
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Collect probes, clocks and digests on rank 0; every rank takes part."""
+    """Return the evidence for which all ranks must work together."""
     with run.in_float32():
         probed = probe(run)
     return {
@@ -85,10 +85,10 @@ def count_model(run: Run) -> dict[str, int]:
 
 
 def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[int, int]:
-    """Return the FLOPs of a training step: all, and without masked products.
+    """Return the FLOPs of a training step, with and without the masked attention products.
 
-    They are counted on the meta device. Attention's products are the only batched ones. Under a
-    causal mask they need T (T + 1) / 2 of the T^2 pairs.
+    FLOPs are counted on the meta device. Only attention uses batched products. Under a causal mask
+    they need T (T + 1) / 2 of the T^2 pairs of positions.
     """
     leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
     tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
@@ -116,7 +116,7 @@ def count_saved_bytes(run: Run) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), run.autocast():
-        # The loss keeps all saved tensors alive, so that each storage has another address.
+        # The loss keeps all saved tensors alive, so that no two storages have the same address.
         loss = model.loss(tokens, tokens)
     del loss
     return sum(saved.values())
@@ -125,9 +125,10 @@ def count_saved_bytes(run: Run) -> int:
 def initial_scales(run: Run) -> list[tuple[float, str]]:
     """Return (deviation, name) for each initial weight, relative to Glorot's initialization.
 
-    A deviation compares standard deviations, in units of their standard error. Weights beyond three
+    A deviation is the difference of standard deviations, in standard errors. Weights beyond three
     standard deviations are resampled, which narrows the distribution. Embeddings have a standard
-    deviation of 1. Other tensors must consist of ones; otherwise their deviation is inf.
+    deviation of 1. Tensors that are not matrices must consist of ones; otherwise the deviation is
+    inf.
     """
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))

@@ -30,7 +30,7 @@ def in_float64(model: Decoder) -> dict[str, Tensor]:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return nats per token, computed in float64."""
+    """Return the mean cross-entropy in nats per token, computed in float64."""
     z = logits.double()
     target_logits = z.gather(-1, targets[..., None])[..., 0]
     mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
@@ -38,7 +38,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def compare_with_file(run: Run, model: Decoder) -> Check:
-    """Compare the weights of an analyzed model with the file that the stage `learn` has written."""
+    """Compare the weights of `model`, bit by bit, with the file that the stage `learn` wrote."""
     stored = load_file(run.out / MODEL)
     different = [n for n, p in model.named_parameters() if not torch.equal(stored[n], p.cpu())]
     weights = Sources("weights of the analyzed model", "the model file")

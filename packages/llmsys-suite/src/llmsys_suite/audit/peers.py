@@ -1,8 +1,7 @@
-"""Peers that the audit builds and times itself, so that a slowed or shortened one is detected.
+"""Second implementations of torch's DDP and FSDP2, which the audit times beside the run's.
 
 Every ratio of a run is relative to torch's DDP, SDPA or float32. If the run slowed its peer, all
-other variants would look fast. The audit therefore implements the peers a second time and times
-them in the same rounds as the run's peers.
+other variants would look fast. The audit therefore times its own peers in the rounds of the run's.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from llmsys_suite.variants import VARIANTS
 
 #: Seconds by call and round.
 Rounds = dict[str, list[float]]
-#: The peer's time in the stage `train` is compared with the first trained variant of these.
+#: Variants with which a peer's time is compared; the first one that was trained is used.
 OTHERS = ("ddp bucketed", "ddp flat")
-#: Maximum number of rounds, and number of rounds between two decisions to stop.
+#: Maximum number of rounds, and number of rounds after which the audit decides whether to stop.
 ROUNDS, ROUNDS_PER_DECISION = 15, 5
 #: A median within this factor of 1 needs no further rounds: they could move it out of PEER_BAND
 #: only if they differed greatly from the earlier ones.
@@ -40,8 +39,8 @@ CLEAR = math.sqrt(PEER_BAND)
 def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, float]]:
     """Return time ratios of each trained peer, as medians over rounds and ranks.
 
-    The entry "audit" is the time of the run's variant divided by that of the audit's. The key of
-    any other entry names the variant whose time is the divisor.
+    The entry "audit" is the time of the run's peer divided by the audit's implementation. Any other
+    entry is divided by the time of the variant that its key names.
     """
     wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
     other = next((name for name in OTHERS if name in trained), None)
@@ -119,7 +118,7 @@ def _sharded(decoder: Decoder) -> nn.Module:
 def timed_in_turns(
     run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> Rounds:
-    """Return the seconds of each call in each round."""
+    """Return the seconds of each call in each round; every round runs each call once."""
     seconds: Rounds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -32,7 +32,7 @@ Weights = dict[str, Tensor]
 def probe(run: Run) -> dict[str, Any]:
     """Probe every variant on all ranks; return the evidence of each rank, by variant and kind."""
     start = {name: w.double() for name, w in initial_weights(run).items()}
-    # One row per rank is enough, because a wrong sum is wrong for any number of rows.
+    # One row per rank is enough, because an error in summing shows for any number of rows.
     batch = reference.batch(
         read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
@@ -89,7 +89,7 @@ def digest(weights: Weights) -> str:
 
 
 def replay(run: Run, weights: Weights, steps: int) -> list[float]:
-    """Return the losses of at most `steps` steps, trained with an explicit AdamW."""
+    """Train the reference for at most `steps` steps of the run and return the losses."""
     config = run.config
     losses = []
     text, _ = read_parts(config)

@@ -2,7 +2,7 @@
 
 Nothing here is shared with the code under test. Attention, normalization, rotation and loss are
 written as formulas; the sampler draws from numpy's Mersenne Twister and cuts rows from bytes; the
-optimizer follows its paper. Torch only differentiates and multiplies.
+optimizer follows its paper. Torch provides only tensor operations and autograd.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
 
-#: Largest size of one layer's attention scores; a batch is split into parts below it.
+#: Maximum bytes of one layer's attention scores. A batch is split into parts that need no more.
 SCORE_BYTES = 2**22
 
 
 def gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
-    """Return the loss and its gradient, computed for a few rows at a time."""
+    """Return the loss and its gradient, computed on a few rows at a time to save memory."""
     total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
     for fraction, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
         value, part = plain.gradients(weights, tokens, targets, heads)
@@ -41,7 +41,7 @@ def gradients(
 
 @torch.no_grad()
 def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
-    """Return the loss, computed for a few rows at a time."""
+    """Return the loss, computed on a few rows at a time to save memory."""
     parts = _a_few_rows(tokens_BT, targets_BT, heads)
     return sum(fraction * float(loss(weights, x, y, heads)) for fraction, x, y in parts)
 
@@ -73,7 +73,7 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
 
 
 def streams(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
-    """Return the residual stream before each normalization, from the embedding to the last."""
+    """Return the residual stream before each normalization, from the first block to the head."""
     inputs: list[Tensor] = []
 
     def record(x_BTD: Tensor, gain: Tensor) -> Tensor:
@@ -86,14 +86,14 @@ def streams(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
 
 
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of rows at equal distances in a text."""
+    """Return tokens and targets, each (rows, context), at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
 
 
 def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of windows at random offsets in a text of any length."""
+    """Return tokens and targets of windows at random offsets in a text of any length."""
     count = len(text) - context - 1
     if count < 2**28:
         return plain.batch(text, rows, context, seed, step)

@@ -1,4 +1,4 @@
-"""All checks of a run, stage by stage, during the run and again from its folder."""
+"""The audit of a run: all checks during the run, and again later from its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsys_suite.results import Audit
 
 
 def run(run: Run) -> Audit | None:
-    """Write evidence.json and checks.json; a failed check makes the run fail."""
+    """Write evidence.json and checks.json on rank 0; a failed check makes the run fail."""
     evidence, checks = audit_run(run)
     if run.folder is None:
         return None
@@ -28,9 +28,9 @@ def run(run: Run) -> Audit | None:
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
-    """Return the evidence and the checks on rank 0; every rank takes part.
+    """Return the evidence and the checks; ranks other than 0 return no checks.
 
-    Work for all ranks comes first. Then each rank works alone, so that no rank waits for another.
+    Work for all ranks together comes first. Then each rank works alone without waiting for others.
     """
     ran = set(run.results)
     is_trained = {"plan", "train"} <= ran
@@ -81,7 +81,10 @@ def stage_checks(run: Run, stage: str) -> list[Check]:
 
 
 def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
-    """Yield the checks of a stage; an exception becomes a failed check if one rank checks alone."""
+    """Yield the checks of a stage, and a failed check if they raise an exception.
+
+    An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
+    """
     try:
         yield from stage_checks
     except Exception as error:
@@ -122,7 +125,7 @@ def check_again(folder: RunFolder) -> list[Check]:
 
 
 def _files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
-    """Check that a folder has the result of each stage, all checks, and the audit's evidence."""
+    """Check that a folder has the results of every stage, all checks and the audit's evidence."""
     results = folder.results
     missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
     missing += [] if evidence else ["evidence.json"]

@@ -61,7 +61,7 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
         files = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".py")]
     elif os.path.isdir(path):
         names = [os.path.join(top, name) for top, _, below in os.walk(path) for name in below]
-        # Without links to missing files, such as editors leave, and pipes.
+        # Exclude pipes, and broken links such as those that editors leave.
         files = [name for name in names if os.path.isfile(name)]
     else:
         files = [str(path)]
@@ -75,7 +75,10 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
 
 
 def split_evidence(run: Run) -> dict[str, Any]:
-    """Return the text digests of all ranks and of the files, and repeated held-out windows."""
+    """Return the text digests of all ranks and of the files, and counts of held-out windows.
+
+    `repeated` is the number of the `windows` windows that occur in the training text.
+    """
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
     train, heldout = read_bytes(run.config.data)

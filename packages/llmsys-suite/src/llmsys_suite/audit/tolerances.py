@@ -18,16 +18,18 @@ WEIGHT_CHANGE = 5e-4
 LOSS = 1e-5
 #: Error of sums of two to sixteen numbers in float32. Measured: 1e-7; factor 10.
 SUMS = 1e-6
-#: Error of predicted peaks, which omit the temporary memory of operators; CPU kernels use more.
+#: Relative error of predicted peaks, which omit the temporary memory inside operators. CPU kernels
+#: use more of it.
 PEAK_BYTES = {"cpu": 0.10, "cuda": 0.05}
 #: Allowed relative difference between two clocks that are read in succession.
 CLOCK = 0.02
 #: Allowed factor between times of the same work at different moments or depths. It detects a factor
 #: of two, regardless of the load that other programs put on the caches.
 BAND = 1.6
-#: Factor by which the shortest time of a stage may be shorter than the audit's.
+#: Factor by which a stage's shortest time may be below the audit's shortest time.
 SHORTEST_BAND = 3.0
-#: Seconds for which the audit repeats its own timing while it disagrees with the stage's.
+#: Maximum seconds for which the audit repeats its timing while the timing disagrees with the
+#: stage's.
 PATIENCE_S = 5.0
 #: Allowed factor between a peer of the run and the audit's, timed in the same rounds.
 PEER_BAND = 1.4
@@ -45,5 +47,5 @@ def loss_tolerance(config: RunConfig, tolerance: float) -> float:
 
 
 def weight_tolerance(config: RunConfig, tolerance: float) -> float:
-    """Return the tolerance of a weight change, chosen as for losses."""
+    """Return the tolerance of a weight change: float32's, or the rounding of the run's dtype."""
     return max(tolerance, WEIGHT_CHANGE_IN_DTYPE[config.dtype])

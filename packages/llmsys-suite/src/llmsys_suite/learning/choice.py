@@ -19,9 +19,10 @@ COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 
 
 def make_variant(run: Run) -> tuple[str, Variant]:
-    """Return the variant that trains and its name.
+    """Return the name and the object of the variant that `learn` trains.
 
-    It is the fastest one of `train`, or the split that the configuration asks for.
+    It is the split that the configuration requests, or the fastest variant of `train` that can be
+    saved, or the single process on one rank. With `compile` its blocks are compiled.
     """
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
@@ -43,6 +44,6 @@ def make_variant(run: Run) -> tuple[str, Variant]:
 
 
 def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
-    """Return the allowed variant with the smallest median ratio to torch DDP."""
+    """Return the allowed variant with the smallest median ratio to torch DDP; DDP without rows."""
     ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
     return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)

@@ -12,7 +12,7 @@ from llmsys_suite.text.generation import generate
 from llmsys_suite.text.tokens import codec_of
 
 HELDOUT_ROWS = 64
-#: Number of tokens in the prompt, and in the text that continues it.
+#: Numbers of tokens in the prompt and in the generated text.
 PROMPT, WRITTEN = 64, 240
 
 
@@ -29,7 +29,7 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
 
 
 def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
-    """Return a model with these weights."""
+    """Return the run's model with a copy of `weights`."""
     model = Decoder(run.model).to(run.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,7 +39,7 @@ def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
 
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return the text that the model writes after a held-out prompt, on rank 0."""
+    """Return a held-out prompt and the text that the model generates after it; {} beyond rank 0."""
     if run.rank:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()

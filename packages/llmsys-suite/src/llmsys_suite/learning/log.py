@@ -14,7 +14,7 @@ from llmsys_suite.ranks.rank import Run
 
 #: A function that records the values of a step: `log(step, {name: value})`.
 Log = Callable[[int, dict[str, float]], None]
-#: Steps of `learn` before the recorded ones, and the number of recorded steps.
+#: Number of steps of `learn` before the trace, and number of steps in the trace.
 SKIPPED, TRACED = 2, 3
 
 
@@ -48,9 +48,9 @@ def open_log(run: Run) -> Iterator[Log]:
 
 @contextmanager
 def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
-    """Yield a profiler whose `step` ends a step, or None if the run has no traces.
+    """Yield a profiler whose `step` method must follow each step; None unless `trace` is set.
 
-    Chrome's trace of the recorded steps is written to `trace-RANK.json` of the run folder.
+    A Chrome trace of `TRACED` steps is written to `trace-RANK.json` in the run folder.
     """
     if not run.config.trace:
         yield None
@@ -63,7 +63,8 @@ def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
         activities=activities,
         schedule=profiler.schedule(wait=SKIPPED - 1, warmup=1, active=TRACED, repeat=1),
         on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
-        # Without it torch 2.11 warns that events of earlier cycles are cleared; there is one cycle.
+        # Without `acc_events`, torch 2.11 warns that events of earlier cycles are cleared, although
+        # there is only one cycle.
         acc_events=True,
     ) as recording:
         yield recording

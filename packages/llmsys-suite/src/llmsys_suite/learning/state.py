@@ -20,7 +20,7 @@ from llmsys_suite.text.data import load_corpus
 CHECKPOINT = "checkpoint"
 #: Folder of the checkpoints before and after the step that the audit repeats.
 PROBE = "probe"
-#: Number of steps if neither --learn nor a checkpoint decides.
+#: Number of steps if neither --learn nor a checkpoint specifies it.
 DEFAULT_STEPS = 400
 #: Peak learning rate relative to that of `train`, and the fraction of steps in the warm-up.
 RATE, WARM = 2.0, 0.05
@@ -41,7 +41,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
     # Loading the training state needs no model, but zero requires a process group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings(action="ignore"):  # that the weights are not used
+        with warnings.catch_warnings(action="ignore"):  # loading reports that weights are unused
             state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -61,7 +61,7 @@ def require_same(
     and the batches continue as planned; an option that contradicts them is refused, not ignored.
     """
     expected = beginning(config, text)
-    # Earlier versions did not clip.
+    # Checkpoints of earlier versions, which did not clip gradients, have no `clip`.
     state = {"clip": None} | state
     if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} is not a checkpoint of the stage learn: it has no {min(lacks)}")
@@ -86,22 +86,22 @@ def require_same(
             f"{source} was begun with {rows} rows, and {rows} rows do not split over "
             f"{config.data_parallel} ranks"
         )
-    # The default depends on the number of ranks, so it contradicts nothing.
+    # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
     if config.rows not in (rows, default_rows(config.preset, config.world)):
         raise UsageError(f"{source} was begun with {rows} rows, not {config.rows}; leave out rows")
 
 
 def resumed(run: Run) -> Path | None:
-    """Return the checkpoint to continue from: that of --resume, or this run's after a restart."""
+    """Return this run's checkpoint after a restart, or the checkpoint of --resume, or None."""
     restarted_from = run.out / CHECKPOINT
     return restarted_from if restarts() and restarted_from.exists() else run.config.resume
 
 
 def is_due(step: int, total: int, times: int) -> bool:
-    """Return True at equal intervals, `times` per training, and after the last step."""
+    """Return True after every `total // times` steps (at least 1) and after the last step."""
     return step == total or step % max(1, total // times) == 0
 
 
 def schedule(progress: float) -> float:
-    """Return the learning-rate factor: a linear warm-up, then half a cosine."""
+    """Return the learning-rate factor: a linear warm-up times half a cosine from 1 to 0.05."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))

@@ -12,12 +12,13 @@ from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 
 
 def saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
-    """Return the bytes that the forward pass saves, in float32 or bf16 autocast.
+    """Return the bytes that a forward pass saves for the backward pass.
 
-    Fake tensors follow the rules of a GPU on any machine. Under autocast, activations are smaller,
-    but a half-precision copy of each weight that a product has read is saved as well.
+    The dtype is float32, or bf16 under autocast. Fake tensors follow the rules of a GPU on any
+    machine. Under autocast, activations are smaller, but a bf16 copy of each weight that a product
+    has read is saved as well.
     """
-    # The initialization reads values, which fake tensors do not have.
+    # The initialization is disabled, because it reads values, which fake tensors do not have.
     with (
         FakeTensorMode(),
         torch.device("cuda"),

@@ -28,9 +28,10 @@ def core_wait_seconds() -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Return the best rate of a large matrix product in FLOPs per second, as in a linear layer.
+    """Return the best rate, in FLOPs per second, of a large matrix product a @ b.mT.
 
-    In float16 a CPU without hardware support takes 25 times as long for a @ b as for a @ b.mT.
+    Linear layers multiply in this way. In float16, a CPU without hardware support takes 25 times
+    as long for a @ b.
     """
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

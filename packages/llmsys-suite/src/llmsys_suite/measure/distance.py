@@ -1,4 +1,4 @@
-"""Relative distances between tensors, and the largest one of a model."""
+"""Relative distances between tensors, and the largest distance between two sets of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return |actual - expected| / |expected| in the 2-norm, or infinity if shapes differ."""
+    """Return |actual - expected| / |expected| in the 2-norm.
+
+    The result is infinity if the shapes differ or only `expected` is zero, and 0 if both are zero.
+    """
     if actual.shape != expected.shape:
         return math.inf
     expected = expected.double()
@@ -21,7 +24,10 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance over all names, and "name: |actual| beside |expected|"."""
+    """Return the largest distance and a text with its name and both norms.
+
+    NaN counts as the largest. The distance is infinity if the names differ.
+    """
     if missing := expected.keys() ^ actual.keys():
         return math.inf, f"{min(missing)}: on one side only"
     distances = {name: distance(actual[name], expected[name]) for name in expected}

@@ -1,7 +1,8 @@
 """Interleaved timing of several contenders.
 
-Every contender runs in every round, so that a slow second slows all of them alike. Ratios are taken
-within a round. A second clock times all rounds together; the audit compares it with their sum.
+Every contender runs in every round, so that a slow second affects all of them alike. Ratios are
+taken within a round. A second clock times all rounds together; the audit compares its time with the
+sum of the timings.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Seconds by contender and round, and the seconds of all rounds together by another clock."""
+    """Seconds by contender and round, and the seconds of all rounds by a second clock."""
 
     seconds: dict[str, list[float]]
     clocked_s: float
 
     def median_ms(self, name: str) -> float:
-        """Return the median over rounds, in milliseconds."""
+        """Return the median time of the contender `name` over rounds, in milliseconds."""
         return statistics.median(self.seconds[name]) * 1e3
 
     def ratio_to(self, peer: str, name: str) -> float:
-        """Return the median over rounds of the time divided by the peer's time."""
+        """Return the median over rounds of the contender's time divided by the peer's."""
         pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -36,7 +37,7 @@ class Interleaved:
 def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> Interleaved:
-    """Time every contender in every round, after one round without timing."""
+    """Time every contender in every round, after one untimed round."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()
@@ -51,7 +52,7 @@ def time_interleaved(
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds after the device has finished its work."""
+    """Wait until the device has finished its work, then return the time in seconds."""
     synchronize(device)
     return time.perf_counter()
 

@@ -1,7 +1,7 @@
-"""Bytes that this process received, as the kernel counts them, and bytes summed in shared memory.
+"""Counts of the bytes that this process receives over TCP and sums in shared memory.
 
-The counter of a TCP socket does not depend on what a library reports, and other programs on the
-same interface do not change it. NCCL's transports do not use these sockets. In shared memory, each
+The kernel counts the bytes of each TCP socket, independently of what a library reports and of other
+programs on the same interface. NCCL's transports do not use these sockets. In shared memory, each
 rank announces the array that it is about to sum; if the announcements differ, the call fails.
 """
 
@@ -24,25 +24,28 @@ _ROOM, _BYTES_RECEIVED_AT = 256, 128
 
 
 class Received:
-    """Counts the bytes received on TCP connections since this object was created."""
+    """A counter of the bytes received over TCP since its creation."""
 
     def __init__(self) -> None:
         self._before = _by_connection()
 
     def bytes(self) -> int:
-        """Return the bytes received on all connections that are still open."""
+        """Return the bytes received since the creation, on the connections that are still open."""
         now = _by_connection()
         return sum(count - self._before.get(name, 0) for name, count in now.items())
 
 
 def available() -> bool:
-    """Return True if this kernel reports the bytes received by a socket."""
+    """Return True if this platform reports the bytes received by a socket."""
     return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
 
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """Record the bytes of each all-reduce that is announced in shared memory in the block."""
+    """Yield a list of the bytes of each all-reduce that is announced in shared memory.
+
+    The announcements are recorded inside the block.
+    """
     sums: list[int] = []
     announce = Arena.announce
 
@@ -65,8 +68,8 @@ def _by_connection() -> dict[int, int]:
             there = os.fstat(fd)
             if not stat.S_ISSOCK(there.st_mode):
                 continue
-            # Declare the socket as TCP; otherwise Python would query the kernel. Sockets of other
-            # protocols have no TCP_INFO.
+            # Declare the socket as TCP, so that Python does not query the kernel for its type.
+            # Sockets of other protocols fail below, because they have no TCP_INFO.
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         except OSError:  # closed by now
             continue

@@ -1,7 +1,8 @@
 """Use of the cores by other programs while the ranks train.
 
-A rank that waits for a core may wait for a thread of its run: gloo's, autograd's or another
-rank's. Only the kernel's counters for the whole machine distinguish these from other programs.
+A rank that waits for a core may wait for a thread of the same run: a thread of gloo, of autograd or
+of another rank. Only the kernel's counters for the whole machine distinguish the threads of the run
+from other programs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llmsys_suite.folder import Sample
 
 
 def clocks() -> dict[str, float]:
-    """Return the core seconds of this process and of the machine, or {} if unknown."""
+    """Return the busy core seconds of this process and of the whole machine, or {} if unknown."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:9])
@@ -28,7 +29,7 @@ def clocks() -> dict[str, float]:
 def shares(samples: list[Sample]) -> dict[int, float]:
     """Return, for each step but the first, the fraction of CPU time that other programs used.
 
-    The CPU time is the time since the previous step in which the machine's cores were busy.
+    The CPU time is the busy time of all cores since the previous step of the same variant.
     `samples` are whole steps of one variant on one machine.
     """
     ends: dict[int, dict[int, Sample]] = defaultdict(dict)

@@ -1,7 +1,7 @@
 """Times of the phases of a step: forward, backward, communication, optimizer.
 
-One context manager times a phase, and names it for NVTX and for torch.profiler. On a GPU a phase
-lies between two events of the current stream: waiting for the device inside a step would prevent
+One context manager times a phase, and labels it for NVTX and for torch.profiler. On a GPU a phase
+is timed by two events of the current stream, because synchronizing inside a step would prevent
 communication and computation from overlapping.
 """
 
@@ -20,7 +20,7 @@ from llmsys_suite.measure.samples import WHOLE_STEP
 
 
 class Recorder:
-    """Collects one rank's samples until they are taken."""
+    """A collector of one rank's samples until `take` returns them."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
@@ -32,7 +32,7 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; its sample contains the entries of the yielded dict."""
+        """Time one whole step; entries that the caller adds to the yielded dict join its sample."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         begin = now(self.device)
@@ -56,7 +56,7 @@ class Recorder:
             self._keep(name, time.perf_counter() - begin, {})
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call."""
+        """Return the samples since the last call, and discard them here."""
         if self._events:
             # Phases outside of any step: the device may not have reached their events.
             synchronize(self.device)
@@ -69,7 +69,7 @@ class Recorder:
         self._samples.append(extra)
 
     def _read_events(self) -> None:
-        """Store the phases whose events the device has passed."""
+        """Store the times of all phases on the GPU, which must have reached their events."""
         for name, begin, end in self._events:
             self._keep(name, begin.elapsed_time(end) / 1e3, {})
         self._events.clear()

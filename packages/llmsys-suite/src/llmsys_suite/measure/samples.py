@@ -12,10 +12,10 @@ WHOLE_STEP = "step"
 PHASES = ("forward", "backward", "communication", "optimizer")
 # Rank 0 alone trains on all rows.
 SINGLE = "single process"
-# The peer with which the other variants are compared, step by step.
+# The variant with which all other variants are compared, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
-#: Key of the seconds in which a rank waited for a core; the format of the folder has this name.
+#: Key of the seconds for which a rank waited for a core. The folder's format fixes this name.
 CORE_WAIT = "queued_s"
 # Variants in the order in which they run; `variants.VARIANTS` describes them.
 VARIANT_NAMES = (
@@ -35,7 +35,7 @@ VARIANT_NAMES = (
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return a row per variant: time of the slowest rank, its parts, ratio to the peer, loss."""
+    """Return a row per variant: the slowest rank's step time, phases, ratio to the peer, loss."""
     whole = step_seconds(samples)
     losses = loss_curves(samples)
     rows = []
@@ -58,15 +58,15 @@ def ranks_of(variant: str, world: int) -> int:
 
 
 def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
-    """Return causal FLOPs per second over the best rate of the ranks' matrix products."""
+    """Return causal FLOPs per second divided by `ranks` times the `peak` of a matrix product."""
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
 def received_bytes(samples: list[Sample], variant: str) -> float | None:
-    """Return the bytes that a rank's sockets received in a step, the largest of all ranks.
+    """Return the mean bytes per step that sockets received on the rank that received the most.
 
-    The result is None if sockets are not counted. The rank of a server may receive a push after its
-    step.
+    The result is None if sockets are not counted. The rank of a parameter server may receive a push
+    after its step.
     """
     by_rank: dict[int, list[int]] = defaultdict(list)
     for s in samples:
@@ -86,7 +86,7 @@ def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
 
 
 def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
-    """Return the losses over the global batch by variant, warm-up steps included."""
+    """Return the mean loss over ranks of each step by variant, including warm-up steps."""
     parts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for s in samples:
         if s["phase"] == WHOLE_STEP:
@@ -98,7 +98,7 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Return median, p10 and p90 of the time over torch DDP's in the same round."""
+    """Return the median, p10 and p90 of the time divided by torch DDP's in the same round."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}
@@ -110,7 +110,7 @@ def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, floa
 
 
 def phase_shares(samples: list[Sample], variant: str) -> dict[str, float]:
-    """Return the fraction of the step per phase, over all ranks and measured steps."""
+    """Return the fraction of the step time in each phase, over all ranks and measured steps."""
     totals: dict[str, float] = defaultdict(float)
     for s in samples:
         if s["variant"] == variant and not s["warmup"]:

@@ -38,7 +38,7 @@ def report_failure(store: dist.Store, message: str) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its parent process has ended."""
+    """Start a thread that ends this process once the process id of its parent is not `parent`."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -50,7 +50,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def collect_stop_requests() -> Iterator[list[int]]:
-    """Append SIGTERM to the returned list instead of ending the process, inside the block."""
+    """Yield a list to which SIGTERM is appended, instead of ending the process, in the block."""
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
@@ -66,8 +66,8 @@ class FailureWatch:
         store: the store that all ranks share. The watch polls a clone, because a client of a
             `TCPStore` serves one call at a time and the main thread may wait in one.
         on_failure: called in the thread of the watch, at most once.
-        folder: the run folder of this rank, whose removal is a failure too. A stage that writes
-            nothing for minutes would not notice it.
+        folder: the run folder of this rank. Its removal is reported as a failure, because a stage
+            that writes nothing for minutes would not notice it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FailureWatch:
                 return
 
     def _failure(self) -> str:
-        """Return the message of the rank that failed first, or an empty string."""
+        """Return the message of the first failed rank or of a lost store, or an empty string."""
         try:
             return self._store.get(KEY).decode() if self._store.check([KEY]) else ""
         except Exception as error:

@@ -22,12 +22,12 @@ INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
 #: Grace period for the other ranks to exit after one has failed, in seconds.
 FAILURE_SECONDS = 5.0
-#: Time to save a checkpoint after an interrupt, in seconds.
+#: Maximum time for saving a checkpoint after an interrupt, in seconds.
 SAVING_SECONDS = 15.0
 
 
 def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
-    """Run `module` in one process per rank; return 0 only if all ranks succeeded."""
+    """Run `module` in one process per rank; return 0 if all succeed, 130 if interrupted, else 1."""
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)
@@ -51,7 +51,7 @@ def _start(module: str, config: RunConfig, rank: int, rendezvous: Path) -> subpr
         STORE: str(rendezvous / "store"),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # Otherwise the profiler writes its log to stderr.
+    # At lower levels the profiler writes its log to stderr.
     environment.setdefault("KINETO_LOG_LEVEL", "99")
     # Binding to the address of the host may fail; ranks of one machine need only the loopback.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -61,7 +61,7 @@ def _start(module: str, config: RunConfig, rank: int, rendezvous: Path) -> subpr
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; return 1 soon after one of them has failed."""
+    """Wait for all ranks; return 0 if all succeed, or 1 within `FAILURE_SECONDS` of a failure."""
     failed_at = None
     while any(rank.poll() is None for rank in ranks):
         codes = [rank.poll() for rank in ranks]

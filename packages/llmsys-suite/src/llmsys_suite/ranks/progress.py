@@ -1,4 +1,4 @@
-"""Progress of a run on stderr, one line per stage and tenth of a stage."""
+"""Progress of a run on stderr: the start, each tenth and the end of a stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
         self._print(f"{name} done in {time.perf_counter() - start_time:.1f} s")
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Print the progress within the current stage, at every tenth of it."""
+        """Print the progress within the current stage after its first step and every tenth."""
         if done == 1 or 10 * done // total > 10 * (done - 1) // total:
             self._print(f"  {done}/{total} {note}")
 

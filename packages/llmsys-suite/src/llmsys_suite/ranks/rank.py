@@ -35,13 +35,13 @@ class Run:
     folder: RunFolder | None = None
     #: Results of each stage, see `results`; None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
-    #: The model that `train` passes to the stages that analyze it.
+    #: The trained model for the stages that analyze it; the model of `learn` replaces `train`'s.
     trained: torch.nn.Module | None = None
     #: The trained model compressed by each method, which the audit examines.
     compressed: dict[str, torch.nn.Module] = field(default_factory=dict)
-    #: The rendezvous store of this run; None where a run is built without one, as in tests.
+    #: The rendezvous store of this run; None if the object is built without one, as in tests.
     store: dist.Store | None = None
-    #: The stage that runs now, for the message of a failure.
+    #: The current stage, which is recorded with a failure.
     stage: str = ""
     _num_barriers: int = 0
 
@@ -63,13 +63,13 @@ class Run:
         return torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
 
     def autocast(self) -> torch.autocast:
-        """Return the context of a forward pass, which changes nothing unless the dtype is bf16."""
+        """Return the autocast context of a forward pass, which is disabled unless dtype is bf16."""
         enabled = self.config.dtype == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Compute in float32 in the block, for checks of quantities that no dtype should change."""
+        """Compute in float32 in the block, for results that must not depend on the run's dtype."""
         config = self.config
         precision = torch.get_float32_matmul_precision()
         self.config = replace(config, dtype="fp32")
@@ -83,7 +83,7 @@ class Run:
     def batch(
         self, step: int, *, rows: int | None = None, shared: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of a step: all rows, or with `shared` those of this rank."""
+        """Return tokens and targets of a step: all rows, or only this rank's if `shared`."""
         rank, world = (self.rank, self.world) if shared else (0, 1)
         pair = self.corpus.batch(
             rows=rows or self.config.rows,
@@ -96,7 +96,7 @@ class Run:
         return pair[0].to(self.device), pair[1].to(self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks with a collective, which fails after some minutes."""
+        """Synchronize the GPU and wait for all ranks with a collective, which has a timeout."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()

@@ -54,7 +54,7 @@ def work(config: RunConfig) -> tuple[int, Path]:
 
     An exception in any stage ends this process and those of all other ranks with exit status 1:
     see Note [Failure of a rank]. The process ends without clean-up, because destructors of a
-    process group can wait for ranks that have ended.
+    process group can wait for ranks that have ended. A UsageError before the first stage is raised.
     """
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
@@ -100,7 +100,7 @@ def fail(rank: int, run: Run | None, error: Exception) -> NoReturn:
 
 
 def _end_after_other(run: Run, message: str) -> NoReturn:
-    """End this process because another rank, or the store, failed."""
+    """End this process because of a failure elsewhere, which `message` describes."""
     _record_failure(run, message)
     print(f"llmsys: rank {run.rank} ends: {message}", file=sys.stderr)
     end_process()
@@ -124,7 +124,7 @@ def end_process() -> NoReturn:
 
 
 def start_watch(run: Run) -> FailureWatch | None:
-    """Start to watch the other ranks, and on rank 0 the run folder."""
+    """Start a thread that watches the other ranks, and on rank 0 also the run folder."""
     if run.store is None:
         return None
     folder = run.out if run.folder is not None else None
@@ -187,7 +187,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
 
 
 def select_device(config: RunConfig) -> torch.device:
-    """Return the device of this rank, and make it the current one.
+    """Return the device of this rank; make it the current GPU, or set the number of CPU threads.
 
     This must be the first use of CUDA: a call before it would allocate memory on the first GPU.
     """
@@ -202,13 +202,13 @@ def select_device(config: RunConfig) -> torch.device:
 def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfig:
     """Return `config` with the run folder that rank 0 claims, the same on every rank.
 
-    `launch` has claimed the folder before it starts ranks. Under torchrun rank 0 claims it here;
-    after a restart it finds the folder of the first attempt in the store, which outlives the ranks.
+    Without torchrun, the folder is claimed before the ranks start. Under torchrun rank 0 claims it
+    here; after a restart it finds the first attempt's folder in the store, which outlives ranks.
     """
     if STORE in os.environ:
         return config
     while isinstance(store, dist.PrefixStore):
-        # torchrun stores the keys of each attempt under a separate prefix.
+        # torchrun uses a separate prefix per attempt, which would hide the first attempt's key.
         store = store.underlying_store
     key = "llmsys folder"
     if rank == 0 and not (restarts() and store.check([key])):
@@ -218,7 +218,7 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
 
 
 def require_shared_folder(config: RunConfig, rank: int) -> None:
-    """Raise UsageError if this rank needs files of the run folder and does not see it."""
+    """Raise UsageError if this rank needs files of the run folder and cannot see the folder."""
     is_shared = "learn" in config.stages or config.tokenizer != BYTES
     if is_shared and not os.path.exists(f"{config.out}/config.json"):
         raise UsageError(
@@ -263,7 +263,7 @@ def require_same_text(run: Run, digest: str) -> None:
 
 
 def _store(rank: int, world: int) -> dist.Store:
-    """Return the store of `launch`, or that of torchrun's environment."""
+    """Return the file store of `launch`, or the store that torchrun's environment describes."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], world)
     rendezvous_result = next(rendezvous("env://", rank, world, timeout=TIMEOUT))

@@ -1,1 +1,1 @@
-"""Reports for readers: the page of a run, comparison of runs, and generated text."""
+"""Reports for readers: the page of a run, and comparisons of runs."""

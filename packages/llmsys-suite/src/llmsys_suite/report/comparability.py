@@ -1,4 +1,4 @@
-"""Comparability of runs: refusals and warnings."""
+"""Checks that two runs can be compared: errors and warnings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def require_distinct(folders: Sequence[RunFolder]) -> None:
 
 
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:
-    """Return failed audits, and differences between two runs that may affect times or losses."""
+    """Return sentences on failed audits, and on differences that may affect times or losses."""
     lines = [
         f"{len(audit.red)} checks of {folder.path} failed: {audit.red[0]}"
         for folder in dict.fromkeys((before, after))
@@ -61,7 +61,8 @@ def warnings(before: RunFolder, after: RunFolder) -> list[str]:
 def require_comparable(before: RunFolder, after: RunFolder) -> None:
     """Raise UsageError if two runs cannot be compared.
 
-    A run folder must be complete and unedited, and the runs must agree in the keys of `MUST_AGREE`.
+    Both runs must be complete and unedited, and must have trained their variants interleaved. They
+    must agree in the keys of `MUST_AGREE`.
     """
     for folder in (before, after):
         folder.require_whole()

@@ -1,9 +1,10 @@
 """Comparison of runs: which variants became faster or slower, if the samples suffice to decide.
 
-- A figure is paired by round: the time of a variant divided by the peer's on the same rank in the
-  same round, so that a slow second affects both. Runs are compared by these ratios only.
+- Times are paired: the time of a variant is divided by the peer's time on the same rank in the same
+  round, so that a slow second affects both. Runs are compared by these ratios only.
 - Rounds in which a rank waited for a core while other programs were at work are left out, because
-  such a wait does not cost all variants alike. Most rounds must be undisturbed for a verdict.
+  such a wait affects variants differently. At least half of the rounds must be undisturbed for a
+  verdict.
 - The ratios of two runs of the same code differ as a whole because of their memory layout
   (`APART`). This difference is part of every interval: more rounds do not average it out, but
   several runs per side reduce it.
@@ -34,13 +35,13 @@ Array = np.ndarray
 #: rounds.
 Ratios = dict[str, tuple[Array, int]]
 RESAMPLES = 400
-#: Fraction that is cut from both ends of the logs before their mean. The mean of the middle half is
-#: as robust as the median and more efficient.
+#: Fraction of the log ratios that is trimmed at each end before their mean. The mean of the middle
+#: half is as robust as the median and more efficient.
 TRIMMED = 0.25
-#: A step is disturbed if its rank waited for a core for more than this fraction of it, while other
-#: programs did more than CROWDED of the work of the machine.
+#: A step is disturbed if its rank waited for a core for more than the fraction DISTURBED of the
+#: step, while other programs used more than the fraction CROWDED of the machine's busy CPU time.
 DISTURBED, CROWDED = 0.05, 0.1
-#: A verdict needs this number of undisturbed rounds, and this fraction of all rounds.
+#: A verdict needs at least this number and this fraction of undisturbed rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
 #: Observed standard deviation of the ratios between runs of the same code.
 APART = 0.007
@@ -50,7 +51,10 @@ CHANCE = 0.03
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant: its time after over its time before, both relative to the peer's time."""
+    """One variant: its later time divided by its earlier time, both relative to the peer's.
+
+    `low` and `high` bound the 95 % interval of `ratio`.
+    """
 
     variant: str
     ratio: float
@@ -65,7 +69,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return "slower", "faster", "same" or "cannot tell"."""
+        """The verdict: "slower", "faster", "same" or "cannot tell"."""
         if not has_enough_rounds(self.rounds, self.disturbed):
             return "cannot tell"
         if self.differs and self.ratio > 1 + self.margin / 2:
@@ -76,10 +80,10 @@ class Comparison:
         return "same" if is_inside else "cannot tell"
 
     def is_slower_by(self, percent: float) -> bool | None:
-        """Return whether the time grew by more than `percent`; None if the rounds cannot tell.
+        """Return True if the time grew by more than `percent`, and None if the rounds cannot tell.
 
-        The whole interval must lie on one side of the limit. Finding no difference is not evidence
-        that there is none.
+        The whole interval must lie on one side of the limit, because a missing proof of a
+        difference is not evidence that there is none.
         """
         limit = 1 + percent / 100
         if self.low > limit and self.verdict == "slower":
@@ -106,7 +110,7 @@ class Comparison:
 def compare_runs(
     before: Sequence[RunFolder], after: Sequence[RunFolder], *, margin: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """Return one row per variant, without the peer.
+    """Return one row per variant, except for the peer.
 
     Raises:
         UsageError: a run is incomplete, edited, of another version or passed twice, or the machines
@@ -124,7 +128,8 @@ def compare_ratios(
 ) -> list[Comparison]:
     """Return one row per variant.
 
-    A variant that a run lacks has no rounds, so that its verdict is "cannot tell".
+    A variant that is missing from a run has no rounds, so that its verdict is "cannot tell".
+    Raises UsageError if no variant is in all runs.
     """
     random = np.random.default_rng(seed)
     names = list(dict.fromkeys(name for run in (*old, *new) for name in run))
@@ -158,7 +163,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
     for s in samples:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
-    # Two steps of the peer are one round apart, so they delimit the work of others in one round.
+    # Consecutive steps of the peer are one round apart, so they delimit the CPU time of one round.
     crowded = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
     ratios_by_variant = {}
     for name, rounds in steps.items():

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page that fetches nothing, and the same in Markdown."""
+"""The report of a run: one self-contained HTML page, and its sentences and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def run(run: Run) -> None:
 
 
 def write_report(folder: RunFolder) -> str:
-    """Write report.md and report.html; return the text of report.md."""
+    """Write report.md and report.html; return the text of report.md.
+
+    The manifest of a complete run is renewed.
+    """
     stage_sections = list(sections(folder))
     head = [f"# {title(folder)}", "", *opening(folder), "", OF_THE_RUN, ""]
     markdown = "\n".join([*head, *map(_markdown, stage_sections)])
@@ -67,7 +70,7 @@ def write_report(folder: RunFolder) -> str:
 
 
 def headline(path: Path) -> str:
-    """Return the lines that a terminal shows at the end of a run."""
+    """Return the summary that `llmsys run` prints after a run, with the path of the report."""
     folder = RunFolder(path)
     return "\n".join([*opening(folder), f"report: {path / 'report.html'}"])
 
@@ -81,7 +84,7 @@ def title(folder: RunFolder) -> str:
 
 
 def opening(folder: RunFolder) -> Iterator[str]:
-    """Yield one line each on the machine, the audit and the results."""
+    """Yield the first lines of a report: machine, failures, audit, losses and fastest variant."""
     results = folder.results
     config = folder.config
     env = folder.read_json("env.json")

@@ -1,4 +1,4 @@
-"""The pictures of the report: inline SVGs that take the text color of the page."""
+"""The plots of the report: inline SVGs that use the text color of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = ("#4a86c8", "#e07b28", "#4e9a56", "#c0507a", "#8a6cc0", "#8c8c8c", "#b59b1d")
-#: Placeholder of the page's text color, which matplotlib cannot name.
+#: Placeholder for the page's text color (currentColor), which matplotlib cannot express.
 INK = "#010203"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 
 
 def figure(draw: Callable[..., Any], alt: str, height: float = 3.0) -> str:
-    """Return the SVG of a plot that `draw` draws."""
+    """Return the SVG of a plot that `draw` draws; `alt` is its accessible label."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def figure(draw: Callable[..., Any], alt: str, height: float = 3.0) -> str:
 
 
 def below(axes: Axes, columns: int = 3) -> None:
-    """Place the legend under the plot, where it covers nothing."""
+    """Place the legend under the plot, so that it covers no data."""
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
@@ -64,7 +64,7 @@ def learning(learn: Learn, unit: str) -> str:
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> str:
-    """Draw the step of each variant, split into phases; hidden communication is hatched."""
+    """Draw the step time of each variant by phase; hidden communication is hatched."""
     names = [row["variant"] for row in rows]
 
     def draw(axes: Axes) -> None:
@@ -161,7 +161,7 @@ def isoflop(scale: Scale) -> str:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Label logarithmic axes of about a decade with plain numbers that do not overlap."""
+    """Label logarithmic axes that span about a decade with plain numbers that do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -173,7 +173,7 @@ def _plain_ticks(axes: Axes) -> None:
 
 
 def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
-    """Draw held-out loss against bytes."""
+    """Draw the held-out loss of each compression method against its size in MiB."""
 
     def draw(axes: Axes) -> None:
         for color, row in zip(COLORS, rows, strict=False):

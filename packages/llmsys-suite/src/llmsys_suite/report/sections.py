@@ -1,4 +1,4 @@
-"""The section of each stage: one sentence derived from its numbers, one picture, one table."""
+"""The report's section of each stage: one sentence about its numbers, one plot, one table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Section:
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
-    #: Rows that are shown in red.
+    #: Indices of the rows that are shown in red.
     failed: frozenset[int] = frozenset()
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
-    """Yield the sections of the finished stages in their order."""
+    """Yield the sections of the finished stages, in the order in which they ran."""
     results = folder.results
     for stage, result in results.items():
         if isinstance(result, of.Skipped):
@@ -100,7 +100,7 @@ def _stored(train: of.Train) -> list[Row]:
 def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
-    # The steps of a checkpoint may be those of another variant and number of ranks.
+    # The steps before a checkpoint may have used another variant and another number of ranks.
     trained = "The training" if learn.begun_at else learn.variant
     finding = (
         f"{trained} took the held-out loss from {first:.2f} to {last:.2f} {unit} in "

@@ -1,4 +1,4 @@
-"""Sentences on the time of one contender over that of its peer, with an interval or a refusal."""
+"""Sentences that compare the time of one contender with its peer's, if the rounds suffice."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmsys_suite.results import Plan
 def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
     """Return the median and a 95 % interval from order statistics.
 
-    The interval is unbounded if there are too few values. `among` corrects for the choice of the
-    best among that number of variants.
+    The interval is unbounded if there are too few values. It is corrected for the choice of the
+    best of `among` variants.
     """
     test = quantile_test(values, p=0.5)
     low, high = test.confidence_interval(confidence_level=1 - 0.05 / among)
@@ -40,7 +40,7 @@ def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> st
 
 
 def interleaved_against(interleaved: Interleaved, name: str, peer: str) -> str:
-    """Return `against` for two contenders of interleaved timings."""
+    """Return the sentence of `against` for two contenders of interleaved timings."""
     pairs = zip(interleaved.seconds[name], interleaved.seconds[peer], strict=True)
     return against(name, peer, [a / b for a, b in pairs])
 
@@ -48,8 +48,8 @@ def interleaved_against(interleaved: Interleaved, name: str, peer: str) -> str:
 def fastest(folder: RunFolder) -> str:
     """Return a sentence on the fastest variant, or an empty string if only one was trained.
 
-    It uses the rounds that `llmsys compare` uses: those that other programs did not disturb.
-    Variants that ran one after another have no rounds in common.
+    Like `llmsys compare`, it uses only rounds that other programs did not disturb. If the variants
+    ran one after another, they have no rounds in common, and the sentence says so.
     """
     plan = folder.results.get("plan")
     if isinstance(plan, Plan) and not plan.variants_fit_together:

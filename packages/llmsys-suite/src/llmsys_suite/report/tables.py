@@ -1,4 +1,4 @@
-"""The columns of the tables, and the table of predictions beside measured values."""
+"""The columns of the report's tables, and the table of predicted and measured values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 Row = dict[str, Any]
 Results = dict[str, Any]
 
-#: Columns of each table, by the key of a row.
+#: Titles of the columns of each stage's table, by the keys of its rows.
 COLUMNS: dict[str, dict[str, str]] = {
     "links": {"algorithm": "algorithm", "size_bytes": "bytes", "time_us": "time, µs",
         "busbw_gbps": "bus, GB/s", "wire_bytes": "wire bytes", "wrong": "wrong"},
@@ -41,7 +41,7 @@ COLUMNS: dict[str, dict[str, str]] = {
 
 
 def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
-    """Return some columns of rows under other names."""
+    """Return the rows with only the keys of `columns`, renamed to its values."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
 
 
@@ -53,7 +53,7 @@ def evidence_of(folder: RunFolder) -> Row:
 
 
 def planned(results: Results, evidence: Row) -> list[Row]:
-    """Return the predictions of the plan beside the measured values."""
+    """Return rows of predicted and measured values and their ratio, where both exist."""
     plan = results["plan"]
     train = results.get("train")
     rows = train.rows if isinstance(train, of.Train) else []

@@ -1,8 +1,8 @@
 """Figures that no check of the audit compares with an independent source, by stage.
 
-Each entry describes some figures in words and names them: a field of the stage's results, and a
-column. `tests/reported_figures.py` doubles every figure of a run; the audit must then fail, or the
-figure must have an entry here.
+Each entry describes some figures in words and lists their fields in the results of the stage, as
+`field` or `field.column`. `tests/reported_figures.py` doubles every figure of a run; the audit must
+then fail, or the figure must have an entry here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ UNAUDITED: dict[str, dict[str, tuple[str, ...]]] = {
         "the integer weights of the method that rounds activations": (),
     },
 }
-#: Figures that are not results of a stage.
+#: A sentence on the unaudited figures that are not results of a stage.
 OF_THE_RUN = (
     "Reported, not audited: facts of the machine, seconds of stages, peaks of processes, and the "
     "sentences, pictures, column titles and units of this report, which shows the numbers of "

@@ -1,4 +1,4 @@
-"""One model that is split over ranks: rows over replicas, blocks over stages, and each block."""
+"""One model that is split over ranks: by rows, by blocks and inside each block."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "interleaved": 2}
 class Layout:
     """A grid of ranks (Narayanan et al. 2021, section 3).
 
-    Neighbors along the dimension `tensor` split each block by heads and columns, those along
-    `pipeline` have consecutive blocks, and those along `data` read different rows.
+    Ranks along the dimension `tensor` split each block by heads and columns. Ranks along `pipeline`
+    have consecutive blocks, and ranks along `data` read different rows.
     """
 
     data: int = 1
@@ -24,7 +24,7 @@ class Layout:
     tensor: int = 1
     #: The order of forward and backward passes in the pipeline, a key of STAGES_PER_RANK.
     schedule: str = "1F1B"
-    #: True to split norms and sums between blocks by tokens (Korthikanti et al. 2022, section 4.2).
+    #: True to split the norms and residual sums by tokens (Korthikanti et al. 2022, section 4.2).
     sequence: bool = False
 
     @property
@@ -33,7 +33,7 @@ class Layout:
         return self.pipeline * STAGES_PER_RANK[self.schedule]
 
     def why_not(self, config: ModelConfig, rows: int) -> str:
-        """Return the reason why a model cannot be split in this way, or an empty string."""
+        """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
         if config.num_layers < self.num_stages:
             return f"{config.num_layers} layers do not make {self.num_stages} stages"
         names = ("num_heads", "d_ff", *(("context", "vocabulary") if self.sequence else ()))
@@ -48,7 +48,7 @@ class Layout:
         return ""
 
     def num_microbatches(self, rows: int) -> int:
-        """Return the number of microbatches of `rows` rows that a pipeline reads in a step.
+        """Return the number of microbatches into which a pipeline splits `rows` rows.
 
         A microbatch has two rows, or one row if there would be fewer microbatches than ranks.
         """
@@ -83,9 +83,9 @@ def possible_layouts(config: ModelConfig, world: int, rows: int) -> dict[str, La
 
 
 def group_size(config: ModelConfig, world: int) -> int:
-    """Return the largest proper divisor of the ranks that divides heads and columns.
+    """Return the largest proper divisor of `world` that also divides num_heads and d_ff.
 
-    With it, twelve heads train on eight ranks in two groups of four.
+    For example, a model with twelve heads trains on eight ranks in two groups of four.
     """
     fits = math.gcd(config.num_heads, config.d_ff)
     divisors = [size for size in range(1, world) if world % size == 0 and fits % size == 0]

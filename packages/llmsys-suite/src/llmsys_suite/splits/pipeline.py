@@ -1,9 +1,11 @@
 """Consecutive blocks of a model as stages of a pipeline (Huang et al. 2019).
 
 torch.distributed.pipelining sends activations and gradients between stages, in three schedules:
-GPipe; 1F1B, whose backward passes start as early as possible, so that fewer activations are saved;
-and interleaved 1F1B with two shorter stages per rank, which has half of the bubble and sends twice
-the bytes (Narayanan et al. 2021).
+
+- GPipe;
+- 1F1B, whose backward passes start as early as possible, so that fewer activations are saved;
+- interleaved 1F1B with two shorter stages per rank, which has half of the bubble and sends twice
+  the bytes (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ class LayerRange(nn.Module):
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
-        # Entered in each forward pass, because schedules run forward and backward passes together
-        # and a backward pass must not run under autocast.
+        # Autocast is entered in each forward pass: schedules mix forward and backward passes, and a
+        # backward pass must not run under autocast.
         self.autocast = autocast
         self.checkpoint = model.config.checkpoint
         first, last = (len(model.blocks) * s // stages for s in (stage, stage + 1))
         self.embedding = model.embedding if stage == 0 else None
-        # Named by their index in the whole model.
+        # Blocks are named by their index in the whole model.
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
         self.norm = model.norm if stage == stages - 1 else None
         self.head = model.head if stage == stages - 1 else None
         self.register_buffer("rope", model.rope, persistent=False)
 
     def layers(self) -> list[Block]:
-        """Return the blocks in their order."""
+        """Return the blocks in order."""
         return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class LayerRange(nn.Module):
         The input is tokens in the first stage and the residual stream in the others.
         """
         with self.autocast():
-            # Before the embedding, which may split the tokens over ranks.
+            # Cut the table before the embedding, which may split the tokens over ranks.
             rope = self.rope[:, : x.shape[1]]
             if self.embedding is not None:
                 x = self.embedding(x)
@@ -72,5 +74,5 @@ class LayerRange(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return nats per token, in float32."""
+    """Return the mean cross-entropy in nats per token, computed in float32."""
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -43,14 +43,14 @@ class SplitModel(Variant):
         self.run = run
         self.config = config
         self.layout = layout
-        # Torch's fused loops do not mix split parameters with whole ones.
+        # AdamW's foreach implementation does not mix DTensors with plain tensors.
         rate = run.config.learning_rate
         super().__init__(
             run, config, optimizer or partial(torch.optim.AdamW, lr=rate, foreach=False)
         )
 
     def build(self) -> None:
-        """Take this rank's part of the model and create its optimizer."""
+        """Select and split this rank's part of the model, and create its optimizer."""
         layout = self.layout
         mesh = init_device_mesh(
             self.device.type,
@@ -75,22 +75,22 @@ class SplitModel(Variant):
             if layout.sequence:
                 split_ends(layers, self.slices)
         self.model = nn.ModuleList(self.ranges.values())
-        # The layers of the other ranks are freed.
+        # Free the layers of the other ranks.
         del self.decoder
         self.optimizer = self.make(self.model.parameters())
-        #: Created in the first step, because they depend on the number of rows, which a checkpoint
-        #: may set.
+        #: Stages and schedule are created in the first step, because they depend on the number of
+        #: rows, which a checkpoint may set.
         self.stages: list[PipelineStage] = []
         self.schedule: Any = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and targets of this rank's replica in a step of the run."""
+        """Return the tokens and targets that this rank's replica trains on in a step of the run."""
         tokens, targets = self.run.batch(step)
         replicas, mine = self.data_world, self.data_rank
         return tokens.chunk(replicas)[mine], targets.chunk(replicas)[mine]
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
-        """Run forward and backward of this replica's rows; return their mean loss on each rank."""
+        """Run forward and backward on this replica's rows; return their mean loss on every rank."""
         if self.pipeline.size() == 1:
             return self._forward_backward_whole(tokens, targets)
         losses: list[Tensor] = []
@@ -131,7 +131,7 @@ class SplitModel(Variant):
         )
 
     def communicate(self) -> None:
-        """Average the gradients over the replicas of this rank's part."""
+        """Average the gradients of this rank's part of the model over the replicas."""
         if self.replicas.size() == 1:
             return
         with self.phase("communication"):
@@ -143,13 +143,13 @@ class SplitModel(Variant):
                 local /= self.replicas.size()
 
     def clip(self, max_norm: float) -> None:
-        """Clip by the norm over all parts of the model."""
+        """Scale the gradient to at most `max_norm`, the norm over all parts of the model."""
         square = torch.zeros((), device=self.device)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             square += _whole(torch.linalg.vector_norm(parameter.grad)).square()
         dist.all_reduce(square, group=self.pipeline.get_group())
-        # Torch's fused loops do not mix split gradients with whole ones.
+        # The foreach implementation does not mix DTensors with plain tensors.
         nn.utils.clip_grads_with_norm_(
             self.model.parameters(), max_norm, square.sqrt(), foreach=False
         )
@@ -159,7 +159,7 @@ class SplitModel(Variant):
         return {n: p for layers in self.ranges.values() for n, p in layers.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters, not split, on every rank."""
+        """Return the full, unsplit parameters by name, on every rank."""
         return self._gathered({name: p.detach() for name, p in self.named_parameters().items()})
 
     def blocks(self) -> list[Block]:
@@ -167,11 +167,11 @@ class SplitModel(Variant):
         return [block for layers in self.ranges.values() for block in layers.layers()]
 
     def evaluated_model(self) -> nn.Module:
-        """Return a whole model with the present weights."""
+        """Return a new, unsplit model with the current weights."""
         return self._whole_model()
 
     def checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a whole model and its optimizer, so that any variant can load the checkpoint."""
+        """Return unsplit copies of model and optimizer, whose checkpoint any variant can load."""
         model = self._whole_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.run.config.learning_rate)
         optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -187,7 +187,7 @@ class SplitModel(Variant):
         return model, optimizer
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take this rank's part of a model and an optimizer that `checkpointed` returned."""
+        """Copy this rank's part from a model and an optimizer that `checkpointed` returned."""
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, mine in self.named_parameters().items():
@@ -204,12 +204,12 @@ class SplitModel(Variant):
         return model
 
     def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all ranks of this replica, whole and by name."""
+        """Return the unsplit tensors of all pipeline stages of this replica, by name."""
         parts: list[Any] = [None] * self.pipeline.size()
         named = {name: _whole(tensor).cpu() for name, tensor in mine.items()}
         dist.all_gather_object(parts, named, group=self.pipeline.get_group())
         gathered = {name: tensor for part in parts for name, tensor in part.items()}
-        # The optimizer's counter of steps stays on the host.
+        # The optimizer's step counters, which have no dims, stay on the host.
         return {name: x.to(self.device) if x.ndim else x for name, x in gathered.items()}
 
 

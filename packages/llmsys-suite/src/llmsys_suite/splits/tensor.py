@@ -1,9 +1,9 @@
 """Blocks that are split over ranks by heads and columns, with torch.distributed.tensor.
 
-Megatron's split (Shoeybi et al. 2019, section 3): the first product is split by columns, the second
-by rows, and an all-reduce follows each pair of products. With sequence parallelism the norms and
-sums between blocks are split over tokens, and the all-reduce becomes a reduce-scatter and an
-all-gather.
+This is Megatron's split (Shoeybi et al. 2019, section 3): the first product is split by columns,
+the second by rows, and an all-reduce follows each pair of products. With sequence parallelism, the
+norms and residual sums are split over tokens. A reduce-scatter and an all-gather then replace the
+all-reduce.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def split_blocks(blocks: list[Block], mesh: DeviceMesh, *, sequence: bool = Fals
     """Split the matrices and the heads of each block over the ranks of a mesh."""
     for block in blocks:
         parallelize_module(block, mesh, block_plan(sequence=sequence))
-        # Each rank has a part of the heads.
+        # Each rank computes only its part of the heads.
         block.attention.num_heads //= mesh.size()
 
 
 def split_ends(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the tokens after the embedding of a whole model, and gather them before its logits."""
+    """Split the tokens over ranks after the embedding, and gather them before the logits."""
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -49,8 +49,8 @@ def block_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
     #: Placement of activations between blocks: split by tokens, or replicated on each rank.
     between: Any = Shard(1) if sequence else whole
     plan: dict[str, ParallelStyle] = {
-        # One input for q, k and v (gate and up): their gradients are summed here before they
-        # are reduced over the ranks, so that one reduction serves all of them.
+        # q, k and v (and gate and up) read one input, so that their input gradients are summed
+        # before one reduction over the ranks.
         "attention": PrepareModuleInput(
             input_layouts=(between, None), desired_input_layouts=(whole, None)
         ),

@@ -1,1 +1,1 @@
-"""The stages of a run: each is a function `run(run) -> results` that every rank executes."""
+"""The stages of a run: each module has a function `run(run) -> results` for every rank."""

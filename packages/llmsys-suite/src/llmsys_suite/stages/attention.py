@@ -27,7 +27,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def run(run: Run) -> Attention | None:
-    """Time forward and backward of each kernel, interleaved, on rank 0; compare with float64."""
+    """Time each kernel's forward and backward in interleaved rounds; compare outputs with float64.
+
+    Only rank 0 does so; other ranks return None.
+    """
     if run.rank != 0:
         return None
     q, k, v = inputs(run)
@@ -51,7 +54,7 @@ def run(run: Run) -> Attention | None:
 
 
 def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v at the shapes of one rank's rows."""
+    """Return random q, k and v (rows of one rank, heads, context, head_dim)."""
     config = run.model
     rows = max(1, run.config.rows // run.world)
     shape = (rows, config.num_heads, config.context, config.d_model // config.num_heads)

@@ -30,7 +30,7 @@ METHODS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def run(run: Run) -> Compress | None:
-    """Measure bytes, held-out loss and forward time of each method, on rank 0."""
+    """Measure the size, held-out loss and forward time of each method, on rank 0."""
     if run.trained is None:
         return None
     tokens, targets = heldout(run)
@@ -48,7 +48,7 @@ def run(run: Run) -> Compress | None:
 
 
 def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the text on which every method is evaluated."""
+    """Return the held-out tokens and targets on which every method is evaluated."""
     assert isinstance(run.trained, Decoder)
     context = run.trained.config.context
     tokens, targets = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=context)
@@ -62,7 +62,8 @@ def _row(
     sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # Bytes of the model's file, which omits buffers, and omits zeros if that makes it smaller.
+        # Bytes of the tensors in the model's file, which has no buffers outside of the state dict.
+        # Zeros are not stored if that is smaller.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(
             nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -20,7 +20,7 @@ KINDS = ("previous", "duplicate", "induction", "first")
 
 @torch.no_grad()
 def run(run: Run) -> Inspect | None:
-    """Return logit lens, kinds of heads, attribution and an ablation of the trained model."""
+    """Analyze the trained model in float32 on rank 0; see `examine`."""
     if run.trained is None or run.folder is None:
         return None
     with run.in_float32():
@@ -28,7 +28,7 @@ def run(run: Run) -> Inspect | None:
 
 
 def examine(run: Run) -> Inspect:
-    """Return the heads, lens and attribution of the trained model."""
+    """Return logit lens, kinds of heads, attribution and an ablation; write inspect.html."""
     assert run.folder is not None
     model = run.trained
     assert isinstance(model, Decoder)
@@ -70,7 +70,7 @@ def examine(run: Run) -> Inspect:
 
 
 def lens_rows(lens: Lens) -> Rows:
-    """Return the loss and the entropy of the prediction after each layer."""
+    """Return the loss and the entropy, in nats, of the prediction after each layer."""
     assert lens.target_log_probability is not None
     return [
         {"after": name, "target_loss": float(-target.mean()), "entropy": float(entropy.mean())}
@@ -81,7 +81,7 @@ def lens_rows(lens: Lens) -> Rows:
 
 
 def head_rows(heads: HeadScores) -> Rows:
-    """Return the best head of each kind with its score and the score by chance."""
+    """Return each kind's best head: its score, the score expected by chance, and if it is noise."""
     best = map(heads.best, KINDS)
     return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
@@ -94,14 +94,17 @@ def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets:
 
 
 def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
-    """Return the pattern of each layer, of shape (batch, heads, seq, seq)."""
+    """Return the attention pattern of each layer, of shape (batch, heads, seq, seq)."""
     with interp.record_patterns(model) as patterns:
         model(tokens)
     return [patterns[f"blocks.{i}.attention"] for i in range(len(model.blocks))]
 
 
 def repeated(context: int, vocabulary: int) -> Tensor:
-    """Return random tokens twice: only a head that copies from context predicts the second half."""
+    """Return four rows of random tokens, each followed by a copy of itself.
+
+    Only a head that copies from the context can predict the second half.
+    """
     generator = torch.Generator().manual_seed(0)
     half = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(4)])
     return half[:, : context // 2].repeat(1, 2)

@@ -1,9 +1,9 @@
-"""A longer training run with the fastest variant, until the model writes text.
+"""A longer training run with the fastest variant, after which the model generates text.
 
-- A batch is a function of (seed, step), and any number of ranks can load a checkpoint of `zero`, so
-  a training run can continue elsewhere as if it had not stopped. SIGTERM saves a checkpoint and
-  then ends the run.
-- One small all-reduce carries the mean loss of a step and the SIGTERM of any rank.
+- A batch depends only on (seed, step), and any number of ranks can load a checkpoint of `zero`.
+  Training can therefore continue on other ranks as if it had not stopped. On SIGTERM a checkpoint
+  is saved before the run ends.
+- One small all-reduce per step sums the ranks' losses and the number of ranks with a SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from llmsys_suite.text.data import row_digests
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.single import Variant
 
-#: Number of evaluations on the held-out text, and of checkpoints.
+#: Number of evaluations on the held-out text, and number of checkpoints, per training run.
 EVALUATIONS, SAVES = 5, 2
 
 
 def run(run: Run) -> Learn | None:
-    """Train, from a checkpoint if there is one; return losses, held-out losses and a text."""
+    """Train from the start or a checkpoint; return losses, held-out losses and generated text."""
     config = run.config
     name, variant = make_variant(run)
     state = beginning(config, run.corpus.train)
@@ -94,7 +94,10 @@ def train_step(
     stop_requests: list[int],
     log: Log,
 ) -> None:
-    """Take one step; evaluate and save a checkpoint at intervals, and save one to stop."""
+    """Take one training step; evaluate the model and save checkpoints at intervals.
+
+    After a SIGTERM on any rank, save a checkpoint and raise KeyboardInterrupt.
+    """
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
         group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
@@ -132,14 +135,15 @@ def train_step(
 
 
 def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
-    """Save a checkpoint of the training in the run folder."""
+    """Save a checkpoint of the training as `name` in the run folder."""
     zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, equal on all ranks, for the audit to repeat; None without an audit.
+    """Return a random step, equal on all ranks, for the audit to repeat.
 
-    The first step is drawn only if it is the only one, because the optimizer has no state in it.
+    The result is None without an audit or without steps to train. The first step is drawn only if
+    it is the only one, because the optimizer has no state before it.
     """
     if "audit" not in run.config.stages or first >= total:
         return None

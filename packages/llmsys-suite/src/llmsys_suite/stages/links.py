@@ -7,12 +7,12 @@ import collectives.bench
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Links, Skipped
 
-#: Message sizes in bytes: latency dominates, latency and bandwidth matter, bandwidth dominates.
+#: Message sizes in bytes. Latency dominates the first, bandwidth the last, and both the second.
 SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
 def run(run: Run) -> Links | Skipped:
-    """Run the benchmark of collectives in this process group, together with gloo or NCCL."""
+    """Time the collectives of `collectives`, and of gloo or NCCL, in this process group."""
     if run.world < 2:
         return Skipped("one rank has no link")
     rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)

@@ -1,7 +1,7 @@
-"""Live memory of inference and training steps: peaks by context, timelines, largest allocations.
+"""Live memory of inference and training: peaks by context length, timelines, largest allocations.
 
-`accounting` counts the blocks on the meta device, so that any model fits on any machine, as in
-`llmsys run memory --size 2.7B`. Mixed precision is counted with fake tensors.
+`accounting` traces the model on the meta device, so that any size fits on any machine, as in
+`llmsys run memory --size 2.7B`. Memory with and without autocast is traced with fake tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Memory
 
 ROWS = 4
-#: Vocabulary of the coursework.
+#: Default vocabulary of `profile`, which is that of the coursework.
 VOCABULARY = 10_000
 MIB = 2**20
 
 
 def contexts(config: RunConfig) -> tuple[int, int, int]:
-    """Return the contexts whose peaks are counted; the timeline is that of the run's context."""
+    """Return the context lengths whose peaks are counted: half, one and two times the run's.
+
+    The timeline uses the run's own length.
+    """
     return config.context // 2, config.context, 2 * config.context
 
 
 def run(run: Run) -> Memory | None:
-    """Return timelines and peaks of the run's model; ranks share the contexts."""
+    """Return peaks and a timeline of the run's model; the ranks divide the context lengths."""
     config = run.config
     mine = {
         length: profile(config.size, length, config.vocabulary)
@@ -58,7 +61,7 @@ def run(run: Run) -> Memory | None:
 
 
 def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
-    """Return peaks, timelines and the largest allocations of one size at one context."""
+    """Return peaks and timelines in MiB, and the largest allocations, of a size at one context."""
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)
     checkpointed = training(replace(config, checkpoint=True))
@@ -79,7 +82,7 @@ def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, 
 
 
 def inference(config: ModelConfig) -> LiveMemory:
-    """Return the live bytes of one forward pass without gradients."""
+    """Return the live memory of one forward pass without gradients."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
@@ -92,7 +95,7 @@ def inference(config: ModelConfig) -> LiveMemory:
 
 
 def training(config: ModelConfig) -> LiveMemory:
-    """Return the live bytes of the second AdamW step, in which the optimizer state exists."""
+    """Return the live memory of an AdamW step whose optimizer state already exists."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -102,7 +105,7 @@ def training(config: ModelConfig) -> LiveMemory:
 
 
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
-    """Return at most `points` of the timeline in MiB, each the maximum of an interval."""
+    """Reduce a timeline in bytes to the maxima, in MiB, of at most `points` intervals."""
     stride = max(1, -(-len(timeline) // points))
     intervals = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     highest = (max(interval, key=lambda point: point[1]) for interval in intervals)

@@ -1,6 +1,6 @@
-"""The model split with torch's tools: by layers, inside layers and by tokens.
+"""The model split over ranks with torch's tools: by layers, inside layers and by tokens.
 
-Every split trains the weights of one process; each is timed.
+Every split starts from the initial weights of one process, and its steps are timed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from llmsys_suite.results import Parallel, Skipped
 from llmsys_suite.splits import SplitModel, possible_layouts
 from llmsys_suite.variants.initial_weights import seeded
 
-#: Number of timed steps, after one that creates the state of the optimizer.
+#: Number of timed steps, after one untimed step that creates the state of the optimizer.
 ITERATIONS = 10
-#: The loss before this step is reported and compared with that of one process.
+#: Index of the step whose loss is reported as `trained_loss`, which the audit recomputes.
 TRAINED = 2
 
 
 def run(run: Run) -> Parallel | Skipped:
-    """Time ten steps of each split, and compare its losses with one process."""
+    """Time `ITERATIONS` steps of each split; return its losses beside the loss of one process."""
     if run.world < 2:
         return Skipped("splitting a model needs at least two ranks")
     layouts = possible_layouts(run.model, run.world, run.config.rows)
@@ -43,7 +43,10 @@ def run(run: Run) -> Parallel | Skipped:
 
 @torch.no_grad()
 def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
-    """Return the loss of one process, computed on as many rows at once as one rank trains on."""
+    """Return the initial loss of one process.
+
+    It is computed on as many rows at a time as one rank trains on.
+    """
     model = seeded(run, run.model)
     rows = max(1, len(tokens) // run.world)
     total = 0.0
@@ -54,7 +57,7 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
 
 
 def timed(run: Run, split: SplitModel) -> dict[str, Any]:
-    """Train a split model and return the times of its steps, and two of its losses."""
+    """Train a split model; return the times of its steps, two losses and the waiting fraction."""
     steps = [timed_step(run, split, 0)]
     start_time, worked = time.perf_counter(), time.process_time()
     steps += [timed_step(run, split, step) for step in range(1, 1 + ITERATIONS)]
@@ -75,10 +78,10 @@ def timed(run: Run, split: SplitModel) -> dict[str, Any]:
 
 
 def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, float]:
-    """Take a step; return its loss, and the seconds of the slowest rank by two clocks."""
+    """Take one step; return its loss, and the slowest rank's seconds by each of two clocks."""
     batch = split.batch(step)
     run.barrier()
-    # The audit compares the second clock with the first one.
+    # The audit compares this clock with the first one.
     clock_ns = time.time_ns()
     start_time = time.perf_counter()
     loss = split.step(*batch)
@@ -91,7 +94,10 @@ def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, fl
 
 
 def mean_loss(run: Run, loss: float) -> float:
-    """Return the mean over the ranks; each replica has the same number of ranks and rows."""
+    """Return the mean loss over the ranks.
+
+    It is the mean over the rows, because each replica has the same number of ranks and rows.
+    """
     total = torch.tensor(loss, device=run.device, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / run.world

@@ -1,8 +1,8 @@
 """Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
-`predict` needs no torch and allocates nothing; it also decides whether a run fits. `run` adds the
-rate of a matrix product, and the peak memory of a real step, which the predicted one is compared
-with.
+`predict` needs no torch and allocates nothing, so it is also used to refuse a run that does not fit
+in memory. `run` adds the measured rate of a matrix product, and the measured peak memory of a real
+step to compare with the predicted peak.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmsys_suite.results import Plan, Prediction
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
 
-# Python, torch and its libraries, per process.
+# Memory of Python, torch and its libraries per process.
 PROCESS_BYTES = 700 * 2**20
-# Seconds to measure the rate of a product.
+# Seconds spent on measuring the rate of a matrix product.
 PRODUCTS_SECONDS = 0.5
 
 
@@ -31,13 +31,13 @@ def transformer(config: RunConfig) -> accounting.Transformer:
 
 
 def predict(config: RunConfig) -> Prediction:
-    """Return the figures that follow from the configuration, without torch."""
+    """Return the predicted counts, bytes and FLOPs of the configuration, without torch."""
     model = transformer(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
-    # The single process needs the most memory. On a CPU torch's RMSNorm is several operators and
-    # its optimizers take one parameter at a time.
+    # The variant of one process needs the most memory. On a CPU, torch's RMSNorm consists of
+    # several operators, and its optimizers update one parameter at a time.
     on_gpu = config.device != "cpu"
     memory = accounting.peak_memory(
         model,
@@ -70,7 +70,7 @@ def predict(config: RunConfig) -> Prediction:
 
 
 def run(run: Run) -> Plan:
-    """Return the predictions, with measurements of the real model and of this machine."""
+    """Return the predictions and the measurements of the real model and of this machine."""
     from llmsys_suite.measure.clocks import product_rate
 
     predicted = predict(run.config)
@@ -88,8 +88,8 @@ def run(run: Run) -> Plan:
 def measured_peak_bytes(run: Run) -> int:
     """Return the peak bytes of a training step of the real model on this run's device.
 
-    The step is the second one of AdamW, whose state exists by then. Its bytes are counted operator
-    by operator on a CPU, and by the allocator on a GPU.
+    It is the second step, because AdamW creates its state in the first. The bytes are counted
+    operator by operator on a CPU, and by the allocator on a GPU.
     """
     import torch
     from accounting.memory.live import training_step_memory

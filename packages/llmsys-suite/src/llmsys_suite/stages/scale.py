@@ -1,7 +1,8 @@
-"""Small runs and the scaling law fitted to them.
+"""Small training runs and the scaling law fitted to them.
 
-The ranks share the runs. Each is trained once over fresh text within its budget C = 6 N D, which
-grows with `--steps`; N counts all weights except the embedding.
+The ranks divide the runs. Each run trains on random windows of the text until its budget C = 6 N D
+is spent; the budgets are proportional to `--steps`. D is the number of tokens, and N the number of
+weights without the embedding.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 
-# FLOPs per measured step of the variants, and widths on both sides of the best one: a valley whose
-# minimum is at an edge cannot be fitted.
+# Budgets in FLOPs, each multiplied by `--steps`, and the widths that are trained. The widths lie on
+# both sides of the best one, because a valley whose minimum is at an edge cannot be fitted.
 GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
-# Each seed has separate budgets, which adds valleys and degrees of freedom. This narrows the
-# interval more than budgets further apart would in the same time.
+# Number of seeds, and the factor between the budgets of consecutive seeds. Separate budgets add
+# valleys and degrees of freedom, which narrows the interval more than larger distances between
+# budgets would in the same time.
 SEEDS, APART = 2, 1.1
 # The law is evaluated at BEYOND times the largest budget.
 BEYOND = 3
 ROWS, CONTEXT = 16, 64
-# One, so that any even width will do.
+# With one head, any even width is possible.
 HEADS = 1
 HELDOUT_ROWS = 256
 #: The budget in FLOPs, the width and the seed of a run.
@@ -32,7 +34,7 @@ PlannedRun = tuple[float, int, int]
 
 
 def run(run: Run) -> Scale | None:
-    """Return the losses of all runs, their IsoFLOP fit and its extrapolation."""
+    """Return the losses of all runs, their IsoFLOP fit and its extrapolation, on rank 0."""
     planned = runs_of_rank(planned_runs(run.config), run.rank, run.world)
     mine = [train_one(run, *arguments) for arguments in planned]
     gathered = run.gather(mine)
@@ -46,7 +48,7 @@ def run(run: Run) -> Scale | None:
 
 
 def planned_runs(config: RunConfig) -> list[PlannedRun]:
-    """Return all runs of the stage."""
+    """Return the planned runs of all ranks."""
     return [
         (config.steps * budget * APART**i, width, config.seed + i)
         for i in range(SEEDS)
@@ -56,7 +58,10 @@ def planned_runs(config: RunConfig) -> list[PlannedRun]:
 
 
 def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[PlannedRun]:
-    """Return the runs of a rank; steps take equally long for all of these models."""
+    """Return the runs of a rank, chosen so that all ranks take about equally many steps.
+
+    A step takes about equally long for all of these models.
+    """
 
     def steps(run: PlannedRun) -> float:
         budget, width, _ = run
@@ -69,7 +74,7 @@ def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[Plann
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
-    """Train one width for one budget; return its held-out loss in nats per byte."""
+    """Train one width for one budget; return a row with its held-out loss in nats per byte."""
     config = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
     )
@@ -78,7 +83,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
     rate = 6e-3 * (64 / width) ** 0.5
-    # The models are so small that a kernel per weight and operation would take longer.
+    # The models are so small that launching a kernel per weight and operation would take longer.
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -111,7 +116,7 @@ def _cosine(progress: float) -> float:
 
 
 def fit(rows: list[dict[str, float]]) -> Scale:
-    """Return the IsoFLOP fit of the runs, and its warnings."""
+    """Return the IsoFLOP fit of the runs and its warnings, or only the error if the fit fails."""
     import warnings
 
     import scaling

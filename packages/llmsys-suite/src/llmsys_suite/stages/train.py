@@ -1,6 +1,6 @@
 """Train the model with every variant of the packages, interleaved step by step.
 
-Interleaving makes ratios reliable on a machine that others use: a slow second slows every variant
+Interleaving makes ratios reliable on a shared machine, because a slow second affects all variants
 alike. If the variants do not fit in memory together, they run one after another.
 """
 
@@ -32,7 +32,7 @@ from llmsys_suite.variants.single import Variant
 
 
 def run(run: Run) -> Train | None:
-    """Train every variant; return medians and ratios of step times, losses and bytes sent."""
+    """Train every variant; return step times, their ratios, losses and a comparison of weights."""
     plan: Plan = run.results["plan"]
     names = variants_here(run.device)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
@@ -64,8 +64,8 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
     for step in range(total):
         for name, variant in trained.items():
             takes_part = run.rank == 0 or not variant.alone
-            # Read between barriers: bytes that others send before this rank starts the step, or to
-            # its server after the step, belong to this step as well.
+            # Created before the barrier and read after the next one: bytes that other ranks send
+            # before this rank starts the step, or to its server after it, belong to the step too.
             received = counter(run)
             run.barrier()
             batch = run.batch(step, shared=not variant.alone)
@@ -82,7 +82,8 @@ def timed_step(
 ) -> Sample:
     """Take one step on this rank's rows and return its sample.
 
-    Another clock is read outside of the recorder's, as an independent reference for the audit.
+    A second clock is read before and after the recorder's, as an independent reference for the
+    audit.
     """
     rows = row_digests(*batch)
     warmup = step < run.config.warmup

@@ -1,4 +1,4 @@
-"""The case that is timed: one model, its options, and its predicted cost."""
+"""One case of the step benchmark: a model, its options, and its predicted cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 PHASES = ("forward", "backward", "optimizer")
-#: Numbers of warm-up steps, and the number of measured steps after them.
+#: Numbers of warm-up steps to report, and the number of measured steps after each.
 WARMUPS, STEPS = (0, 1, 2, 5), 10
 
 
@@ -83,7 +83,7 @@ class Case:
         return int(accounting.flops(self._shape(), batch=self.rows, seq=self.context).total)
 
     def executed_flops(self) -> int:
-        """Return the FLOPs per step that HFU counts: all scores, and recomputed blocks twice."""
+        """Return the FLOPs per step that HFU counts, with masked scores and recomputation."""
         model = self.model
         total = accounting.flops(
             self._shape(),

@@ -15,9 +15,9 @@ SHOWN = 10
 
 
 def by_phase(step: Step) -> list[dict[str, Any]]:
-    """Return a row per phase of a warmed-up step: its operators and their fractions.
+    """Return a row per phase of a warmed-up step: its operators and their fractions of the time.
 
-    `timer_ms` includes the profiler.
+    `timer_ms` includes the overhead of the profiler.
     """
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
@@ -34,18 +34,18 @@ def by_phase(step: Step) -> list[dict[str, Any]]:
 
 
 def summarize(events: Any, device_type: str) -> dict[str, Any]:
-    """Return the operators with the largest self time, and the time per kind.
+    """Return the operators with the largest self time, and the fraction of time per kind.
 
     Attention is recognized by its batched matmuls, which no other part of the model uses.
     """
-    # On a GPU the kernels are events too. Their time is that of the operators that launched them,
-    # and would be counted twice.
+    # On a GPU the kernels are events too. They are excluded, because their time is also the device
+    # time of the operators that launched them.
     operators = [event for event in events if event.device_type == DeviceType.CPU]
     by_key = {event.key: event for event in operators if not event.is_user_annotation}
     if device_type == "cuda":
         self_us = {key: event.self_device_time_total for key, event in by_key.items()}
     else:
-        # Ranges such as "Optimizer.step" are not operators.
+        # Exclude ranges such as "Optimizer.step", which are not operators.
         self_us = {k: e.self_cpu_time_total for k, e in by_key.items() if k.startswith("aten::")}
     total = sum(self_us.values()) or 1.0
     order = sorted((key for key in self_us if self_us[key]), key=lambda key: -self_us[key])[:SHOWN]

@@ -1,8 +1,8 @@
-"""Run one case in a fresh process, so that the first step is cold.
+"""Run one case in a new process, so that its first step includes all start-up costs.
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 
-The command prints the seconds of every step as JSON. It can be run under `nsys profile`.
+The command prints the output of `measure` as JSON. It can be run under `nsys profile`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(case: Case, *, profile: bool = False) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the case of the first argument, which may also contain `profile`."""
+    """Measure the case in the first argument, a JSON object that may also contain `profile`."""
     end_with_parent(os.getppid())
     options = json.loads(sys.argv[1])
     profile = options.pop("profile", False)

@@ -31,7 +31,10 @@ def benchmark(
     device: str,
     out: Path | None,
 ) -> Iterator[str]:
-    """Yield lines of Markdown as they are measured; write tables to `out` if it is given."""
+    """Yield lines of a Markdown table as cases are measured; write the rows to `out`/rows.json.
+
+    Without `out` nothing is written. Raises UsageError for invalid options.
+    """
     if not 0 < limit < math.inf:
         raise UsageError(f"--time-limit {limit} is not a number of seconds")
     if profile and out is None:

@@ -1,4 +1,4 @@
-"""The table of a benchmark by size: cases that fit are timed, the others have a reason."""
+"""Timing of the cases of a benchmark; a case that is not timed gets a row with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 Row = dict[str, Any]
 #: Minimum fraction of a matrix product's rate that a step of a whole model is expected to reach.
 USUAL = 1 / 3
-#: Usable fraction of free memory; the process itself and the workspaces of kernels need the rest.
+#: Fraction of free memory that a case may use. The remainder is for the process itself and for
+#: workspaces of kernels.
 FILLED = 0.8
 
 
@@ -26,9 +27,10 @@ class LeftOut(Exception):
 
 
 def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
-    """Yield the rows of each case: one per number of warm-up steps, or one with the reason.
+    """Yield the rows of each case: one per number of warm-up steps, or one with a refusal.
 
-    `limit` is in seconds per case. With `profile` rows have `operators`.
+    The `note` of a row is the reason why its case was not timed. `limit` is in seconds per case.
+    With `profile`, rows have `operators`.
     """
     rates: dict[str, float] = {}
     for case in cases:
@@ -44,7 +46,10 @@ def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False
 
 
 def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
-    """Raise LeftOut if a case needs too much memory or, at a product's `rate`, too much time."""
+    """Raise LeftOut if a case needs too much memory or time, predicted from a product's `rate`.
+
+    `rate` is in FLOPs per second; 0 skips the prediction of the time.
+    """
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
         raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
@@ -71,7 +76,7 @@ def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str
 
 
 def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
-    """Return means, deviations, percentiles and utilization of the steps after `warmup` steps."""
+    """Return statistics of `STEPS` steps after `warmup` steps: times, rates and utilization."""
     counted = measured["seconds"][warmup : warmup + STEPS]
     result = case.labels() | {"warmup": warmup}
     for part, phase in enumerate(PHASES):

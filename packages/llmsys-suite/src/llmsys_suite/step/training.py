@@ -1,4 +1,4 @@
-"""The three parts of a training step, callable and timed one by one, each under its name."""
+"""The three parts of a training step, which can be called and timed one by one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from llmsys_suite.measure.phases import named_range
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
-#: Dtype in which a large product is computed.
+#: Dtype of matrix products by the dtype of a case.
 AUTOCAST = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-#: First scale of the loss in float16. torch's default of 65536 overflows in the first steps of an
-#: untrained model, so that the first timed steps would be skipped.
+#: Initial scale of the loss in float16. torch's default of 65536 overflows in the first steps of an
+#: untrained model, so that the scaler would skip the first timed steps.
 LOSS_SCALE = 1024.0
 
 
 class Step:
-    """A decoder over random bytes, its optimizer, and for fp16 a scaler of its loss."""
+    """A decoder with random tokens, its optimizer, and a loss scaler, which fp16 enables."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -52,8 +52,8 @@ class Step:
         """Take a step of AdamW.
 
         Raises:
-            RuntimeError: float16 overflowed and the scaler skipped the step, so that the time
-                would be that of another step.
+            RuntimeError: a float16 gradient overflowed, so that the scaler skipped the step and its
+                time would be too short.
         """
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)

@@ -1,1 +1,1 @@
-"""The text of a run: reading it, its tokens, and text that a model writes."""
+"""The text of a run: reading it, encoding it as tokens, and generating more with a model."""

@@ -1,12 +1,12 @@
-"""Real text as tokens, one per byte, and batches of them.
+"""Text as byte tokens, and batches of these tokens.
 
-The text is the standard library of this interpreter, a file or a folder. A batch is a function of
-(seed, step), and each rank reads its rows of the batch: every variant reads the same tokens in the
-same order, at any world size.
+The text is the standard library of this interpreter, a file or a folder. A batch depends only on
+(seed, step), and each rank reads its rows of the batch. Every variant therefore reads the same
+tokens in the same order, at any world size.
 
 A file is mapped into memory, so that a process reads only the windows that it needs. The files of a
-folder are joined in memory. Reading needs no torch, so that a run with too little text is refused
-at once.
+folder are joined in memory. Reading does not import torch, so that a run with too little text is
+refused at once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Largest folder that is joined in memory, in bytes.
+#: Maximum total size in bytes of the files of a folder, which are joined in memory.
 LARGEST_FOLDER = 256 * 2**20
-#: For fewer windows, `torch.randint` draws the start of a window from 32 random bits. For more, the
-#: bits that it uses depend on its version.
+#: Below this number of windows, `torch.randint` draws each start from 32 random bits. Above it, the
+#: bits depend on the version of torch.
 FEW_WINDOWS = 2**28
-#: Least number of held-out bytes: the 256 rows of 64 bytes that `scale` reads must all differ.
+#: Minimum number of held-out bytes, so that the 256 rows of 64 bytes that `scale` reads all differ.
 LEAST_HELDOUT = 512
-#: Bytes that are read at once to compute a digest.
+#: Number of bytes read at once to compute a digest.
 CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
 class Text:
-    """The training bytes and the held-out bytes, which are the last tenth.
+    """The training bytes and the held-out bytes. The last tenth of the text is held out.
 
     Both are `bytes`, or views of a file that is mapped into memory.
     """
@@ -52,7 +52,7 @@ class Text:
     def digest(self) -> str:
         """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each.
 
-        A mapped file takes as much memory as one chunk.
+        A mapped file occupies at most `CHUNK_BYTES` of memory, because read pages are released.
         """
         digest = hashlib.sha256()
         for part in (self.train, self.heldout):
@@ -83,8 +83,8 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 
-        Raises ValueError if ranks would get different numbers of rows, because then the mean of
-        their means is not the mean of the rows.
+        Raises ValueError if `rows` is not a multiple of `world`: with different numbers of rows,
+        the mean of the ranks' losses would not be the loss over all rows.
         """
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
@@ -93,10 +93,10 @@ class Corpus:
         return self._windows(self.train, mine, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return `rows` rows spread evenly over the held-out text, the same in each call.
+        """Return tokens and targets, each (rows, context), spread evenly over the held-out text.
 
-        Raises ValueError if the text has fewer different rows, because a loss over copies of one
-        row would pass for a loss over all of them.
+        Every call returns the same rows. Raises ValueError if the text has fewer different rows,
+        because a loss over repeated rows would be reported as a loss over `rows` rows.
         """
         stride = (len(self.heldout) - context - 1) // rows
         if stride < 1:
@@ -111,14 +111,15 @@ class Corpus:
 
         windows = torch.stack([text[start : start + context + 1] for start in starts]).long()
         _release(self.mapped)
-        # Both are contiguous, as pipelines expect.
+        # Pipelines expect contiguous tensors.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def read_text(path: Path | None = None) -> Text:
-    """Return the bytes of `path` (a file, or all files below a folder), or the standard library's.
+    """Return the bytes of a file, of all files below a folder, or of the standard library (None).
 
-    Raises UsageError if there is nothing to read.
+    Raises UsageError if there is no text, if a file cannot be read, or if the files of a folder
+    exceed `LARGEST_FOLDER`.
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -147,9 +148,9 @@ def _read_file(path: Path) -> Text:
     try:
         with path.open("rb") as file:
             if not path.stat().st_size:
-                # An empty file, or a file of the kernel such as in /proc, cannot be mapped.
+                # An empty file, or a kernel file such as one in /proc, cannot be mapped.
                 return _split(file.read(), str(path))
-            # A private copy is writable, as torch expects of the memory of a tensor.
+            # torch expects the memory of a tensor to be writable, as a private copy is.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
@@ -165,7 +166,7 @@ def _split(content: bytes | memoryview, source: str, mapped: mmap.mmap | None = 
 
 
 def require_text(text: Text, *, context: int) -> None:
-    """Raise UsageError if the held-out tenth is below eight rows or `LEAST_HELDOUT`."""
+    """Raise UsageError if the held-out tenth has fewer than eight rows or `LEAST_HELDOUT` bytes."""
     needed = 10 * max(8 * (context + 1), LEAST_HELDOUT)
     if len(text.train) + len(text.heldout) < needed:
         raise UsageError(
@@ -176,7 +177,7 @@ def require_text(text: Text, *, context: int) -> None:
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """Return the text of `path`, or the standard library's, as tokens; see `read_text`."""
+    """Return the text at `path`, or the standard library, as byte tokens; see `read_text`."""
     import torch
 
     text = read_text(path)
@@ -190,7 +191,10 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    """Return twelve hexadecimal digits of each row's SHA-256, with four bytes per token."""
+    """Return twelve hexadecimal digits of the SHA-256 of each row: its tokens and targets as int32.
+
+    A zero byte separates the tokens from the targets.
+    """
     import torch
 
     rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
@@ -202,7 +206,7 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
 def _release(mapped: mmap.mmap | None) -> None:
     """Release the pages of a mapped file, which the kernel reads again when they are needed.
 
-    Otherwise they count as memory of the process, up to two MiB for each window that was read.
+    Otherwise the pages count as memory of the process, up to two MiB per window that was read.
     """
     if mapped is not None:
         mapped.madvise(mmap.MADV_DONTNEED)

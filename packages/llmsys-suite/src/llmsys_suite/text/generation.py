@@ -37,7 +37,11 @@ def generate_text(
     seed: int = 0,
     codec: ByteCodec | PairCodec | None = None,
 ) -> str:
-    """Return `max_bytes` generated tokens as text; raise UsageError for invalid arguments."""
+    """Return the text of `max_bytes` tokens that the model generates after `prompt`.
+
+    A token is one byte unless `codec` defines other tokens. Raises UsageError for an invalid
+    argument.
+    """
     if not (max_bytes > 0 and 0 < temperature < math.inf):
         raise UsageError(f"max_bytes {max_bytes} and temperature {temperature:g} must be positive")
     if not -(2**63) <= seed < 2**64:
@@ -53,13 +57,13 @@ def generate_text(
 def generate(
     model: Decoder, prompt: list[int], max_bytes: int, temperature: float = 0.7, seed: int = 0
 ) -> list[int]:
-    """Return `max_bytes` tokens, each drawn from the distribution that the model predicts."""
+    """Return `max_bytes` tokens after `prompt`, each drawn from the predicted distribution."""
     device = next(model.parameters()).device
     generator, written = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(max_bytes):
         seen = torch.tensor([written[-model.config.context :]], device=device)
         logits = model(seen)[0, -1].double().cpu()
-        # The largest logit becomes 0, so that dividing by a small temperature gives no NaN.
+        # The largest logit becomes 0, so that division by a small temperature cannot yield NaN.
         chances = ((logits - logits.amax()) / temperature).softmax(-1)
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
     return written[len(prompt) :]

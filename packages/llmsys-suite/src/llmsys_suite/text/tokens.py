@@ -1,7 +1,8 @@
-"""Texts as tokens other than bytes: byte-pair encoding by the package `tokenizers`.
+"""Codecs of text: bytes, or tokens that the package `tokenizers` encodes.
 
-Rank 0 encodes the text once, line by line, and writes the tokens and the tokenizer into the run
-folder; every rank maps these files. The vocabulary is trained on the training text only.
+For a tokenizer, rank 0 encodes the text once, line by line, and writes the tokens and the tokenizer
+into the run folder. Every rank maps the files of tokens. A byte-pair vocabulary is trained on the
+training text only.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Files of the run folder.
+#: Names of files in the run folder.
 TOKENIZER = "tokenizer.json"
 TRAIN = "tokens-train.bin"
 HELDOUT = "tokens-heldout.bin"
-#: Number of bytes whose lines are encoded at once, and of the longest line.
+#: Number of bytes read at once, whose complete lines are encoded together. Lines up to this length
+#: are always accepted.
 CHUNK_BYTES = 2**22
-#: Number of training bytes from which a vocabulary is learned.
+#: Maximum number of training bytes on which a vocabulary is trained.
 SAMPLE_BYTES = 64 * 2**20
 #: Type of a stored token.
 INT32 = np.dtype("<i4")
 
 
 class ByteCodec:
-    """Bytes are tokens; what is not UTF-8 or cannot be printed is shown as middle dots."""
+    """Codec whose tokens are bytes. Invalid UTF-8 and unprintable characters decode to "·"."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -50,20 +52,21 @@ class ByteCodec:
 
 
 class PairCodec:
-    """The tokens of a file of the package `tokenizers`."""
+    """Codec of a tokenizer file of the package `tokenizers`."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
-        # Files of other models may cut long inputs and pad short ones, which would change the text.
+        # Files of other models may truncate long inputs and pad short ones, which would change the
+        # text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     @property
     def size(self) -> int:
-        """The largest token plus one; a vocabulary may skip numbers."""
+        """The largest token id plus one; a vocabulary may skip ids."""
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +74,7 @@ class PairCodec:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_lines(self, lines: list[bytes]) -> list[int]:
-        """Return the tokens of several lines, which are encoded in parallel."""
+        """Return the concatenated tokens of several lines, which are encoded in parallel."""
         texts = [line.decode(errors="replace") for line in lines]
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [token for line in encoded for token in line.ids]
@@ -87,7 +90,10 @@ def codec_of(config: RunConfig, folder: Path) -> ByteCodec | PairCodec:
 
 
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise UsageError, before anything starts, if the run's tokens cannot be created."""
+    """Raise UsageError, before anything starts, if the run's text cannot be encoded.
+
+    The package `tokenizers` may be missing, the vocabulary too small, or a line too long.
+    """
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:
@@ -106,13 +112,16 @@ def require_tokenizer(config: RunConfig) -> None:
 
 
 def write_tokens(config: RunConfig, folder: Path) -> None:
-    """Write the tokenizer of the run and the tokens of both parts of the text into its folder."""
+    """Write the tokenizer, the training tokens and the held-out tokens into the run folder.
+
+    Raises ValueError if a part of the text has too few tokens.
+    """
     text = read_text(config.data)
     if config.tokenizer == "bpe":
         _train(text, config.vocabulary).save(str(folder / TOKENIZER))
     else:
-        # The text is encoded without added, cut or padded tokens. The file leaves them out too,
-        # because an exported model has never seen, for example, a token that starts a text.
+        # The text is encoded without special tokens, truncation or padding. The file omits them
+        # too, because an exported model has never seen, for example, a start token.
         content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
         content |= dict.fromkeys(("post_processor", "truncation", "padding"))
         (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
@@ -132,7 +141,7 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
 
 
 def load(folder: Path) -> Corpus:
-    """Return the tokens that rank 0 has written into the folder of a run."""
+    """Return the tokens that rank 0 has written into the run folder, mapped into memory."""
     import torch
 
     parts: list[Tensor] = []
@@ -145,10 +154,10 @@ def load(folder: Path) -> Corpus:
 
 
 def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
-    """Yield the lines of a text with their newlines, those of one chunk at a time.
+    """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
 
     Raises:
-        UsageError: a line is longer than a chunk.
+        UsageError: a line is longer than a chunk and does not end in the chunk after its start.
     """
     pending = b""
     for start in range(0, len(part), CHUNK_BYTES):
@@ -163,7 +172,10 @@ def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
 
 
 def _train(text: Text, vocabulary: int) -> Any:
-    """Return a tokenizer with a vocabulary of all bytes and the most frequent pairs of tokens."""
+    """Return a byte-pair tokenizer that is trained on the start of the training text.
+
+    Its vocabulary has all bytes and the most frequent pairs of tokens.
+    """
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

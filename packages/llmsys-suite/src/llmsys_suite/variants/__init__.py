@@ -1,4 +1,4 @@
-"""Training variants that a run compares: same weights, same tokens, same optimizer."""
+"""Training variants that a run compares on equal initial weights, tokens and optimizers."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=Tr
 
 
 def variants_here(device: torch.device) -> list[str]:
-    """Return the variants that this kind of device can run, in their order."""
+    """Return the variants that this kind of device can run, in the order of `VARIANTS`."""
     return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]

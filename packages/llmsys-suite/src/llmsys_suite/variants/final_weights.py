@@ -1,4 +1,4 @@
-"""The weights of a variant after the training: bits per rank, distance, and stored bytes."""
+"""The trained weights of a variant, compared between ranks and with one process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Weights = dict[str, Tensor]
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """Return a comparison of the trained weights, and the bytes that each rank stores.
 
-    The weights of all ranks are compared bit by bit, and those of this rank with the weights of one
-    process.
+    All ranks' weights are compared bit by bit with the first rank's. The weight changes of a rank
+    that has a trained model of one process are compared with that model's.
     """
     run.barrier()
     alone = variant.alone

@@ -10,7 +10,7 @@ from llmsys_suite.ranks.rank import Run
 
 
 def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
-    """Return a model with the initial weights of the run."""
+    """Return a model with initial weights drawn from `seed`, which is the run's by default."""
     torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
 

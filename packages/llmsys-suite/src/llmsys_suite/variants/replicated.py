@@ -10,7 +10,7 @@ from llmsys_suite.variants.single import Variant
 
 
 class Parallel(Variant):
-    """Data parallelism: each rank reads its rows and receives one all-reduce of the gradients."""
+    """Base of the data-parallel variants: each rank trains on its rows of the batch."""
 
     alone = False
 
@@ -72,7 +72,7 @@ class SharedMemory(Bucketed):
 
 
 class TorchDDP(Parallel):
-    """torch's own DistributedDataParallel, the peer."""
+    """torch's own DistributedDataParallel, with which the other variants are compared."""
 
     def build(self) -> None:
         """Wrap the model in torch's DDP, tuned as its documentation advises."""

@@ -29,7 +29,7 @@ class ParameterServer(Variant):
             self.worker.push()
 
     def update(self) -> None:
-        """Run the server until the training ends."""
+        """Do nothing, because the server updates the parameters."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters that the server stores."""

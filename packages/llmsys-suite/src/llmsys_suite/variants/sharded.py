@@ -19,7 +19,7 @@ class ShardedState(Parallel):
     shard_gradients = False
 
     def build(self) -> None:
-        """Shard AdamW."""
+        """Create AdamW with a sharded state."""
         self.optimizer = zero.ShardedOptimizer(
             self.model.parameters(),
             self.make.func,  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ class ShardedState(Parallel):
         )
 
     def clip(self, max_norm: float) -> None:
-        """Average and clip the gradients; otherwise the optimizer averages them in its step."""
+        """Average and clip the gradients. Without clipping, the optimizer's step averages them."""
         self.optimizer.clip_grad_norm_(max_norm)
 
 
@@ -42,7 +42,7 @@ class FullySharded(Parallel):
     """ZeRO stage 3: parameters are sharded as well."""
 
     def build(self) -> None:
-        """Wrap the model in zero.FSDP; each block is a unit, and so are all other parameters."""
+        """Wrap the model in zero.FSDP, with one unit per block and one for other parameters."""
         self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
         self.model = self.wrapped
         self.optimizer = self.make(self.model.parameters())
@@ -58,7 +58,7 @@ class FullySharded(Parallel):
 
 
 class TorchFSDP(Parallel):
-    """torch's own fully_shard (FSDP2), the peer of `FullySharded`, with the same units."""
+    """torch's own fully_shard (FSDP2) with the units of `FullySharded`, for comparison with it."""
 
     def build(self) -> None:
         """Shard the blocks, then the root."""

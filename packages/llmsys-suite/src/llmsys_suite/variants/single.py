@@ -1,4 +1,4 @@
-"""One process on the whole batch: the base of all variants, and the methods that each may override.
+"""Training in one process on the whole batch: the base class of all variants.
 
 A step consists of prepare, forward and backward, communicate and update. Each part is recorded as a
 phase.
@@ -34,15 +34,15 @@ class Variant:
         self.device = run.device
         self.phase = run.recorder.phase
         self.autocast = run.autocast
-        #: This rank's part of the rows, and the number of parts.
+        #: Index of this rank's part of the rows, and the number of parts.
         self.data_rank = run.rank
         self.data_world = run.world
         #: True if this rank records the digests of its rows; one rank per part of the rows does so.
         self.reports_rows = True
         self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate, fused=True)
-        #: Largest norm of the gradient, or None if it is not clipped.
+        #: Norm to which the gradient is clipped, or None to disable clipping.
         self.max_norm: float | None = None
-        #: Number of parts in which a rank handles its rows.
+        #: Number of sequential parts into which a rank splits its rows.
         self.parts = run.config.parts if self.alone else 1
         self.decoder = Decoder(config, attention=flash_attention).to(run.device)
         self.model: nn.Module = self.decoder
@@ -65,7 +65,7 @@ class Variant:
         return loss
 
     def prepare(self) -> None:
-        """Prepare the forward pass."""
+        """Prepare the forward pass; the base class does nothing."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward as labeled phases and return the mean loss."""
@@ -81,24 +81,27 @@ class Variant:
         return mean
 
     def communicate(self) -> None:
-        """Finish the communication that the backward pass has not completed."""
+        """Finish the communication of gradients; the base class does nothing."""
 
     def clip(self, max_norm: float) -> None:
         """Scale the averaged gradient to at most this norm."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
-        """Take the optimizer's step."""
+        """Take the optimizer's step and clear the gradients."""
         with self.phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters, not sharded, on every rank."""
+        """Return the full, unsharded parameters by name, on every rank."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def sending(self) -> dict[str, float]:
-        """Return the hidden and exposed communication per step in ms, from ddp's meter."""
+        """Return the median hidden and exposed communication per step in ms, from ddp's meter.
+
+        The result is {} if the variant does not use the meter.
+        """
         if not (steps := self.meter.steps):
             return {}
         return {
@@ -119,7 +122,7 @@ class Variant:
         return self.model, self.optimizer
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
-        """Adopt the state that was loaded into the pair that `checkpointed` returned."""
+        """Adopt the state that was loaded into the model and optimizer of `checkpointed`."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

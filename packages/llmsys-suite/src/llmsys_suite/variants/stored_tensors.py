@@ -18,12 +18,12 @@ from torch import Tensor
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
 
-#: Objects that refer to the whole program, or to the state of the run.
+#: Types that are not followed, because they refer to the whole program or the state of the run.
 BEYOND = (types.ModuleType, types.FrameType, type, Run)
 
 
 def stored_bytes(variant: Variant) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, of its moments, and of all its tensors."""
+    """Return the bytes of this rank's parameters, of AdamW's moments, and of all tensors."""
     states = variant.optimizer.state.values() if hasattr(variant, "optimizer") else ()
     moments = (t for state in states for t in reachable(state) if t.ndim)
     return {
@@ -34,7 +34,10 @@ def stored_bytes(variant: Variant) -> dict[str, int]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages of tensors; a DTensor counts as its local part."""
+    """Return the total bytes of the tensors' distinct storages.
+
+    A DTensor counts as its local shard, and a tensor on the meta device does not count.
+    """
     sizes: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -62,6 +65,6 @@ def reachable(start: Any) -> Iterator[Tensor]:
 
 def _references(owner: Any) -> list[Any]:
     if isinstance(owner, types.FunctionType):
-        # A function also refers to the globals of its module.
+        # Follow only the closure, because a function also refers to the globals of its module.
         return list(owner.__closure__ or ())
     return gc.get_referents(owner) if not isinstance(owner, torch.dtype) else []

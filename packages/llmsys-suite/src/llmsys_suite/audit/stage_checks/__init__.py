@@ -1,7 +1,7 @@
-"""Checks of the stages besides `plan` and `train`, each by a second method.
+"""Checks of the stages except `plan` and `train`, each with a second method.
 
-The checks of a stage in COLLECTIVE run on all ranks, and only those that rank 0 yields are
-reported. All other checks run on one rank, which has the results and the trained model of rank 0.
+The checks of a stage in COLLECTIVE run on all ranks, and only the checks of rank 0 are reported.
+All other checks run on one rank, which has the results of rank 0.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
 }
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")
-#: Stages that the last rank checks while rank 0 checks the others. The last rank also trains again
-#: (`recompute`), so that both ranks take about the same time.
+#: Stages that the last rank checks while rank 0 checks the other stages. The last rank also repeats
+#: training steps (`recompute`), so that both ranks take about the same time.
 ON_LAST_RANK = ("learn",)

@@ -1,4 +1,4 @@
-"""Checks of `attention`: every kernel against the formula in float64, and timed by the audit."""
+"""Checks of `attention`: kernels against the formula in float64, times against the audit's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     wrong = [] if result.shape == shape else [f"{result.shape} instead of {shape}"]
     yield Sources("reported", "the configuration").none("shape", wrong)
     exact = reference.attention(*(t.detach().double() for t in inputs))
-    # A kernel that returned a stored result would be correct only for the inputs of the stage.
+    # Other inputs detect a kernel that returns a stored result for the inputs of the stage.
     others = [(t + 0.1).detach() for t in inputs]
     leaves = [t.double().requires_grad_() for t in others]
     out = reference.attention(*leaves)
@@ -71,7 +71,7 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
 
 
 def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v at the shapes of one rank's rows, drawn as the stage draws them."""
+    """Return q, k and v (rows of one rank, heads, context, head_dim), as the stage draws them."""
     model = run.model
     rows = max(1, run.config.rows // run.world)
     shape = (rows, model.num_heads, model.context, model.d_model // model.num_heads)

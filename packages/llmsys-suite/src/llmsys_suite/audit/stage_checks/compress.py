@@ -1,4 +1,4 @@
-"""Checks of `compress`: bytes in the file, and the loss and structure of the model read back."""
+"""Checks of `compress`: each saved model's bytes, and its loss and weights after reading it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ROUNDS = 3
 CODEBOOK_BITS = {"k-means, 4 bits": 4, "k-means, 2 bits": 2}
 #: The method that also rounds the inputs of linear layers, and the largest integer of an input.
 ROUNDS_INPUTS, LARGEST_INTEGER = "8 bits, activations too", 127
-#: Number of rows of drawn inputs with which its layers are checked, and the allowed relative
-#: distance of their outputs from float64. Inputs that are not rounded, or to another number of
-#: bits, move outputs by at least 5e-3.
+#: Number of rows of random inputs with which the layers of this method are checked, and the allowed
+#: relative distance of their outputs from float64. Without rounding of inputs, or with another
+#: number of bits, outputs differ by at least 5e-3.
 INPUT_ROWS, ROUNDED_INPUTS = 64, 1e-3
-#: Allowed relative distance of a weight in the file from the weight that its method stores.
-#: Rounding downwards, or to another number of bits, moves weights further.
+#: Allowed relative distance of a weight in the file from the audit's weight for the same method.
+#: Rounding downwards, or to another number of bits, causes larger distances.
 STORED = 2e-3
 
 
@@ -148,13 +148,13 @@ def _compressed(method: str, weight: Tensor) -> Tensor | None:
 
 
 def _codebook(where: str, weight: Tensor, bits: int) -> list[str]:
-    """Return a complaint unless a weight has the distinct values of a codebook of `bits` bits."""
+    """Return an error unless a weight has as many distinct values as a codebook of `bits` bits."""
     values = len(weight.unique())
     return [] if 2 ** (bits - 1) < values <= 2**bits else [f"{where}: {values} values"]
 
 
 def _data_bytes(path: Path) -> int:
-    """Return the number of bytes of a safetensors file after its header."""
+    """Return the number of bytes after the header of a safetensors file; -1 for a wrong length."""
     with path.open("rb") as file:
         (header,) = struct.unpack("<Q", file.read(8))
         described = json.loads(file.read(header))

@@ -20,7 +20,7 @@ from llmsys_suite.stages import inspect
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
-    """Recompute everything that the stage reports about the trained model."""
+    """Check the last lens row, attributions, previous-token heads and the ablation in float64."""
     if not isinstance(run.trained, Decoder):
         return
     yield compare_with_file(run, run.trained)
@@ -74,7 +74,7 @@ def _attribution(
 def _scores(
     run: Run, weights: dict[str, Tensor], heads: int, rows: results.Rows
 ) -> Iterator[Check]:
-    """Compare the head for the token before with the patterns of all heads in float64."""
+    """Compare the best previous-token head with the attention patterns of all heads in float64."""
     assert isinstance(run.trained, Decoder)
     config = run.trained.config
     repeated = inspect.repeated(min(64, config.context), config.vocabulary).to(run.device)

@@ -116,7 +116,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     stored = Sources("reported", "the checkpoint's weights in float64")
     yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
-        # The first step depends on the moments of the checkpoint, and the second loss on that step.
+        # The second loss depends on the first step, which depends on the checkpoint's moments.
         batch = learn_batch(run, result, step + 1)
         loss = reference.mean_loss(weights, *batch, run.model.num_heads)
         moments = Sources("reported", "the checkpoint's moments in float64")
@@ -163,7 +163,7 @@ def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
 
 
 def _last_checkpoint(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare what a later run would continue with the results, the configuration and the file."""
+    """Compare the last checkpoint with the results, the configuration and the model file."""
     total = len(result.losses)
     last = read_checkpoint(run.out / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}

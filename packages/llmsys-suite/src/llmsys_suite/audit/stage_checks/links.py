@@ -1,4 +1,4 @@
-"""Checks of `links`: sums against float64, columns against formulas, bytes against a ring's."""
+"""Checks of `links`: sums against float64, and columns and wire bytes against formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmsys_suite.stages import links
 
 
 def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
-    """Sum with every algorithm on every rank, and recompute the columns on rank 0."""
+    """Check sums of every all-reduce algorithm on every rank, and the table's columns on rank 0."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         ranks = Sources("the run", "one, of a run without links")

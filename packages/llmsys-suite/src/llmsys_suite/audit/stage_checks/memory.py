@@ -1,4 +1,4 @@
-"""Checks of `memory`: counted peaks against the peaks that accounting predicts."""
+"""Checks of `memory`: counted peaks against the peaks that `accounting` predicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEAK_BYTES = 0.04
 
 
 def checks(run: Run, result: results.Memory) -> Iterator[Check]:
-    """Compare the peaks and the residual stream of every context."""
+    """Compare each context's training peaks with predictions, and its stream with a formula."""
     config = run.config
     counted = [row["context"] for row in result.peaks]
     yield same_rows("contexts", memory.contexts(config), counted)

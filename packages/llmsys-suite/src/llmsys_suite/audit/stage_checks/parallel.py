@@ -1,4 +1,4 @@
-"""Checks of `parallel`: splits against one process in float64, and schedules by their events."""
+"""Checks of `parallel`: splits against one process in float64, schedules against their events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
     for row in rows:
         name = row["split"]
         layout = possible[name]
-        # The numbers of a split are checked in float32, even if the run uses another dtype.
+        # Gradients of a split are checked in float32, even if the run uses another dtype.
         with run.in_float32(), events.recorded() as passes:
             gradients = _gradients(run, name, layout, exact)
         yield gradients
@@ -83,8 +83,8 @@ def _one_process(run: Run) -> Exact:
 
 
 def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Check:
-    """Compare the change of the weights by one step of SGD on every rank with the gradients."""
-    # Torch's fused loops do not mix split parameters with whole ones.
+    """Compare the weight change of one SGD step with the exact gradients, on every rank."""
+    # SGD's foreach implementation does not mix DTensors with plain tensors.
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
     split = splits.SplitModel(run, run.model, layout, make)
     split.step(*split.batch(0))

@@ -1,7 +1,7 @@
 """Checks of one random step of `learn`.
 
-The stage saves a checkpoint before and after a step that is drawn at run time. This module reads
-both, repeats the step in float64 and compares weights and moments. The checkpoints are read with
+The stage saves checkpoints before and after a step that is drawn at run time. This module reads
+both checkpoints, repeats the step in float64, and compares weights and moments. It reads them with
 torch.distributed.checkpoint, not with the package that wrote them.
 """
 
@@ -43,7 +43,7 @@ ROUNDING = 2**-23
 
 
 def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
-    """Repeat one step in float64 from the checkpoint before it."""
+    """Repeat one step in float64 and compare it with the checkpoints, which are then deleted."""
     folder = run.out / PROBE
     before = read_checkpoint(folder / "before")
     after = read_checkpoint(folder / "after")
@@ -105,7 +105,7 @@ def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Ten
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
-    """Return the gradient scaled to at most `max_norm`; Pascanu et al. 2013, algorithm 1."""
+    """Return the gradients scaled to a norm of at most `max_norm` (Pascanu et al. 2013, alg. 1)."""
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
     # Torch adds a small number to the norm.
     scale = min(1.0, max_norm / (norm + 1e-6))

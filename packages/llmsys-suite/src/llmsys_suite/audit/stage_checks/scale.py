@@ -1,4 +1,4 @@
-"""Checks of `scale`: sizes and FLOPs by hand, a run trained again in float64, the fit by numpy."""
+"""Checks of `scale`: sizes and FLOPs by formula, one run repeated in float64, the fit by numpy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llmsys_suite.variants.initial_weights import seeded
 
 
 def checks(run: Run, result: results.Scale) -> Iterator[Check]:
-    """Recompute the columns, train one run again and repeat the fit."""
+    """Check the columns by formulas, one run by training it again, and the fit by repeating it."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
     yield same_rows("runs", scale.planned_runs(run.config), trained)
     yield from _columns(result.runs)
-    # Check the shortest run of a seed that is drawn now, so that the stage cannot foresee it.
+    # The seed of the checked run is drawn only now, so that the stage cannot foresee it.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
     runs_of_seed = [row for row in result.runs if row["seed"] == seed]
     row = min(runs_of_seed, key=lambda row: row["steps"])
@@ -36,7 +36,7 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
     yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
     yield from _fit("the runs", result.runs, result)
-    # A short run may have no valley to fit, so known valleys are fitted as well.
+    # Short runs may have no valley to fit, so the fit is also checked on known valleys.
     known = scale.fit(KNOWN_VALLEYS)
     yield from _fit("known valleys", KNOWN_VALLEYS, known)
     missing = [] if known.law else ["known valleys"]

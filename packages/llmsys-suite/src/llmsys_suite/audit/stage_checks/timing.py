@@ -1,4 +1,4 @@
-"""Checks of interleaved timings: sums by another clock, medians and ratios by numpy, new rounds."""
+"""Checks of interleaved timings against a second clock, numpy's medians, and the audit's rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmsys_suite.ranks.rank import Run
 
 
 def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """Compare the sum of all timings with another clock, and reported medians with the timings."""
+    """Compare the sum of all timings with a second clock, and reported medians with the timings."""
     rounds = interleaved.seconds
     clocked = interleaved.clocked_s
     total = sum(map(sum, rounds.values()))
@@ -30,7 +30,7 @@ def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[C
 
 
 def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
-    """Recompute the median over rounds of the peer's time divided by each contender's time."""
+    """Check the reported medians over rounds of the peer's time divided by each contender's."""
     peers = np.array(interleaved.seconds[peer])
     triples = [
         (1 / float(np.median(np.array(interleaved.seconds[name]) / peers)), value, name)
@@ -46,10 +46,10 @@ def timed_again(
     compare: Callable[[Rounds], list[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
-    """Time the calls alternately, and return the checks that compare them with the stage's seconds.
+    """Time the calls in interleaved rounds, and return the checks that `compare` makes of them.
 
     If a check fails, another program may have disturbed the rounds. Further rounds then follow
-    until all checks pass, for at most `PATIENCE_S` seconds.
+    until all checks pass or `PATIENCE_S` seconds have passed.
     """
     stop_time = time.monotonic() + PATIENCE_S
     timed = timed_in_turns(run, calls, rounds)
@@ -64,7 +64,7 @@ def timed_again(
 def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
     """Check that no contender's shortest round is much shorter than in the audit's own rounds.
 
-    A round may be too long, because other programs may have disturbed it.
+    A longer time is allowed, because other programs may have disturbed the stage's rounds.
     """
     both = Sources("rounds of the stage", "the audit's own timing")
     for name, rounds in interleaved.seconds.items():
@@ -74,11 +74,10 @@ def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
 
 
 def ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check]:
-    """Compare the ratios to `peer` with those of the audit's own rounds.
+    """Compare the stage's time ratios to `peer` with the ratios of the audit's own rounds.
 
-    On a busy machine the ratio of one round differs from that of the next. The audit's median must
-    lie between the smallest and the largest ratio of the stage, or within a factor of `BAND` of
-    them.
+    On a busy machine the ratio varies between rounds. The audit's median must therefore lie
+    between the smallest ratio of the stage divided by `BAND` and its largest ratio times `BAND`.
     """
     peers = np.array(interleaved.seconds[peer])
     audits = Sources("the audit's own timing", "rounds of the stage")

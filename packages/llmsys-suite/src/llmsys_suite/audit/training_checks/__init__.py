@@ -39,7 +39,7 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
 def checks(
     config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
-    """Yield all checks of a record, or only one that names its missing parts if there are any."""
+    """Yield the check that a record is complete, and all other checks only if it is complete."""
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
     missing = record.missing()

@@ -25,7 +25,7 @@ def configuration(record: Record) -> Iterator[Check]:
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of a configuration as a JSON file has them."""
+    """Return the fields of a configuration as they are read from a JSON file."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_json()))
     return values
 
@@ -47,7 +47,7 @@ def text(record: Record) -> Iterator[Check]:
 
 
 def rows(record: Record) -> Iterator[Check]:
-    """Compare the rows of every step with those of the independent sampler."""
+    """Compare the variants, and the rows of every step with rows of the independent sampler."""
     yield same_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
     foreign: list[str] = []
     for name in record.probes:

@@ -28,7 +28,7 @@ def counts(record: Record) -> Iterator[Check]:
 
 
 def memory(record: Record) -> Iterator[Check]:
-    """Compare predicted bytes with a real step and a real optimizer."""
+    """Compare the predicted peak, the measured peak and the predicted parts with one another."""
     plan, parts = record.plan, record.plan.training_bytes_by_part
     step = Sources("plan", "live bytes of a real step")
     yield step.equal(
@@ -68,7 +68,7 @@ def communication(record: Record) -> Iterator[Check]:
 
 
 def rates(record: Record) -> Iterator[Check]:
-    """Compare the rate of a matrix product with the rate by the wall clock."""
+    """Compare the rate of a matrix product with the rate that the audit measured."""
     rate = record.evidence["product_flops_per_second"]
     clock = Sources("plan", "the wall clock")
     yield clock.within("rate of a product", rate, record.plan.peak, BAND)

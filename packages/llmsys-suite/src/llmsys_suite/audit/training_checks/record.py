@@ -19,7 +19,7 @@ PARTS = {
     "config", "probe", "split", "peers", "product_flops_per_second", "shares_memory",
     "sockets_count", "row_digests", "initial_scales", "model_counts", "saved_bytes", "trajectory",
 }  # fmt: skip
-#: Entries of each row of `train`, of each variant's final weights, and of each sample of a step.
+#: Required keys of each row of `train`, of each variant's final weights, and of each step's sample.
 ROW_KEYS = ("step_ms", "mfu", "final_loss", *(f"{phase}_share" for phase in PHASES))
 WEIGHT_KEYS = ("ranks", "differ", "from_one_process", "stored")
 SAMPLE_KEYS = {"loss", "seconds", "began", "ended", "row_digests", CORE_WAIT}
@@ -98,10 +98,10 @@ class Record:
         return steps
 
     def slowest_seconds(self) -> dict[str, dict[int, float]]:
-        """Return {variant: {step: seconds of the slowest rank}}, measured by the outer clock.
+        """Return {variant: {step: seconds of the slowest rank}}, measured by the second clock.
 
-        Time that the rank waited for a core, as counted by the kernel, is subtracted, up to the
-        difference between the two clocks.
+        The time for which the rank waited for a core is subtracted, up to the difference between
+        the two clocks.
         """
 
         def seconds(s: Sample) -> float:

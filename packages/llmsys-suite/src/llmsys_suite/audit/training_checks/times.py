@@ -1,4 +1,4 @@
-"""Checks of times: reported figures against a second clock, peers against the audit's own."""
+"""Checks of times: reported figures against a second clock, peers against the audit's peers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
 
-#: A peer's ratio is compared with that of the audit if it has this number of rounds.
+#: Minimum number of rounds for comparing a peer's ratio with the audit's.
 LEAST_ROUNDS = 3
 
 
 def steps(record: Record) -> Iterator[Check]:
-    """Compare the time of each step with another clock."""
+    """Compare the recorder's times of steps with a second clock around it, per variant and rank."""
     pairs = []
     for (name, rank), rank_samples in record.steps.items():
         ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in rank_samples]
-        # In some steps another program takes the core between the two readings.
+        # In some steps another program takes the core between the readings of the two clocks, so
+        # only the quartile with the closest readings is used.
         ratios.sort(key=lambda ratio: abs(ratio - 1))
         pairs.append((1.0, ratios[len(ratios) // 4], f"{name} rank {rank}"))
     recorder = Sources("the recorder", "another clock around it")
@@ -30,7 +31,10 @@ def steps(record: Record) -> Iterator[Check]:
 
 
 def reported_times(record: Record) -> Iterator[Check]:
-    """Recompute step times, ratios and utilization from the other clock."""
+    """Check the reported step times, ratios and utilization against a second clock.
+
+    The spread of the ratios is recomputed from the recorded samples.
+    """
     slowest = record.slowest_seconds()
     recorded = record.recorded_seconds()
     flops = record.evidence["model_counts"]["flops_causal"]
@@ -44,7 +48,8 @@ def reported_times(record: Record) -> Iterator[Check]:
         step_ms.append((1e3 * seconds, row["step_ms"], name))
         peak = ranks_of(name, record.config.world) * record.plan.peak
         utilization.append((flops / (peak * seconds), row["mfu"], name))
-        # Variants that ran one after another have no rounds in common with the peer.
+        # Ratios need rounds in common with the peer, which variants that ran one after another do
+        # not have.
         if record.plan.variants_fit_together:
             rounds = slowest[name].keys() & slowest[PEER].keys()
             by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
@@ -88,10 +93,10 @@ def rounds(record: Record) -> Iterator[Check]:
 
 
 def peers(record: Record) -> Iterator[Check]:
-    """Compare the time of torch's DDP and FSDP2 with that of the audit's own.
+    """Compare the times of the run's DDP and FSDP2 of torch with the audit's implementations.
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
-    another variant, and the peer's ratio to that variant is compared with that of the stage.
+    another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     """
     slowest = record.slowest_seconds()
     for name, medians in record.evidence["peers"].items():
@@ -114,7 +119,7 @@ def peers(record: Record) -> Iterator[Check]:
 
 
 def phases(record: Record) -> Iterator[Check]:
-    """Check that every step has its phases, that they fit into the step, and their shares."""
+    """Check that every step has its phases, that their sum fits, and the reported fractions."""
     parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
     for s in record.samples:
         if not s["warmup"]:

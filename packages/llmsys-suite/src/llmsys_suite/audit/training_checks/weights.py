@@ -40,7 +40,7 @@ def initial_weights(record: Record) -> Iterator[Check]:
 
 
 def probed_step(record: Record) -> Iterator[Check]:
-    """Compare one SGD step of every variant and rank with float64."""
+    """Compare one SGD step of every variant and rank with float64, and ranks with each other."""
     every_rank = Sources("every rank", "float64")
     for row in record.train.rows:
         name = row["variant"]
@@ -58,8 +58,8 @@ def probed_step(record: Record) -> Iterator[Check]:
 def final_weights(record: Record) -> Iterator[Check]:
     """Compare the trained weights of all ranks bit by bit, and with those of one process."""
     tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
-    # Sums over the rows of two ranks round differently from a sum over all rows. If no weight
-    # differs, the weights were compared with themselves.
+    # Sums over the rows of several ranks round differently from a sum over all rows. If no weight
+    # differs, the weights were probably compared with themselves, so a distance of 0 fails.
     sums_differ = record.config.world > 1 and record.config.parts == 1
     least = sys.float_info.min if sums_differ else 0.0
     for row in record.train.rows:
@@ -117,7 +117,7 @@ def stored_tensors(record: Record) -> Iterator[Check]:
 
 
 def losses(record: Record) -> Iterator[Check]:
-    """Compare every loss with one process, and one process with the independent reference."""
+    """Compare losses with one process and the reference, and reported losses with the samples."""
     curves = record.losses
     alone = curves[SINGLE]
     tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(alone)))

@@ -1,4 +1,4 @@
-"""Checks of bytes: those in shared memory and on sockets compared with formulas."""
+"""Checks of the bytes in shared memory and on sockets against formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD_BYTES = 1024
 
 
 def shared_memory(record: Record) -> Iterator[Check]:
-    """Compare the bytes that are summed in shared memory with those of the gradients."""
+    """Compare the bytes that are summed in shared memory with the bytes of the gradients."""
     probe = record.probes.get(SHARED_MEMORY)
     if probe is None or not record.evidence["shares_memory"]:
         return
@@ -35,7 +35,7 @@ def sockets(record: Record) -> Iterator[Check]:
     """Compare the bytes that sockets received per step of training with the variant's formula."""
     if not record.evidence["sockets_count"]:
         return
-    # A ring passes each tensor on once per other rank.
+    # A ring forwards each tensor once per other rank.
     tensors = record.evidence["model_counts"]["tensors"]
     heads = HEAD_BYTES * tensors * max(1, record.config.world - 1)
     kernel = Sources("the kernel's sockets", "the variant's formula")
@@ -61,8 +61,8 @@ def sockets(record: Record) -> Iterator[Check]:
 def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
     """Return the least and the most bytes per step of the rank that receives the most.
 
-    A reduce-scatter or an all-gather brings (n - 1) / n of its data to each rank, and an all-reduce
-    twice as much.
+    In a reduce-scatter or an all-gather each rank receives (n - 1) / n of the data, and in an
+    all-reduce twice as much.
     """
     counts, world = record.evidence["model_counts"], record.config.world
     whole = 4.0 * counts["parameters"]
