@@ -15,7 +15,7 @@ MODEL = "model.safetensors"
 
 
 def model_of(folder: RunFolder) -> Decoder:
-    """Return the decoder that the stage `learn` trained; raise `UsageError` if there is none."""
+    """Return the decoder that the stage `learn` trained; raise `UsageError` if it has no file."""
     from safetensors.torch import load_file
 
     if not (folder.path / MODEL).exists():

@@ -131,7 +131,8 @@ def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -
     slots = Sources("reported", "slots of a schedule written out")
     yield slots.equal(f"{name}: bubble", _bubble(run, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
-    # In some iterations another program takes the core between the two readings.
+    # In some iterations another program takes the core between the readings of the two clocks. The
+    # lower quartile of the deviations is therefore checked.
     ratios = sorted((a / b for a, b in pairs), key=lambda ratio: abs(ratio - 1))
     clock = Sources("iterations", "another clock around each")
     yield clock.equal(f"{name}: time", 1, ratios[len(ratios) // 4], CLOCK)

@@ -28,7 +28,7 @@ def counts(record: Record) -> Iterator[Check]:
 
 
 def memory(record: Record) -> Iterator[Check]:
-    """Compare the predicted peak, the measured peak and the predicted parts with one another."""
+    """Compare predicted bytes with a real step, autograd's saved tensors and stored tensors."""
     plan, parts = record.plan, record.plan.training_bytes_by_part
     step = Sources("plan", "live bytes of a real step")
     yield step.equal(

@@ -22,8 +22,8 @@ def steps(record: Record) -> Iterator[Check]:
     pairs = []
     for (name, rank), rank_samples in record.steps.items():
         ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in rank_samples]
-        # In some steps another program takes the core between the readings of the two clocks, so
-        # only the quartile with the closest readings is used.
+        # In some steps another program takes the core between the readings of the two clocks. The
+        # lower quartile of the deviations is therefore checked.
         ratios.sort(key=lambda ratio: abs(ratio - 1))
         pairs.append((1.0, ratios[len(ratios) // 4], f"{name} rank {rank}"))
     recorder = Sources("the recorder", "another clock around it")

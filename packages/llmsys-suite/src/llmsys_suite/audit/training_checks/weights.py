@@ -59,7 +59,7 @@ def final_weights(record: Record) -> Iterator[Check]:
     """Compare the trained weights of all ranks bit by bit, and with those of one process."""
     tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
     # Sums over the rows of several ranks round differently from a sum over all rows. If no weight
-    # differs, the weights were probably compared with themselves, so a distance of 0 fails.
+    # differs, the weights were compared with themselves. A distance of 0 therefore fails.
     sums_differ = record.config.world > 1 and record.config.parts == 1
     least = sys.float_info.min if sums_differ else 0.0
     for row in record.train.rows:
