@@ -87,6 +87,27 @@ def test_missing_files_and_other_tensors_are_refused(exported, tmp_path):
         import_model(folder)
 
 
+def test_files_that_do_not_fit_together_are_refused(exported):
+    _, folder = exported
+    config = json.loads((folder / "config.json").read_text())
+
+    def write(**change):
+        (folder / "config.json").write_text(json.dumps(config | change))
+
+    write(intermediate_size=config["intermediate_size"] + 8)
+    with pytest.raises(UsageError, match=r"expected model\.layers\.0\..* of shape .*, got"):
+        import_model(folder)
+    heads = config["hidden_size"] + 1
+    write(num_attention_heads=heads, num_key_value_heads=heads)
+    with pytest.raises(UsageError, match=r"config\.json: "):
+        import_model(folder)
+    write()
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-8])
+    with pytest.raises(UsageError, match="cannot be read"):
+        import_model(folder)
+
+
 def test_the_command_exports_the_trained_model_to_a_new_folder_only(tmp_path):
     run = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path / "run"), {})
     trained = Decoder(ModelConfig.named("mini", context=16))

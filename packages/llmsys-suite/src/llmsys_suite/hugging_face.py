@@ -95,21 +95,32 @@ def import_model(folder: Path) -> Decoder:
     Raises:
         UsageError: a file is missing, or the model is not of this package's architecture.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         stored = load_file(folder / "model.safetensors")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read: {error}") from None
     try:
-        shape = _shape(config, folder)
+        model = Decoder(_shape(config, folder))
     except KeyError as missing:
         raise UsageError(f"{folder / 'config.json'} has no {missing}") from None
-    model = Decoder(shape)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{folder / 'config.json'}: {error}") from None
     expected = {their_name(name) for name, _ in model.named_parameters()}
     if different := expected ^ stored.keys():
         raise UsageError(f"{folder}: expected the tensors of a Llama model, got {min(different)!r}")
+    for name, parameter in model.named_parameters():
+        theirs = stored[their_name(name)]
+        if theirs.shape != parameter.shape:
+            raise UsageError(
+                f"{folder}: expected {their_name(name)} of shape {tuple(parameter.shape)}, as in "
+                f"config.json, got {tuple(theirs.shape)}"
+            )
     model.load_state_dict(
         {name: stored[their_name(name)].float() for name, _ in model.named_parameters()}
     )
