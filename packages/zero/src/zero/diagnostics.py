@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: All surviving ranks notice a failure within this time of each other.
+#: Seconds to wait for reports, because surviving ranks do not notice a failure simultaneously.
 GRACE_SECONDS = 5.0
-#: Time in which the store responds if its host is alive.
+#: Time within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
@@ -35,9 +35,10 @@ def check_alike(everyone: Sequence[Sequence[Any]]) -> None:
 def find_unresponsive_ranks(
     group: dist.ProcessGroup | None, description: str
 ) -> tuple[list[int], dict[int, str]]:
-    """Return the global ranks that do not respond, and the failed call of each rank that does.
+    """Return the global ranks that do not respond, and the failed call of each responding rank.
 
-    Every surviving rank of the group calls this function, because each detects the failure.
+    Every surviving rank of the group calls this function, because every rank detects the failure.
+    If the store does not respond, return only rank 0, which hosts it.
     """
     answers: list[tuple[list[int], dict[int, str]]] = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -51,7 +52,7 @@ def find_unresponsive_ranks(
 
 
 def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int, str]]:
-    """Report this rank in the store, and poll it for the reports of other ranks."""
+    """Report this rank's failed call in the store, and poll for the reports of other ranks."""
     store = dist.distributed_c10d._get_default_store()
     absent = {rank: f"zero/alive/{rank}" for rank in ranks}
     answers: dict[int, str] = {}
@@ -69,7 +70,7 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
-    """Return an error that names the ranks that caused a collective to fail."""
+    """Return an error that names the ranks or the calls that caused a collective to fail."""
     absent, answers = find_unresponsive_ranks(group, description)
     if not absent and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))

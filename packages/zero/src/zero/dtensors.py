@@ -23,7 +23,7 @@ _NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 def has_elements(key: str, shape: torch.Size, parameter_shape: torch.Size) -> bool:
-    """Return True if a state entry of this name and shape has an element per parameter element."""
+    """Return True if a state entry has one element per element of its parameter."""
     return shape == parameter_shape and (len(shape) > 0 or key not in _NUMBERS)
 
 
@@ -36,15 +36,15 @@ class Run:
     shape: torch.Size
 
     def select(self, whole_shape: torch.Size, key: str, value: Any) -> Any:
-        """Return this run's part of a state entry of a parameter of shape `whole_shape`.
+        """Return a copy of this run's part of a state entry of a parameter of shape `whole_shape`.
 
-        An entry of another shape, such as a step count, belongs to all runs.
+        An entry of another shape, such as a step count, is copied whole for every run.
         """
         if not isinstance(value, Tensor):
             return value
         is_part = has_elements(key, value.shape, whole_shape) and value.shape != self.shape
         # If two runs of a parameter shared a tensor, it would be updated twice per step. A copy
-        # that is made in inference mode could not be updated.
+        # that is created in inference mode could not be updated.
         with torch.inference_mode(False), torch.no_grad():
             if is_part:
                 return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
@@ -52,7 +52,10 @@ class Run:
 
 
 def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
-    """Return `whole`, which every rank has, as a DTensor sharded by rows."""
+    """Return `whole`, which every rank has, as a DTensor that is sharded by rows.
+
+    The DTensor is replicated if `whole` has no dimensions.
+    """
     mesh = communicator.mesh
     if not whole.dim():
         return DTensor.from_local(whole.clone(), mesh, [Replicate()])

@@ -3,8 +3,8 @@
 torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes.
 `direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
 copies the data twice; `direct_all_gather` receives each block at its final offset. If ranks call
-different collectives, torch's abort the process or mix the data; a `direct_all_reduce` is matched
-with calls of the same dtype, size and operation only, so that other calls time out.
+different collectives, torch's collectives abort the process or mix the data. A `direct_all_reduce`
+is only matched with calls of the same dtype, size and operation, so that other calls time out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 #: Separates these messages from the caller's own point-to-point traffic on the same group.
 TAG = 0x5A45
-#: Larger tensors are summed by torch's all-reduce, which sends fewer bytes per rank.
+#: Larger tensors are reduced by torch's all-reduce, which sends fewer bytes per rank.
 DIRECT_ALL_REDUCE_BYTES = 1 << 16
 
 
@@ -43,7 +43,8 @@ def direct_reduce_scatter(
     With n ranks, rank r sends block j of `input` to rank j, and adds the received blocks in rank
     order, so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
     rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched between
-    ranks by `tag`. `output` may be this rank's block of `input`.
+    ranks by `tag`. `output` may be this rank's block of `input`. Raise ValueError for any other
+    operation, and for sizes or dtypes that do not match.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
@@ -70,7 +71,8 @@ def direct_all_gather(
 ) -> Work | None:
     """Do `torch.distributed.all_gather_into_tensor` with n-1 sends of `input` per rank.
 
-    Blocks are received directly into `output`. `input` may be this rank's block of `output`.
+    Blocks are received directly into `output`. `input` may be this rank's block of `output`. Raise
+    ValueError for sizes or dtypes that do not match.
     """
     world = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -99,7 +101,8 @@ def direct_all_reduce(
     """Do `torch.distributed.all_reduce` of a small tensor with n-1 sends of all of it per rank.
 
     With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order. The
-    operation is SUM or MAX.
+    operation must be SUM or MAX. torch's all-reduce is called instead for a tensor of more than
+    `DIRECT_ALL_REDUCE_BYTES`, or on another device than the CPU.
     """
     if tensor.nbytes > DIRECT_ALL_REDUCE_BYTES or not tensor.is_cpu:
         return dist.all_reduce(tensor, op, group, async_op)
@@ -111,7 +114,7 @@ def direct_all_reduce(
 
 
 def tag_of(description: str) -> int:
-    """Return the tag of the messages of calls with this description."""
+    """Return the tag for messages of calls with this description."""
     return zlib.crc32(description.encode()) >> 1
 
 

@@ -38,7 +38,10 @@ Loss = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by kind at one moment of a step, and the peak since the previous moment."""
+    """Bytes by kind at one moment of a step, and the peak since the previous moment.
+
+    `activations` is only measured after the forward, and 0 at other moments.
+    """
 
     name: str
     parameters: int
@@ -97,9 +100,10 @@ def memory_report(
     Two steps are run, and the second is reported.
 
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
-    loss: runs the forward of the model. Both functions must use the default device, which is meta
-        for the prediction and `device` for the measurement.
-    world: only predict, for this number of ranks, which need not exist.
+    loss: receives the model, runs its forward, and returns the loss. Both functions must use the
+        default device, which is meta for the prediction and `device` for the measurement.
+    world: predict for this number of ranks, which need not exist, and do not measure.
+    group: the process group of the measurement; by default, all ranks.
     """
     if world is not None:
         ranks = DryRun(world)
@@ -185,7 +189,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]
 
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that a rank stores between operators, by kind."""
+    """Return the tensors that a rank stores at this moment, by kind, without activations."""
     units = _units(model)
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
@@ -216,7 +220,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _OperatorCounter(TorchDispatchMode):
-    """A count of live storages, from their allocation by an operator to their deletion.
+    """A count of the bytes of storages, from allocation by an operator until deletion.
 
     `live` starts with `start`, and `peak` is the maximum within the latest phase.
     """
@@ -262,7 +266,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _CudaCounter:
-    """A count that the CUDA allocator keeps, with the attributes of `_OperatorCounter`."""
+    """The CUDA allocator's count of bytes, with the attributes of `_OperatorCounter`."""
 
     def __init__(self, start: int, model: nn.Module) -> None:
         self.live = start

@@ -1,4 +1,4 @@
-"""Checks of parameters and modules that would be sharded wrongly."""
+"""Checks that reject parameters and modules that cannot be sharded correctly."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_trainable_dtype(dtype: torch.dtype) -> bool:
 
 
 def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if the parameters cannot be laid end to end and trained."""
-    # torch's optimizers refuse anything else.
+    """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained."""
+    # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
     for name, parameter in parameters:
         shape = tuple(parameter.shape)
@@ -58,14 +58,14 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
 def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if two parameters share memory, because sharding would separate them.
 
-    A parameter that several modules have is tied, and is not an error.
+    One parameter object in several modules (a tied parameter) is not an error.
     """
     ranges: list[tuple[str, int, int, str, Tensor]] = []
     for name, parameter in named:
         if parameter.is_meta or not parameter.numel():
             continue
         start = parameter.data_ptr()
-        # A non-contiguous tensor may skip elements of its memory, so only its first element counts.
+        # A non-contiguous tensor may skip elements of its memory, so compare only its first one.
         size = parameter.nbytes if parameter.is_contiguous() else parameter.itemsize
         ranges.append((str(parameter.device), start, start + size, name, parameter))
     ranges.sort(key=lambda entry: entry[:3])
@@ -84,7 +84,7 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
     """Raise ValueError if a buffer cannot be synchronized, or a parameter is sharded already.
 
-    adopted: the shards of inner modules, which may be sharded.
+    adopted: the shards of inner modules, which are allowed.
     """
     for name, buffer in module.named_buffers():
         check_separate_elements(f"buffer {name}", buffer)
@@ -97,7 +97,10 @@ def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Communicator) -> None:
-    """Raise if parameters differ between ranks, or cannot be sharded."""
+    """Raise ValueError if parameters differ between ranks, cannot be sharded, or have hooks.
+
+    Every rank must call this function.
+    """
     described = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named
@@ -113,14 +116,17 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter has hooks, except those of a ShardedOptimizer."""
+    """Return True if a parameter has hooks other than those of a ShardedOptimizer."""
     hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
     modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
     return any(not module.startswith("zero.optimizer.") for module in modules)
 
 
 def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Communicator) -> None:
-    """Raise RuntimeError if parameters that were written to differ between ranks."""
+    """Raise RuntimeError if any parameter in `written` differs between ranks, by its checksum.
+
+    Every rank must call this function.
+    """
     everyone = communicator.gather_objects([_checksum(p) for p in written])
     for index, parameter in enumerate(written):
         if len({checksums[index] for checksums in everyone}) > 1:
@@ -138,7 +144,7 @@ def _checksum(parameter: Tensor) -> int:
 
 
 def check_dense(gradient: Tensor | None) -> None:
-    """Raise TypeError for a sparse gradient, whose elements differ between ranks."""
+    """Raise TypeError for a sparse gradient, because its indices differ between ranks."""
     if gradient is not None and gradient.layout != torch.strided:
         raise TypeError(
             f"expected dense gradients, got one with layout {gradient.layout} for a parameter of "

@@ -1,7 +1,7 @@
 """The assignment of elements to ranks.
 
-Parameters are laid end to end in one flat tensor, which is cut into buckets. Each bucket is cut
-into one slice per rank, even in the middle of a parameter, so all ranks have the same number of
+Parameters are concatenated in one flat tensor, which is cut into buckets. Each bucket is cut into
+one slice per rank, even in the middle of a parameter, so all ranks have the same number of
 elements, including padding. Optimizers that need whole tensors use another partition: one owner per
 parameter, assigned in descending order of size (Graham's greedy rule). Its balance depends on the
 shapes.
@@ -34,9 +34,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """Flat elements `start` to `stop`, reduced and gathered as one bucket.
+    """Elements `start` to `stop` of the flat tensor, reduced and gathered as one bucket.
 
-    `owner` is the rank that has all of them, or None if every rank has a slice of the same size.
+    `owner` is the rank that stores the whole span; None if every rank stores an equal slice.
     """
 
     start: int
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Partition:
-    """The layout of one flat tensor: the offset of each parameter, and the spans of all buckets.
+    """The layout of a flat tensor: each parameter's size and offset, and each bucket's span.
 
     `numel` includes the padding at the end.
     """
@@ -83,7 +83,7 @@ class Partition:
 
 
 def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Cut the flat tensor evenly: the largest shard is at most one element above the mean."""
+    """Cut every bucket into equal slices; each rank gets `ceil(sum(numels) / world)` elements."""
     total = sum(numels)
     padded = -(-total // world) * world
     bucket = max(world, bucket_numel // world * world)
@@ -93,7 +93,7 @@ def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partitio
 
 
 def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Assign each parameter to one owner: in descending order of size, to the least loaded rank."""
+    """Assign each parameter to one owner rank: the largest first, each to the least loaded rank."""
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
@@ -117,6 +117,9 @@ def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partit
 
 
 def alias(flat: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Return a part of `flat` with shape `shape` and a separate version counter."""
+    """Return a tensor of shape `shape` that shares the memory of `flat` from `offset` on.
+
+    Unlike a view, it has a separate version counter.
+    """
     strides = torch.empty(shape, device="meta").stride()
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape, strides)

@@ -1,8 +1,8 @@
 """ZeRO's three stages in plain torch: shard, gather, step.
 
 Data parallelism keeps all parameters, gradients and optimizer state on each of n ranks, although
-all ranks update every element alike. Here, rank r updates only the r-th part of the elements. For
-its part only, it stores the optimizer state (stage 1), the averaged gradients (stage 2) and,
+all ranks update every element alike. Here, rank r updates only the r-th part of the elements. Only
+of this part does it store the optimizer state (stage 1), the averaged gradients (stage 2) and,
 between uses, the parameters (stage 3). The rest of this package makes these stages faster. Source:
 Rajbhandari et al. 2020, ZeRO, section 5.
 """
@@ -23,7 +23,7 @@ def flatten(tensors: list[Tensor], world: int) -> Tensor:
 
 
 def unflatten(flat: Tensor, parameters: list[nn.Parameter]) -> None:
-    """Copy a flat tensor into the parameters that it was made from."""
+    """Copy the elements of a flat tensor into the parameters, in order."""
     start = 0
     for parameter in parameters:
         parameter.data.copy_(flat[start : start + parameter.numel()].view_as(parameter))
@@ -51,7 +51,7 @@ def gather(shard: Tensor, world: int) -> Tensor:
 
 
 class PlainShardedOptimizer:
-    """Stages 1 and 2: `optimizer_cls` on this rank's shard of the elements."""
+    """Stages 1 and 2: an optimizer of this rank's shard of the elements."""
 
     def __init__(
         self, module: nn.Module, optimizer_cls: Any, *, stage: int = 1, **options: Any

@@ -59,12 +59,15 @@ NATIVE_DTYPES = {
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as uint8, for collectives that only move data."""
+    """Return a uint8 view of a contiguous tensor, for collectives that only move data."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def check_separate_elements(description: str, tensor: Tensor) -> None:
-    """Raise ValueError if elements of a tensor share memory, so that it cannot be written to."""
+    """Raise ValueError for an expanded tensor, because in-place writes to its elements fail.
+
+    Elements of a dimension with stride 0 share memory. Tensors on the meta device are accepted.
+    """
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -78,10 +81,11 @@ def check_separate_elements(description: str, tensor: Tensor) -> None:
 
 
 class Communicator:
-    """The collectives of one group, and the payload of each since the last `pop_bytes()`.
+    """The collectives of one group, with a count of the payload bytes of each collective.
 
-    `bytes[name]` counts the full array of each call, as nccl-tests does: the input of a
-    reduce-scatter, the output of an all-gather, the tensor of any other collective.
+    `bytes[name]` counts the full array of each call since the last `pop_bytes()`, as nccl-tests
+    does: the input of a reduce-scatter, the output of an all-gather, the tensor of any other
+    collective. Methods that start a collective return a handle to wait for.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class Communicator:
             self.is_joining = before
 
     def check_not_joining(self) -> None:
-        """Raise within `Join`, where ranks without inputs would not call the next collective."""
+        """Raise RuntimeError within `Join`: ranks without inputs would not call the collective."""
         if self.is_joining:
             raise RuntimeError(
                 "within Join, ranks without inputs do not take part in reductions and changes of "
@@ -160,7 +164,7 @@ class Communicator:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh for DTensors, which are sharded over its last dimension."""
+        """The ranks as a mesh of one dimension, over which DTensors are sharded."""
         if self._mesh is None:
             assert not isinstance(self.group, DryRun)
             self._mesh = DeviceMesh.from_group(self._process_group, self.device.type)
@@ -186,7 +190,7 @@ class Communicator:
 
     @property
     def _float16_divisor(self) -> int:
-        """The smallest power of two that is not below the number of ranks."""
+        """The smallest power of two that is at least the number of ranks."""
         return 1 << (self.world - 1).bit_length()
 
     def uses_same_groups(self, other: Communicator) -> bool:
@@ -200,7 +204,7 @@ class Communicator:
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = sum over ranks of input[block of this rank]`.
 
-        On gloo, calls with different labels are never matched with each other.
+        `direct_reduce_scatter`, the default on gloo, only matches calls with equal labels.
         """
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
@@ -225,13 +229,13 @@ class Communicator:
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
-        """Start the copy of group rank `owner`'s contiguous `tensor` to every rank of the group."""
+        """Start copying the contiguous `tensor` of group rank `owner` to all other ranks."""
         payload = tensor if tensor.dtype in NATIVE_DTYPES else as_bytes(tensor)
         return self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module) -> None:
-        """Copy the first rank's buffers to all other ranks, in one message per dtype."""
+        """Copy the first rank's buffers to all other ranks, one broadcast per dtype and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)
@@ -241,8 +245,8 @@ class Communicator:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.broadcast(flat, 0).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
-            # As in torch's DDP, a graph that has saved a buffer stays valid: a batch norm, for
-            # example, changes its running statistics between forward and backward too.
+            # As in torch's DDP, a graph that has saved a buffer stays valid. A batch norm, for
+            # example, also changes its running statistics between forward and backward.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
@@ -311,7 +315,7 @@ class Communicator:
 
 
 def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
-    """Copy rank 0's buffers to all other ranks of `group`; every rank must call it.
+    """Copy the first rank's buffers to all other ranks of `group`; every rank must call it.
 
     FSDP does this before a forward, as torch's DDP does. At stages 1 and 2 the module is not
     wrapped: `model.register_forward_pre_hook(lambda *_: broadcast_buffers(model))` does the same.
@@ -331,7 +335,8 @@ def wire_bytes(payload: dict[str, int], world: int) -> float:
 def _tag_by_label(call: Collective, label: str) -> Collective:
     """Tag a collective by layer, so that mismatched ranks time out instead of exchanging data.
 
-    gloo accepts a shorter message than the expected one, and aborts the process at a longer one.
+    gloo accepts a message that is shorter than expected, and aborts the process if it is longer.
+    Return functions other than the direct ones, and calls without a label, unchanged.
     """
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call

@@ -18,7 +18,7 @@ class ExplainedWork:
         self.description = description
 
     def wait(self) -> None:
-        """Wait; raise an error that names the ranks if the work fails."""
+        """Wait; if the work fails, raise a RuntimeError that names the ranks."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -26,7 +26,7 @@ class ExplainedWork:
 
 
 class DryReduceScatter:
-    """Simulated work with the memory that a `direct_reduce_scatter` in progress allocates."""
+    """A simulated reduce-scatter that allocates as much memory as `direct_reduce_scatter`."""
 
     def __init__(self, input: Tensor, world: int) -> None:
         self.received = input.new_empty(input.numel() // world * (world - 1))

@@ -1,4 +1,4 @@
-"""Tensors in `.grad` after averaging: each rank's elements act as the whole gradient.
+"""Tensors in `.grad` after averaging: they store this rank's elements of a gradient.
 
 Note [Operations on a sharded gradient]
 GradScaler, `clip_grad_norm_`, `clip_grad_value_` and training loops read and change `.grad`. Each
@@ -7,7 +7,7 @@ would be right, but a norm would silently be wrong and differ between ranks. The
 - an element-wise operation acts on this rank's elements, which is exact;
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks, so every rank must
   call it, and every rank gets the same value;
-- GradScaler's check for infinities is reduced too, so that either all ranks step or none;
+- GradScaler's check for infinities is reduced too, so that all ranks step or all skip the step;
 - any other operation raises, and names `full_tensor()` as the remedy.
 
 Between steps, stage 3's parameters are shards too, and a loss may read them. The same rules apply
@@ -17,8 +17,8 @@ to them (`shard_function`). Reductions of tensors that need a gradient are compu
 Note [Two classes of sharded gradients]
 At stages 1 and 2, parameters are whole, so `.grad` must have the parameter's shape, although this
 rank's elements are stored in buckets. `AveragedGradient` is a wrapper subclass without memory. It
-is intercepted in `__torch_dispatch__`, because autograd itself adds later gradients to it. At stage
-3, a parameter is a shard with the same elements as its gradient, and an optimizer's fused kernels
-must run directly on both. `ShardGradient` is a tensor with memory that intercepts only Python
-calls.
+intercepts operations in `__torch_dispatch__`, because autograd itself adds later gradients to it.
+At stage 3, a parameter is a shard with the same elements as its gradient, and an optimizer's fused
+kernels must run directly on both. `ShardGradient` is a tensor with memory that intercepts only
+Python calls.
 """

@@ -1,4 +1,4 @@
-"""`.grad` at stages 1 and 2: the parameter's shape, with the elements in the reducer's buckets."""
+"""`.grad` at stages 1 and 2: a tensor of the parameter's shape with elements in buckets."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class AveragedGradient(PartialGradient):
 
     @property
     def data(self) -> Tensor:
-        """The same elements. An assignment overwrites them."""
+        """A tensor with the same elements. An assignment overwrites the elements."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # torch's setter would replace the memory of this tensor, which has none.
+        # torch's setter replaces a tensor's memory, but this tensor has no memory.
         if (value.shape, value.dtype) != (self.shape, self.dtype):
             raise RuntimeError(
                 f"expected {tuple(self.shape)} {self.dtype} as the data of a gradient, got "
@@ -99,7 +99,10 @@ class AveragedGradient(PartialGradient):
         self.copy_(value)
 
     def local_runs(self) -> list[LocalRun]:
-        """Return this rank's runs of the flattened average: (start, stop, values), at least one."""
+        """Return this rank's runs of the flattened average: (start, stop, values), at least one.
+
+        Raise RuntimeError if the gradient includes a local gradient that is not averaged yet.
+        """
         if self.runs is not None:
             return self.runs
         if self.unreduced is not None:
@@ -160,9 +163,9 @@ def _alias(gradient: AveragedGradient) -> AveragedGradient:
 
 
 def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> Any:
-    """Add the local gradient of another backward, which will be averaged later.
+    """Add a local gradient to `unreduced`, which will be averaged later.
 
-    A hook of a parameter may add another tensor or a number.
+    Autograd adds the gradient of a later backward. A parameter's hook may add any tensor or number.
     """
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
         raise RuntimeError("an averaged gradient cannot take part in a backward")
@@ -179,7 +182,7 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
 
 
 def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
-    """Return the runs of gradients; raise if the gradients have different ranges or shapes."""
+    """Return each gradient's runs; raise RuntimeError if ranges or shapes differ."""
     runs_of = [gradient.local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
     has_one_shape = all(gradient.shape == gradients[0].shape for gradient in gradients)
@@ -225,7 +228,10 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
-    """Return the elements of another argument that belong to a run; return numbers unchanged."""
+    """Return elements `start` to `stop` of an argument that is broadcast to `shape`.
+
+    Return numbers and tensors with a single element whole.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.numel() == 1:

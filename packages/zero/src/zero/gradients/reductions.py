@@ -17,7 +17,7 @@ from zero.process_groups import Communicator, as_bytes
 class PartialGradient(Tensor):
     """A gradient of which this rank stores only some elements."""
 
-    #: The collectives of the ranks that store the other elements.
+    #: The collectives of the ranks over which the elements are sharded.
     communicator: Communicator
 
     def local_pieces(self) -> list[Tensor]:
@@ -39,20 +39,27 @@ class PartialGradient(Tensor):
 def gather_runs(
     runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, communicator: Communicator
 ) -> Tensor:
-    """Return the whole tensor, assembled from the runs of elements that each rank passes."""
+    """Return the whole tensor, assembled from every rank's runs: (start, stop, values).
+
+    Elements in no run are zero. Every rank must call this function, with at least one run.
+    """
     communicator.check_not_joining()
     first = runs[0][2]
     whole = torch.zeros(shape.numel(), dtype=first.dtype, device=communicator.device)
     for start, stop, values in runs:
         whole[start:stop] = values.reshape(-1)
-    # Every byte is nonzero on at most one rank, so the sum has the bits of the elements. A sum of
-    # elements would lose the sign of zero.
+    # Every byte is nonzero on at most one rank, so the sum of bytes is exact. A sum of elements
+    # would lose the sign of zero.
     communicator.all_reduce(as_bytes(whole)).wait()
     return whole.to(first.device).view(shape)
 
 
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Divide gradients by GradScaler's scale; set `found_inf` if any rank has an infinity."""
+    """Multiply gradients by `inv_scale`; set `found_inf` if any rank has an infinity or NaN.
+
+    Raise RuntimeError if the gradients are sharded over several groups. Every rank must call this
+    function.
+    """
     communicator, *others = _communicators_of(gradients)
     if others:
         raise RuntimeError(
@@ -69,7 +76,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
 
 
 def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's elements of the gradients, some of which may be whole."""
+    """Return this rank's elements of sharded gradients, and all elements of plain ones."""
     pieces = []
     for gradient in gradients:
         if isinstance(gradient, PartialGradient):
@@ -80,7 +87,7 @@ def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
-    """Return a communicator for each group that gradients are sharded over."""
+    """Return one communicator per group over which gradients are sharded."""
     communicators: list[Communicator] = []
     for gradient in gradients:
         if isinstance(gradient, PartialGradient) and not any(
@@ -91,13 +98,13 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
 
 
 def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    """Return each gradient's vector norm over all ranks, in one all-reduce per group.
+    """Return each gradient's vector norm over all ranks, with one all-reduce per group.
 
-    Every rank must call it.
+    Raise ValueError if `ord` is not positive. Every rank must call this function.
     """
     if ord <= 0:
         raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
-    # The sum of |x|^ord, or the maximum of |x|.
+    # The sum of |x|^ord, or the maximum of |x| if `ord` is infinity.
     powers = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
     for index, gradient in enumerate(gradients):
         for piece in _local_pieces([gradient]):
@@ -109,7 +116,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
                 powers[index] = torch.maximum(powers[index], norm)
             else:
                 powers[index] += norm**ord
-    # Every rank has the same replicated gradients.
+    # Replicated gradients are equal on all ranks, so their local sums are the totals.
     totals = powers.clone()
     for communicator in _communicators_of(gradients):
         everyone = _all_gather_rows(powers, communicator)

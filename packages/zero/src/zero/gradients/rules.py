@@ -1,4 +1,4 @@
-"""The torch functions that are correct on part of a tensor, and those that reduce all of it."""
+"""The torch functions that are correct on part of a tensor, and the reductions of a whole one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm"}
-#: Maps each reduction of all elements to its function and its neutral element.
+#: Maps each reduction to the function that combines elements, and to the neutral element.
 REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sum": (torch.sum, 0.0),
     "mean": (torch.sum, 0.0),
@@ -29,7 +29,7 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 ELEMENTWISE_OPERATORS = {
     "zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy",
 }  # fmt: skip
-#: Element-wise Python functions and methods that are not named like an operator with this tag.
+#: Element-wise Python functions and methods whose name is not an operator tagged `pointwise`.
 ELEMENTWISE_FUNCTIONS = {
     "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
     "data", "real", "empty_like", "full_like", "fill_", "nan_to_num", "clip", "where", "isfinite",
@@ -40,15 +40,15 @@ ELEMENTWISE_FUNCTIONS = {
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
 #: Methods whose names end with an underscore, but which do not change elements.
 NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
-#: Functions that return elements, or a comparison of them, as Python or NumPy objects, or assign to
-#: elements.
+#: Functions that assign to elements, or that return elements or the result of comparing them as
+#: objects other than tensors.
 READS_ELEMENTS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
     "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose", "__dlpack__",
 }  # fmt: skip
 #: The module of torch's collectives.
 COLLECTIVES = "torch.distributed.distributed_c10d"
-#: Python operators whose aten operators have different names.
+#: Maps Python operators to aten operators if their names differ.
 OPERATOR_NAMES = {
     "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
     "and": "bitwise_and", "or": "bitwise_or", "pos": "positive",
@@ -80,7 +80,7 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def python_name(func: Any) -> str:
-    """Return the name of a function, a method or an attribute that is read."""
+    """Return the name of a torch function or method, or of the attribute that `func` reads."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = func.__self__.__name__

@@ -1,4 +1,4 @@
-"""`.grad` at stage 3, in the shape of this rank's shard, and the same rules for the shards."""
+"""`.grad` at stage 3, in the shape of this rank's shard, and torch functions of the shards."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ElementRange:
 
 
 class ShardGradient(PartialGradient):
-    """`.grad` of one of FSDP's shards: this rank's elements of the average.
+    """The `.grad` of an FSDP shard: this rank's elements of the averaged gradient.
 
     See Note [Operations on a sharded gradient]. While an optimizer steps, operations that would
-    raise act on this rank's elements instead, because the optimizer is known or verified to be
-    element-wise.
+    otherwise raise are applied to this rank's elements, because the optimizer is known or verified
+    to be element-wise.
     """
 
     #: True while an optimizer of shards steps.
@@ -65,7 +65,7 @@ class ShardGradient(PartialGradient):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on this rank's elements or over all ranks, or raise."""
         if any(not issubclass(kind, ShardGradient) for kind in types):
-            # The class of a parameter's shard converts the shards among the arguments.
+            # `Shard.__torch_function__` converts the shards among the arguments.
             return NotImplemented
         kwargs = kwargs or {}
         name = python_name(func)
@@ -105,7 +105,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # The loss of a training step is the average of the ranks' losses.
+        # The loss of a training step is the average of the ranks' losses, and so is its gradient.
         average = gradient.to(ctx.communicator.device).contiguous().clone()
         ctx.communicator.divide_before_sum(average)
         ctx.communicator.all_reduce(average).wait()
@@ -125,14 +125,16 @@ def shard_gradient(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a ShardGradient's elements as a plain tensor."""
+    """Return a ShardGradient as a plain tensor of its elements, and any other tensor unchanged."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
 
 
 def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
-    """Run a function of torch on shards of parameters by the rules for their gradients.
+    """Run a torch function on shards of parameters by the rules for sharded gradients.
 
-    as_gradient: returns a shard as a ShardGradient, and any other value unchanged.
+    The rules do not apply while an optimizer steps, or to hooks and attributes other than views.
+
+    as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """
     name = python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
@@ -164,7 +166,8 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, IndexError):
-        # The reason for the error is a shape that differs between ranks.
+        # Shapes differ between ranks, so a function of the whole gradient may fail on some ranks
+        # only. Raise the error that explains this.
         _check_is_local(name, is_local, ())
         raise
     if is_local and type(result) is Tensor:
@@ -183,7 +186,11 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
-    """Raise unless `name` is correct when it is applied only to this rank's elements."""
+    """Raise RuntimeError unless `name` is correct if each rank applies it to its own elements.
+
+    leaves: the arguments of the call. Their tensors must be gradients of the same elements, or
+        0-dimensional. Nothing is checked while an optimizer steps.
+    """
     if ShardGradient.is_stepping:
         return
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -219,7 +226,7 @@ def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
-    """Return the results of a `_foreach_` operation as gradients of the same shards."""
+    """Wrap the results of a `_foreach_` operation as gradients of the same shards."""
     if not isinstance(results, list | tuple):
         return results
     wrapped = []
