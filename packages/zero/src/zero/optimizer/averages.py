@@ -23,7 +23,7 @@ class AverageKey:
 
 
 class Averages:
-    """The averages of a reducer's parameters, whose elements are in the buckets."""
+    """The averaged gradients of a reducer's parameters. The buckets store their elements."""
 
     def __init__(self) -> None:
         #: The parameters that have an average, or will have one when its reduction is waited for.
@@ -53,9 +53,9 @@ class Averages:
     def mark(self, parameter: nn.Parameter, source: Source) -> None:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
 
-        The AveragedGradient represents the average even while its reduction is in flight.
-        `source`, which stores the elements, is an argument, because a reference cycle would keep an
-        attribute alive.
+        The AveragedGradient represents the average even while its reduction is in flight. If
+        `.grad` is one already, remove the collected gradient from its `unreduced`. `source` stores
+        the elements. It is an argument, because an attribute would create a reference cycle.
         """
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):
@@ -74,7 +74,7 @@ class Averages:
         buckets: Sequence[Bucket],
         shard_pieces: Mapping[nn.Parameter, Sequence[tuple[Bucket, Piece]]],
     ) -> None:
-        """Discard the averages of `cleared` parameters."""
+        """Discard the averages of `cleared` parameters, and free buckets without other averages."""
         for parameter in cleared:
             del self._keys[parameter]
             for bucket, piece in shard_pieces.get(parameter, []):
@@ -87,7 +87,10 @@ class Averages:
     def adopt(
         self, parameter: nn.Parameter, pieces: Sequence[tuple[Bucket, Piece]], source: Source
     ) -> None:
-        """Copy an average that the caller has assigned to `.grad` into the buckets."""
+        """Copy an average that the caller has assigned to `.grad` into the buckets.
+
+        Raise RuntimeError if the average has other ranges of elements than the parameter.
+        """
         assigned = parameter.grad
         assert isinstance(assigned, AveragedGradient)
         assigned.communicator.check_not_joining()
@@ -117,7 +120,7 @@ class Averages:
 
 
 def is_used(gradient: Tensor) -> bool:
-    """Return True if a backward of this rank has reached the parameter."""
+    """Return True if a backward of this rank contributed to the gradient."""
     if isinstance(gradient, AveragedGradient):
         return gradient.is_used or gradient.unreduced is not None
     return True

@@ -13,23 +13,25 @@ from zero.process_groups import Communicator
 
 
 class FlatParameters:
-    """Flat tensors of parameters, one per group and dtype, and this rank's shards of them."""
+    """Flat tensors of parameters, one per group, dtype and device, and this rank's shards."""
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
         self.communicator = communicator
         self.bucket_bytes = bucket_bytes
         #: Each parameter's view of a flat tensor.
         self.views: dict[nn.Parameter, Tensor] = {}
-        #: This rank's shards: parameter, elements, the inner optimizer's view, bucket.
+        #: For each of this rank's shards: its parameter, its elements, the inner optimizer's view,
+        #: and its bucket.
         self.shards: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._buckets: list[Bucket] = []
 
     def add(
         self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
     ) -> list[nn.Parameter]:
-        """Lay parameters of one dtype end to end, and return this rank's shards of them.
+        """Make parameters of one dtype views of a flat tensor, and return this rank's shards.
 
-        `reducer` averages their gradients.
+        The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
+        call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
         cut = by_element if split == "elements" else by_parameter
@@ -64,7 +66,7 @@ class FlatParameters:
     def restore_views(self) -> list[nn.Parameter]:
         """Copy parameters whose `.data` the caller has replaced back into the flat tensors.
 
-        Return these parameters.
+        Return these parameters. Raise RuntimeError if a shape, dtype or device has changed.
         """
         own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
         replaced: list[tuple[nn.Parameter, Tensor]] = []

@@ -16,11 +16,12 @@ class Bucket:
     """A span of a flat tensor of parameters, and the gradients of that span."""
 
     span: Span
-    #: The parameters' values in the span, and this rank's shard of them at `shard_offset`.
+    #: The parameters' values in the span, and this rank's shard of them, which starts at offset
+    #: `shard_offset` of the flat tensor.
     data: Tensor
     shard: Tensor
     shard_offset: int
-    #: The parts of parameters in the span, and those in this rank's shard.
+    #: The parts of parameters in the span, and the parts in this rank's shard.
     pieces: list[tuple[nn.Parameter, Piece]]
     shard_pieces: list[tuple[nn.Parameter, Piece]]
     #: This rank's shard of the averaged gradients, from backward until they are cleared.
@@ -65,7 +66,7 @@ class Bucket:
 def make_buckets(
     partition: Partition, flat: Tensor, parameters: Sequence[nn.Parameter], rank: int
 ) -> list[Bucket]:
-    """Cut `flat`, which contains `parameters` as laid out by `partition`, into buckets."""
+    """Return the buckets of `flat`, which contains `parameters` in the layout of `partition`."""
     buckets = []
     for span in partition.spans:
         low, high = span.shard(rank, partition.world)

@@ -10,15 +10,15 @@ Note [Lifetime of a gradient]
 | cleared   | set by the caller | none              | local, in the next backward          |
 
 The caller cannot access a collected gradient, so an edit of `.grad` after backward edits the
-average. `finish()` averages the local gradients that are added later: those that a backward under
-`no_sync()` adds to `AveragedGradient.unreduced`, plain tensors that the caller assigns to `.grad`,
-and those that reentrant checkpoints add to a gradient that the same backward has already collected.
+average. `finish()` averages the local gradients that are added later. A backward under `no_sync()`
+adds to `AveragedGradient.unreduced`. The caller may assign a plain tensor to `.grad`. A reentrant
+checkpoint may add to a gradient that the same backward has already collected.
 
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward launches every
-bucket exactly once, even if no gradient of it is ready, in the order in which buckets became
-ready on rank 0 in the first backward after `add`. If several reducers share a group, they launch
-when backward ends (`shared_groups.py`).
+bucket exactly once, even if none of its gradients is ready. The order is that in which the buckets
+became ready on rank 0 in the first backward after `add`. If several reducers share a group, they
+launch their buckets when backward ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ from zero.process_groups import Communicator
 
 
 class GradientReducer:
-    """The buckets that backward fills, and their reductions: Note [Lifetime of a gradient].
+    """The buckets that backward fills, and their reductions.
+
+    See Note [Lifetime of a gradient] and Note [Order of reductions].
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
@@ -62,7 +64,7 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
         self.versions: dict[nn.Parameter, int] = {}
-        #: The parameters that any rank has written to in place since then.
+        #: The parameters that any rank has written to in place since `versions` were recorded.
         self.written: set[nn.Parameter] = set()
         self._pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._shard_pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
@@ -77,7 +79,7 @@ class GradientReducer:
         self._launch_order: list[Bucket] | None = None
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
-        #: True while a backward of this rank reaches the parameters.
+        #: True from the first gradient of a backward until all buckets are launched.
         self.in_backward = False
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
@@ -108,7 +110,9 @@ class GradientReducer:
     ) -> set[nn.Parameter]:
         """Average all remaining gradients; return the parameters with a gradient on any rank.
 
-        `check` receives the element-wise OR of `flags` over all ranks.
+        `check` receives the element-wise OR of `flags` over all ranks. Every rank must call this
+        method. Raise RuntimeError if an exception interrupted the last backward, or if only some
+        ranks have cleared a gradient.
         """
         if self.in_backward and self._end_callback() is None:
             raise RuntimeError(
@@ -141,7 +145,7 @@ class GradientReducer:
                     self._collect(parameter, [(bucket, piece)])
                 self._queue.launch(bucket)
         for parameter, is_used_anywhere in zip(parameters, used_anywhere, strict=True):
-            # A parameter that only other ranks have used has an average on every rank.
+            # A parameter that only other ranks have used gets an average on this rank too.
             if parameter in unreduced or (is_used_anywhere and parameter.grad is None):
                 self._averages.mark(parameter, self)
         self._queue.drain()
@@ -153,7 +157,11 @@ class GradientReducer:
         self.written.clear()
 
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """Return this rank's runs of elements of an average; wait for it if it is in flight."""
+        """Return this rank's runs of an average: (start, stop, values).
+
+        Wait for reductions in flight. Raise RuntimeError if the average was cleared, or while
+        backward is running.
+        """
         parameter = gradient.key.parameter
         if not self._averages.is_current(gradient.key):
             raise RuntimeError(
@@ -188,7 +196,7 @@ class GradientReducer:
         return len(self._shared_group.numbers) > 1
 
     def averaged_indices(self) -> list[int]:
-        """Return the numbers of the parameters whose `.grad` is an average or includes one."""
+        """Return the indices of the parameters whose `.grad` is an average or includes one."""
         cleared = set(self._averages.cleared_parameters())
         return [
             index
@@ -197,21 +205,21 @@ class GradientReducer:
         ]
 
     def clear_other_gradients(self, indices: Sequence[int]) -> None:
-        """Clear `.grad` of all parameters except those with these numbers."""
+        """Clear `.grad` of all parameters except those with these indices."""
         averaged = set(indices)
         for index, parameter in enumerate(self._pieces):
             if index not in averaged:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Take part in a backward, with zero gradients for parameters that it has not reached."""
+        """Take part in a backward; parameters that it has not reached contribute zeros."""
         if not self.in_backward:
             self._begin_backward()
         self._finish_backward()
         self._queue.drain()
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of gradients that this rank stores, except plain `.grad` tensors."""
+        """Return all tensors in which this rank stores gradients, except plain `.grad` tensors."""
         stored: list[Tensor | None] = [*self._flat_gradients, *self._queue.tensors()]
         for bucket in self.buckets:
             stored += [bucket.average, bucket.buffer]
@@ -288,7 +296,7 @@ class GradientReducer:
         self.in_backward = True
 
     def _end_backward(self) -> None:
-        """Finish the backward of every reducer of the group that any rank has reached."""
+        """Finish this backward, for every reducer of a shared group that any rank has reached."""
         if not self.in_backward:
             # Another reducer of the group has finished this one's backward.
             return
@@ -310,7 +318,7 @@ class GradientReducer:
                 if parameter in bucket.missing:
                     self._collect(parameter, [(bucket, piece)])
             self._queue.launch(bucket)
-        # Other ranks may have used these parameters, so they have an average here too.
+        # Other ranks may have used these parameters, so this rank has an average of them too.
         for parameter in missing:
             if parameter.requires_grad or parameter.grad is not None:
                 self._averages.mark(parameter, self)
@@ -345,7 +353,7 @@ class GradientReducer:
     def _check_cleared_on_all_ranks(
         self, parameters: Sequence[nn.Parameter], averaged: Sequence[bool], cleared: Sequence[bool]
     ) -> None:
-        """Raise if some ranks have cleared an average that other ranks have kept."""
+        """Raise RuntimeError if some ranks have cleared an average that other ranks have kept."""
         for index, parameter in enumerate(parameters):
             if averaged[index] and cleared[index]:
                 raise RuntimeError(
@@ -355,7 +363,7 @@ class GradientReducer:
                 )
 
     def _collect(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:
-        """Copy a local gradient into the buffers of its buckets."""
+        """Copy a local gradient, or zeros if there is none, into the buffers of its buckets."""
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):
             gradient = gradient.unreduced
@@ -365,7 +373,7 @@ class GradientReducer:
             bucket.copy_gradient(piece, gradient)
 
     def _agree_on_order(self) -> list[Bucket]:
-        """Return the order in which buckets became ready on rank 0."""
+        """Return the order in which buckets became ready on rank 0, then its other buckets."""
         local_order = dict.fromkeys([*self._ready_order, *reversed(self.buckets)])
         index_of = {bucket: index for index, bucket in enumerate(self.buckets)}
         orders = self.communicator.gather_objects([index_of[bucket] for bucket in local_order])

@@ -21,7 +21,7 @@ from zero.optimizer.optimizer_trial import Optimizer, Trial
 
 Split = Literal["elements", "parameters"]
 
-#: Subclasses are not included, because they may override anything.
+#: Classes whose tensors are cut. Subclasses are not included, because they may override anything.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
@@ -49,17 +49,20 @@ def how_to_split(
     as_columns: bool = False,
     make: Callable[..., Optimizer] | None = None,
 ) -> Split:
-    """Return how `cls(params, **options)` is sharded, or raise ValueError with the reason.
+    """Return how `cls(params, **options)` is sharded; raise ValueError if it cannot be sharded.
 
-    "elements" means that tensors are cut anywhere, "parameters" that each is whole on one rank.
+    "elements" means that tensors are cut anywhere, "parameters" that each parameter is whole on one
+    rank.
 
-    elementwise: True if the caller declares that the optimizer treats every element by itself,
-        which a trial verifies; False if it treats every parameter by itself, which is not
-        verified; None if this is unknown.
-    group, shapes, dtypes: the options of one parameter group, and its parameters' shapes and
-        dtypes.
-    as_columns: construct the optimizer on this rank's elements, as at stage 3.
-    make: a function that constructs the optimizer, if it is not `cls` itself.
+    device: the device of a trial; by default, the CPU.
+    elementwise: True declares that the optimizer treats every element independently. A trial
+        verifies this for classes that are not torch's. False declares that it treats every
+        parameter independently, without a trial. None cuts torch's element-wise optimizers, and
+        keeps parameters whole for other classes, after a trial if the class is unknown.
+    group, shapes, dtypes: the options of one parameter group, and the shapes and dtypes of its
+        parameters.
+    as_columns: construct the optimizer of a trial on columns of elements, as at stage 3.
+    make: a function that constructs the optimizer; by default, `cls`.
     """
     if cls in REFUSED:
         raise ValueError(f"{cls.__name__} cannot be sharded: {REFUSED[cls]}")
@@ -86,7 +89,7 @@ def how_to_split(
             else:
                 trial.check_parameters(shape_list)
             trial.check_dtypes(dtype_list)
-    # The address of an object may belong to another object later.
+    # The description may contain an address, which may belong to another object later.
     if " at 0x" not in description:
         _verified.add(key)
     return "elements" if elementwise else "parameters"
@@ -97,9 +100,9 @@ _verified: set[tuple[type[Optimizer], str]] = set()
 
 
 def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that an optimizer was constructed with, from its group and attributes.
+    """Return an optimizer's constructor arguments, read from its group, defaults and attributes.
 
-    Raise ValueError if one of them cannot be found.
+    Raise ValueError if the value of an argument cannot be found.
     """
     options: dict[str, Any] = {}
     cls = type(optimizer)
@@ -128,7 +131,10 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
 def _check_further_arguments(
     optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if arguments without a name in the signature have set an attribute."""
+    """Raise ValueError if arguments that the signature does not name have set an attribute.
+
+    Also raise it if the optimizer cannot be constructed from `group` and `options`.
+    """
     cls = type(optimizer)
     example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
     try:

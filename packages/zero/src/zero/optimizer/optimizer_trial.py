@@ -25,7 +25,12 @@ SIDES = (64, 256)
 
 
 class Trial:
-    """A comparison of an optimizer's steps on several random tensors with steps on each alone."""
+    """A comparison of an optimizer's steps on several random tensors with steps on each alone.
+
+    make: a function that constructs the optimizer. `options` are its arguments, and `group` the
+        options of the parameter group.
+    as_columns: construct the optimizer on columns of elements, and step whole tensors.
+    """
 
     def __init__(
         self,
@@ -43,7 +48,10 @@ class Trial:
         self.random = np.random.default_rng(0)
 
     def check_parameters(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Raise if the step on one parameter depends on other parameters."""
+        """Raise ValueError if the step on one parameter depends on other parameters.
+
+        The parameters of the trial have the numbers of dimensions of `shapes`.
+        """
         dims = sorted({len(shape) for shape in shapes}) or [2]
         values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
         wholes, numbers = self._run(values, gradients)
@@ -58,7 +66,7 @@ class Trial:
                 )
 
     def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Raise if cutting tensors changes a step."""
+        """Raise ValueError if steps on pieces of a tensor differ from steps on the tensor."""
         largest = max((prod(shape) for shape in shapes), default=0)
         dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
         tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
@@ -70,7 +78,7 @@ class Trial:
             cut_values = _cut_all(values)
             cut_gradients = [_cut_all(step) for step in gradients]
             for index, part in enumerate(_cut_all(wholes)):
-                # A rank has only one of the pieces.
+                # Step one piece alone, because a rank has only one of the pieces.
                 [alone], others = self._run(cut_values, cut_gradients, index, is_cut=True)
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(
@@ -79,12 +87,12 @@ class Trial:
                     )
 
     def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Raise if a step on parameters of one of these dtypes draws random numbers.
+        """Raise ValueError if a step on parameters of one of these dtypes draws random numbers.
 
-        The other checks use float64. An optimizer may round stochastically in bfloat16 only.
+        The other checks use float64. An optimizer may round stochastically only in bfloat16.
         """
         values, gradients = self._draw([(6, 4)])
-        # torch has no arithmetic for smaller dtypes, whose parameters are frozen.
+        # Parameters of smaller dtypes are frozen, because torch has no arithmetic for them.
         for dtype in {d for d in dtypes if d.is_floating_point and d.itemsize > 1}:
             generators = _random_states()
             # The second step uses state from the first one. The values are not checked, because
@@ -96,7 +104,7 @@ class Trial:
             self._check_random_states(generators)
 
     def _draw(self, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Return values and, for each step, gradients."""
+        """Return random values of parameters of these shapes, and their gradients for each step."""
 
         def draw(scale: float) -> list[Tensor]:
             return [torch.tensor(scale * self.random.standard_normal(shape)) for shape in shapes]
@@ -123,7 +131,9 @@ class Trial:
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Return the values after all steps, and the numbers that the optimizer stores.
 
-        only: the index of the one parameter to step.
+        Raise ValueError if a step fails, draws random numbers, or does not give finite values.
+
+        only: the index of the only parameter to step; None to step all of them.
         is_cut: True if the parameters are pieces of tensors, whose state must be in pieces too.
         """
         generators = _random_states()
@@ -144,7 +154,7 @@ class Trial:
         return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _check_random_states(self, generators: Sequence[Tensor]) -> None:
-        """Raise if random numbers were drawn since the generators had these states."""
+        """Raise ValueError if random numbers were drawn since the generators had these states."""
         if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
@@ -182,7 +192,7 @@ class Trial:
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer stores state that belongs to no parameter."""
+    """Raise ValueError if an optimizer stores state that does not belong to a parameter."""
     shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if shared:
         raise ValueError(
@@ -238,7 +248,7 @@ def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _cut_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return two pieces of each tensor, cut in the middle of a row."""
+    """Return each tensor, flattened, in two pieces: its first 7 elements, and the others."""
     pieces = []
     for tensor in tensors:
         flat = tensor.flatten()
@@ -252,7 +262,7 @@ def _example(dim: int, size: int) -> tuple[int, ...]:
 
 
 def _column(tensor: Tensor) -> Tensor:
-    """Return a few elements in the shape of FSDP's shards."""
+    """Return the first three elements in the shape of an FSDP shard: (3, 1, ..., 1)."""
     values = tensor.flatten()[:3].clone()
     return values.view(len(values), *[1] * (tensor.dim() - 1))
 

@@ -1,10 +1,10 @@
-"""Comparison of an optimizer's options between ranks, because they step different elements.
+"""Comparison of an optimizer's options between ranks, which step different elements.
 
 A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
 learning rates for different shards. Each step compares a checksum of the options that the program
-has changed since the last step. Its bits are exchanged together with flags that a step exchanges
-anyway. Options that the optimizer changes by itself are not compared, because they may depend on
-the shard.
+has changed since the last step. The bits of the checksum are exchanged together with flags that a
+step exchanges anyway. Options that the optimizer changes by itself are not compared, because they
+may depend on the shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Options = list[tuple[str, str]]
 
 
 def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
-    """Return the optimizer's options that are numbers."""
+    """Return the options in the optimizer's `defaults` that are numbers or lists of numbers."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
         # A program may store other numbers in a group.
@@ -45,12 +45,12 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
 
 
 def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
-    """Return the options that differ from those after the last step."""
+    """Return the options that are not in `after_step`, the options after the last step."""
     return [option for option in option_numbers(optimizer) if option not in after_step]
 
 
 def option_flags(changes: Options) -> list[bool]:
-    """Return the bits of a checksum of the changes, and their inverse."""
+    """Return the bits of a checksum of the changes, followed by the inverted bits."""
     checksum = zlib.crc32(repr(changes).encode())
     bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
     return [*bits, *(not bit for bit in bits)]
@@ -59,7 +59,10 @@ def option_flags(changes: Options) -> list[bool]:
 def check_options_alike(
     anywhere: Sequence[bool], changes: Options, communicator: Communicator
 ) -> None:
-    """Raise RuntimeError if `option_flags`, combined over all ranks by OR, show a difference."""
+    """Raise RuntimeError if options differ between ranks.
+
+    anywhere: the element-wise OR of all ranks' `option_flags`.
+    """
     ones = anywhere[:CHECKSUM_BITS]
     zeros = anywhere[CHECKSUM_BITS:]
     if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):

@@ -24,12 +24,15 @@ def _owner(parameter: Tensor) -> object:
 
 
 def set_owner(parameter: Tensor, optimizer: object) -> None:
-    """Record the ShardedOptimizer that has a parameter."""
+    """Record `optimizer` as the ShardedOptimizer of a parameter."""
     _owners[parameter] = ref(optimizer)
 
 
 def read_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with a list of its parameters, which may be an iterator."""
+    """Return a group with its parameters as a list; they may be one tensor or any iterable.
+
+    Raise TypeError if they are a set.
+    """
     members = group["params"]
     check_ordered(members)
     return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
@@ -53,7 +56,7 @@ def named_members(members: list[Any]) -> list[tuple[str, Tensor]]:
 
 
 def check_in_one_group(named: Sequence[tuple[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a parameter is also in one of `groups`, or occurs twice."""
+    """Raise ValueError if a parameter is in one of `groups` or occurs twice in `named`."""
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     for name, parameter in named:
         if parameter in group_of:
@@ -66,7 +69,10 @@ def check_in_one_group(named: Sequence[tuple[str, Any]], groups: Sequence[dict[s
 
 
 def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> None:
-    """Raise ValueError for shards of FSDP, and for parameters of another ShardedOptimizer."""
+    """Raise ValueError if a parameter is a shard of FSDP or in another ShardedOptimizer.
+
+    Also raise it if a shard of FSDP has replaced the parameter.
+    """
     for name, parameter in named:
         sharded = find_sharded(parameter)
         if sharded is not None:
@@ -76,7 +82,7 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
             )
         check_not_replaced(name, parameter)
         if _owner(parameter) is not None:
-            # An unreferenced optimizer in a reference cycle is not an owner.
+            # Collect an unreferenced optimizer in a reference cycle, which is not an owner.
             gc.collect()
         if _owner(parameter) not in (None, optimizer):
             raise ValueError(
@@ -99,7 +105,7 @@ def check_not_replaced(name: str, parameter: Tensor) -> None:
 def check_groups_unchanged(
     groups: Sequence[dict[str, Any]], sharded: Sequence[Sequence[nn.Parameter]]
 ) -> None:
-    """Raise RuntimeError unless the groups have the parameters that were sharded, in order."""
+    """Raise RuntimeError unless each group has the parameters that were sharded, in order."""
     for index, (group, parameters) in enumerate(zip_longest(groups, sharded)):
         if group is None or parameters is None or not is_same_list(group["params"], parameters):
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Reductions of buckets that run while backward continues.
 
-The reductions are waited for in the order of their launch. Each stores the average of this rank's
-shard in its bucket.
+The reductions are waited for in the order of their launch. Each reduction stores the averaged
+gradient of this rank's shard in its bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Reduction:
 
     bucket: Bucket
     output: Tensor
-    #: Kept alive until the reduction has read it.
+    #: The gradients that are sent, kept alive until the reduction has read them.
     buffer: Tensor
     work: Work
 
@@ -34,8 +34,8 @@ class _Reduction:
 class ReductionQueue:
     """The reductions in flight.
 
-    release_gradients: True frees the buffer of a bucket that has been sent. False keeps it, and
-        overwrites this rank's shard of it with the average.
+    release_gradients: True frees a bucket's buffer after it has been sent. False keeps the buffer,
+        and overwrites this rank's shard of it with the average.
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -53,7 +53,7 @@ class ReductionQueue:
         return [t for reduction in self._in_flight for t in (reduction.output, reduction.buffer)]
 
     def launch(self, bucket: Bucket) -> None:
-        """Start averaging the buffer of a bucket over the ranks."""
+        """Start averaging a bucket's buffer; first wait if `MAX_IN_FLIGHT` reductions run."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest()
         buffer = bucket.buffer

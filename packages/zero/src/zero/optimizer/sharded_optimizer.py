@@ -59,21 +59,23 @@ from zero.process_groups import Collective, Communicator, Group
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
-    Gradients are averaged during backward. After backward `.grad` is an AveragedGradient: this
-    rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the same result
-    with it as with the full gradient. `shard_gradients=True` is ZeRO's stage 2: each gradient is
-    freed after it has been sent.
+    Gradients are averaged during backward. After backward, `.grad` is an AveragedGradient, which
+    stores this rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the
+    same result with it as with the full gradient.
 
-    At construction, parameters become views of one flat tensor per group and dtype, and get rank
-    0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
+    At construction, parameters become views of one flat tensor per group, dtype and device, and get
+    rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
+    params: parameters or parameter groups, equal on all ranks.
+    group: a process group, or a DeviceMesh of one dimension; by default, all ranks.
+    shard_gradients: True frees each gradient after it has been sent (ZeRO's stage 2).
     elementwise: True declares that the optimizer treats every element independently of the others.
         Tensors are then cut anywhere, so that all shards have the same size, including padding at
-        the end. A trial of 50 steps verifies the declaration. False keeps each parameter whole on
-        one rank, without a trial. None, the default, recognizes torch's element-wise optimizers
-        and cuts their tensors. For other classes, a trial checks that no parameter depends on
-        another, and parameters are kept whole.
-    bucket_size_mb: the size of one collective.
+        the end. A trial of 50 steps verifies the declaration for classes that are not torch's.
+        False keeps each parameter whole on one rank, without a trial. None, the default, recognizes
+        torch's element-wise optimizers and cuts their tensors. Other classes keep parameters whole.
+        If such a class is not torch's, a trial checks that no parameter depends on another.
+    bucket_size_mb: the target size of one collective in MiB.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
 
@@ -122,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
         self._num_steps = 0
-        #: True from the update of the shards until the step returns.
+        #: True from the end of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
         self._options_after_step: Options = []
         self.inner: torch.optim.Optimizer
@@ -140,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # `optimizer_cls` may also be a function that constructs the optimizer.
         self._inner_cls = type(sample)
         super().__init__(params, sample.defaults)
-        # Construct it with all groups at once, because some optimizers create state in __init__.
+        # Pass all groups to the constructor, because some optimizers create state in __init__.
         groups = zip(self.param_groups, self._shards_of_group, strict=True)
         self.inner = optimizer_cls(
             [{**options_of(group), "params": shards} for group, shards in groups], **kwargs
@@ -193,7 +195,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Average the gradients, update this rank's shard, and gather all shards.
 
-        `kwargs` are passed to the wrapped optimizer's `step`.
+        Return the result of `closure`, if there is one. `kwargs` are passed to the wrapped
+        optimizer's `step`. Every rank must call this method.
         """
         if self._is_step_incomplete:
             raise RuntimeError(
@@ -246,7 +249,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._exposed_state = self.state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict with DTensors; every rank must call it."""
+        """Return the state dict that the unsharded optimizer would have.
+
+        State of a parameter's shape is a DTensor. Every rank must call this method.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
@@ -294,7 +300,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.enabled = before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Average the remaining gradients, and clip those of all groups by their total norm."""
+        """Average the remaining gradients, clip all gradients by their total norm, and return it.
+
+        Every rank must call this method.
+        """
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
@@ -302,7 +311,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return nn.utils.clip_grad_norm_(list(self.flat.views), max_norm)
 
     def join_hook(self, **options: Any) -> UnevenInputs:
-        """Return the hook of `torch.distributed.algorithms.Join`, for ranks with fewer inputs."""
+        """Return the hook for `torch.distributed.algorithms.Join`, which handles uneven inputs."""
         self._uneven_inputs = UnevenInputs(self, options)
         self.reducer.before_backward = partial(self._uneven_inputs.announce, "backward")
         return self._uneven_inputs

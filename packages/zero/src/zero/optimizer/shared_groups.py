@@ -1,7 +1,8 @@
-"""Reducers that share a process group, as those of two optimizers of one model do.
+"""Reducers that share a process group, such as those of two optimizers of one model.
 
-Each rank may reach them in a different order or not at all. They therefore launch when backward
-ends, in the order of their construction, and the ranks agree on those that any rank has reached.
+The backwards of different ranks may reach the reducers in different orders or not at all.
+Therefore, when backward ends, the ranks first agree which reducers any rank has reached. These
+reducers then launch their reductions in order of construction.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from zero.process_groups import Communicator
 class Reducer(Protocol):
     """A reducer of gradients."""
 
-    #: True while a backward of this rank reaches the parameters.
+    #: True from the first gradient of a backward until all reductions are launched.
     in_backward: bool
 
     def join_backward(self) -> None:
-        """Take part in a backward, with zero gradients for parameters that it has not reached."""
+        """Take part in a backward; parameters that it has not reached contribute zeros."""
 
 
-#: The memberships of all reducers of this rank.
+#: One entry per reducer of this rank, in any group.
 _entries: WeakSet[SharedGroup] = WeakSet()
 
 
 class SharedGroup:
-    """A reducer's membership among the reducers of its process group, under a unique number."""
+    """A reducer's entry among the reducers of its process group, with a number unique in the group.
+
+    Every rank must construct it.
+    """
 
     def __init__(self, reducer: Reducer, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
@@ -46,7 +50,10 @@ class SharedGroup:
         self._set_numbers([*others, self._number])
 
     def reached(self) -> list[Reducer]:
-        """Return the reducers of the group that a backward of any rank has reached, in order."""
+        """Return the reducers that any rank's backward has reached, in order of construction.
+
+        Every rank must call it. Raise RuntimeError if some rank has deleted one of them.
+        """
         living = self._living()
         numbers = self.numbers
         is_reached = [n in living and living[n].in_backward for n in numbers]

@@ -14,16 +14,19 @@ from zero.partition import Piece
 from zero.process_groups import Communicator
 
 Groups = list[dict[str, Any]]
-#: This rank's shards: parameter, elements, the inner optimizer's view, bucket.
+#: For each of this rank's shards: its parameter, its elements, the inner optimizer's view, and its
+#: bucket.
 Shards = Sequence[tuple[nn.Parameter, Piece, nn.Parameter, Any]]
 
 
 def dtensor_state_dict(
     groups: Groups, shards: Shards, inner: torch.optim.Optimizer, communicator: Communicator
 ) -> dict[str, Any]:
-    """Return the state dict of an unsharded optimizer of `groups`, with DTensors for its tensors.
+    """Return the state dict that an unsharded optimizer of `groups` would have.
 
-    inner: the optimizer that steps `shards`. Every rank must call this function.
+    State of a parameter's shape is a DTensor. Every rank must call this function.
+
+    inner: the optimizer that steps `shards`.
     """
     check_state(inner)
     runs = _runs_of_parameters(shards)
@@ -42,13 +45,16 @@ def dtensor_state_dict(
     return {"state": state, "param_groups": numbered}
 
 
-# Tensors that are made in inference mode could not be stepped.
+# Tensors that are created in inference mode cannot be updated by a step.
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_state_dict(
     groups: Groups, shards: Shards, inner: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> None:
-    """Load the state dict of an optimizer of `groups` into the optimizer that steps `shards`."""
+    """Load the state dict of an optimizer of `groups` into the optimizer that steps `shards`.
+
+    Raise ValueError if the number of parameters of any group differs.
+    """
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if sizes != saved_sizes:

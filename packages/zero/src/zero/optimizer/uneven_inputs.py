@@ -1,4 +1,4 @@
-"""Uneven inputs with torch's `Join`: ranks without inputs take part in collectives.
+"""Uneven inputs with torch's `Join`: ranks that have no inputs left take part in collectives.
 
 An active rank announces each backward, clipping and step. A rank that has joined contributes zeros
 to the sum of gradients, and steps its shard with the options of an active rank. As with torch's
@@ -43,7 +43,7 @@ class UnevenInputs(JoinHook):
         self.optimizer.communicator.gather_objects((name, argument, averaged))
 
     def main_hook(self) -> None:
-        """Take part in the next call of the active ranks."""
+        """Take part in the next call that the active ranks announce."""
         self.has_joined = True
         optimizer = self.optimizer
         announced = optimizer.communicator.gather_objects(None)
