@@ -20,9 +20,10 @@ TYPES_WITHOUT_TENSORS = (
 def call_after_gradients(
     values: Any, hook: Callable[[], None], *, before_double_backward: Callable[[], None]
 ) -> Any:
-    """Return `values`; call `hook()` when backward has computed all gradients of their tensors.
+    """Return `values` with views of their tensors whose gradients are hooked.
 
-    `before_double_backward()` is called before a backward through these gradients.
+    `hook()` is called when backward has computed all these gradients, and
+    `before_double_backward()` before a backward through them.
     """
     tensors: dict[int, Tensor] = {}
     for leaf in tree_leaves(values):
@@ -40,7 +41,7 @@ def call_after_gradients(
 def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = ()) -> Any:
     """Return `values`, and call `hook()` before backward passes through any of their tensors.
 
-    `inputs` are the values that a module computed `values` from.
+    `inputs` are the values from which a module computed `values`.
     """
     for tensor in find_tensors(values)[0]:
         if not tensor.requires_grad:

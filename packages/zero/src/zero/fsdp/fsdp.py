@@ -29,21 +29,23 @@ FULLY_SHARDED = "_zero_fsdp"
 
 
 class FSDP(UnitSchedule):
-    """Fully sharded data parallelism: every rank stores 1/n of each parameter.
+    """Fully sharded data parallelism: every rank stores 1/n of the elements of each unit.
 
-    Between steps, `parameters()` returns this rank's shards, one column of elements per parameter,
-    which any torch optimizer can step.
+    Between steps, `parameters()` returns this rank's shards, one per parameter, of shape
+    (numel, 1, ..., 1). torch's optimizers can step them, except LBFGS and SparseAdam.
 
-    shard: the units, whose parameters are gathered together. "blocks" makes a unit of each block of
-        the model's outermost lists. Module classes and names, or a predicate of name and module,
-        select other units. A selected module is the unit of its parameters, except those of
-        selected modules within it. The root module is the unit of all other parameters.
-    compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep their
-        dtype.
+    shard: the modules whose parameters form a unit, which is gathered together. "blocks" selects
+        each block of the model's outermost containers. Module classes and names, or a predicate of
+        name and module, select other modules. A unit excludes the parameters of selected modules
+        within its module. The root module is the unit of all other parameters.
+    compute_dtype: the dtype of floating-point parameters and inputs while sharded modules run;
+        shards keep their dtype.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
         computed.
-    device, initialize: where modules on the meta device are allocated, one sharded module at a
-        time, and the function that fills a module's tensors; by default its `reset_parameters()`.
+    device: the device on which modules on the meta device are allocated, one sharded module at a
+        time; by default, the device of the collectives.
+    initialize: the function that then fills a module's tensors; by default its
+        `reset_parameters()`.
     group: a process group, or a DeviceMesh of one dimension.
     reshard_after_forward: False keeps layers unsharded until their backward, so they are gathered
         only once.
@@ -55,7 +57,7 @@ class FSDP(UnitSchedule):
         step shards. A trial verifies this at the first step. While any other class of optimizer
         steps, each parameter is full on one rank.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
-    inner: the FSDPs of modules within `module`, whose units this one takes over (`fully_shard`).
+    inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class FSDP(UnitSchedule):
             if name in full:
                 continue
             sharded = find_sharded(parameter)
-            # A parameter without a shard is one of `ignored_params`; another name is a tied one.
+            # Without a shard, it is one of `ignored_params`; otherwise, `name` is a tied name.
             full[name] = full[sharded.name] if sharded else parameter.detach().clone()
         return {name: full[name] for name in self._names}
 
@@ -169,7 +171,7 @@ class FSDP(UnitSchedule):
         return self._units_of.get(module, [])
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from the modules and the parameters."""
+        """Remove all hooks of this FSDP from the modules and the parameters."""
         for module, ids in self._hook_ids.items():
             for hooks in vars(module).values():
                 if isinstance(hooks, OrderedDict):

@@ -32,7 +32,7 @@ class FullTensorExchange:
         self.parameters = parameters
         added = [p for p in parameters if p.shard not in earlier_owners]
         partition = by_parameter([p.shape.numel() for p in added], communicator.world, 1 << 62)
-        #: The rank that steps each shard's parameter; one without elements belongs to rank 0.
+        #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
         self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
         for rank in range(communicator.world):
             for piece in partition.shard_pieces(rank):
@@ -63,7 +63,10 @@ class FullTensorExchange:
 
     @torch.no_grad()
     def scatter_full_tensors(self) -> list[nn.Parameter]:
-        """Copy each rank's elements of the stepped tensors; return the stepped shards."""
+        """Broadcast the stepped tensors, and copy this rank's elements of them into the shards.
+
+        Return the stepped shards.
+        """
         for parameter in self.parameters:
             shard = parameter.shard
             if shard not in self._shards:

@@ -36,7 +36,7 @@ def fully_shard(
 
     Call it bottom-up: for each block, then for the model. The module is changed in place and
     returned; its `parameters()` are this rank's shards. The arguments are those of
-    `torch.distributed.fsdp.fully_shard`; arguments without an equivalent are refused.
+    `torch.distributed.fsdp.fully_shard`. Raise ValueError for arguments without an equivalent.
     """
     _check_module(module)
     unsupported: dict[str, Any] = {
@@ -81,7 +81,7 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class, for example for a slice of a container."""
+        """Construct an object of the original class, for example a slice of a container."""
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
@@ -110,12 +110,12 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Average gradients in the next backwards, or accumulate them locally."""
+        """Set whether the next backwards average gradients, or accumulate them locally if False."""
         for unit in _units_of(self, recurse):
             unit.gradients.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free the parameters after forward, or keep them until backward."""
+        """Set whether forward frees the parameters, or keeps them until backward if False."""
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -141,7 +141,10 @@ class UnshardHandle:
         self.units = units
 
     def wait(self) -> None:
-        """Wait for the full parameters, registered until `reshard` or the end of a forward."""
+        """Wait for the full parameters.
+
+        They stay registered until `reshard` or the end of the module's next forward.
+        """
         for unit in self.units:
             unit.wait_for_unshard()
             unit.set_unsharded_by_caller(True)
@@ -172,7 +175,7 @@ def _check_arguments(
 
 
 def _check_module(module: Any) -> None:
-    """Raise if `module` cannot be a unit."""
+    """Raise ValueError if `module` cannot be a unit."""
     if isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} was passed to fully_shard before: pass it once")
     if not isinstance(module, nn.Module):

@@ -65,7 +65,7 @@ class GradientSync:
         self._reducing_unit = None
 
     def _will_accumulate_gradients(self) -> bool:
-        """Return True in a `backward()`, False in a `torch.autograd.grad()` of other tensors."""
+        """Return True in a `backward()` that reaches a parameter, False in `autograd.grad()`."""
         parameters = [p.full for unit in self.units for p in unit.parameters]
         try:
             # In a `backward()` this is true for every parameter of the graph.

@@ -59,7 +59,10 @@ def install() -> None:
 
 
 def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
-    """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer."""
+    """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer.
+
+    Create or update it if necessary. Raise RuntimeError if the optimizer cannot step shards.
+    """
     shard_optimizer, known = _known.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not is_same_list(parameters, known):
@@ -82,9 +85,9 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
 def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Make `_before_step` the last pre-hook of a step, and `_after_step` the first post-hook.
 
-    Hooks of the caller may clip gradients or read norms, which must be over all ranks, so they must
-    run outside both. torch runs global pre-hooks before those of the optimizer, and global
-    post-hooks after them.
+    The caller's hooks may clip gradients or read norms over all ranks, so they must run before
+    `_before_step` or after `_after_step`. torch runs global pre-hooks before the optimizer's
+    pre-hooks, and global post-hooks after the optimizer's post-hooks.
     """
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer is not None:
@@ -193,7 +196,7 @@ class ShardOptimizer:
             optimizer.state.update(local_state)
 
     def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a shard has a gradient only on some ranks, or if options differ.
+        """Raise RuntimeError if a shard has a gradient only on some ranks, or if options differ.
 
         `stepped` becomes the list of the shards that have a gradient.
         """
@@ -238,7 +241,7 @@ class ShardOptimizer:
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Replace the state of shards by DTensors in a state dict."""
+        """Return a state dict in which DTensors replace the state of shards."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -255,7 +258,7 @@ class ShardOptimizer:
     def _load_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Replace whole state by the state of this rank's elements in a state dict."""
+        """Return a state dict in which the state of this rank's elements replaces whole state."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -269,8 +272,8 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: Maps each optimizer of this process that has stepped to its ShardOptimizer, or None if it has no
-#: shards, and its parameters at that time.
+#: Maps each known optimizer to its ShardOptimizer, or None if it has no shards, and to the
+#: parameters that it had when this was determined.
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
 _known = WeakKeyDictionary()
 
@@ -278,7 +281,7 @@ _known = WeakKeyDictionary()
 def _needs_full_tensors(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[ShardedParameter]
 ) -> bool:
-    """Return True if the optimizer is not element-wise; raise if it cannot be sharded."""
+    """Return True if the optimizer is not element-wise; raise ValueError if it is not shardable."""
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)

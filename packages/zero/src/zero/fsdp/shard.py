@@ -50,7 +50,7 @@ class ShardedParameter:
         return registered is self.shard or registered is self.full
 
     def check_registered(self) -> None:
-        """Raise if a module has a different tensor instead of this parameter."""
+        """Raise RuntimeError if a module has a different tensor instead of this parameter."""
         for module, name in self.owners:
             if not self.is_registered(module, name):
                 raise unknown_parameter_error(self.name, module._parameters.get(name))
@@ -70,7 +70,7 @@ def unknown_parameter_error(name: str, registered: Tensor | None) -> RuntimeErro
 #: optimizer's parameters finds it.
 _parameter_of_shard = WeakTensorKeyDictionary()
 
-#: The parameters that shards have replaced. Only an optimizer or an unsharded module may have them.
+#: The parameters that shards have replaced. Only optimizers and unsharded modules still use them.
 replaced_parameters = WeakTensorKeyDictionary()
 
 
@@ -90,8 +90,8 @@ class Shard(nn.Parameter):
     A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
     the parameter holds full tensors.
 
-    Functions of torch follow Note [Operations on a sharded gradient], so that the norm of a
-    parameter, for example, is that of all its elements.
+    Functions of torch follow Note [Operations on a sharded gradient]. The norm of a shard, for
+    example, is the norm of the whole parameter.
     """
 
     def full_tensor(self) -> Tensor:
@@ -148,7 +148,10 @@ class Shard(nn.Parameter):
 
 
 def _as_gradient(value: Any) -> Any:
-    """Wrap a shard in a ShardGradient that shares its memory; return any other value unchanged."""
+    """Wrap a shard in a ShardGradient that shares its memory.
+
+    Return other values, and shards that temporarily hold full tensors, unchanged.
+    """
     parameter = find_sharded(value) if type(value) is Shard else None
     if parameter is None or parameter.unit.holds_full_tensors:
         return value
@@ -168,7 +171,7 @@ if Shard not in _foreach_supported_types:
 
 
 def as_column(values: Tensor, dim: int) -> Tensor:
-    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions.
+    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions, but at least one.
 
     Optimizer rules such as `p.dim() >= 2` therefore still recognize matrices.
     """

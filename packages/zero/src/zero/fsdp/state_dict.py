@@ -1,4 +1,4 @@
-"""Conversion of FSDP's shards to full parameters, and to DTensors in state dicts."""
+"""Conversion of FSDP's shards to DTensors in state dicts, and back when one is loaded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StateDictHooks:
         return {handle.id for handle in handles}
 
     def discard_gathered(self) -> None:
-        """Free the unit that was gathered last."""
+        """Free the full parameters that were gathered last."""
         self._gathered = None
 
     @contextmanager
@@ -105,7 +105,10 @@ def _no_state() -> None:
 def _select_shard(
     name: str, value: Tensor, parameter: ShardedParameter, error_messages: list[str]
 ) -> Tensor:
-    """Return this rank's elements of a whole tensor or DTensor, in the shape of the shard."""
+    """Return this rank's elements of a whole tensor or DTensor, in the shape of the shard.
+
+    If the shape does not fit, add an error message, and return the shard itself.
+    """
     shard = plain_shard(parameter.shard)
     if tuple(value.shape) != tuple(parameter.shape):
         error_messages.append(

@@ -16,7 +16,7 @@ last gradient of a unit, while its module is still in backward, so it is not a f
 UNSHARDED unit may be reducing.
 
 If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
-successful gather: messages of the failed one may still arrive there.
+successful gather: messages of the failed gather may still arrive in this memory.
 
 A unit is used while a module that has its parameters is in forward, after the caller has unsharded
 it (`_num_users` counts both), and during a double backward (`keep_unsharded`).
@@ -25,12 +25,12 @@ Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
 that autograd saved in forward are therefore valid again in backward, and nothing is copied after an
 all-gather. The full parameters do not share the storage's version counter (`partition.alias`), so
-that a refill is not an in-place change to autograd.
+autograd does not regard a refill as an in-place change.
 
 While the storage is empty, the versions of the full parameters are raised by `FREED`. A backward
 that would read a freed parameter therefore raises autograd's error of an in-place change instead of
-accessing memory that does not exist. The hooks that gather a unit before its backward do not run
-for a tensor that its module has stored, for example in an attribute, instead of returning it.
+accessing memory that does not exist. Such a backward starts from a tensor that a module has stored,
+for example in an attribute, instead of returning it: no hook gathers the unit for this tensor.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Unit:
         self.communicator = communicator
         first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
-        #: False if no backward reads the parameters; an embedding's backward does not.
+        #: True if a backward reads the parameters. The backward of an embedding does not.
         self.is_read_in_backward = True
         world = communicator.world
         self.partition = by_element(
@@ -94,9 +94,9 @@ class Unit:
         shard_start = shard_stop = 0
         if self.partition.spans:
             shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)
-        #: This rank's shards of all parameters, end to end.
+        #: This rank's shards of all parameters, flattened and concatenated.
         self.shard = values[shard_start:shard_stop].clone()
-        #: The full parameters, end to end; without memory while the unit is SHARDED.
+        #: The full parameters, flattened and concatenated; the storage is empty while SHARDED.
         self.full = torch.empty_like(values, dtype=dtype)
         self._full_nbytes = self.full.untyped_storage().nbytes()
         self.parameters = self._make_parameters(parameters_with_owners, shard_start, shard_stop)
@@ -185,7 +185,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if the caller has replaced `.data`; raise if it cannot be adopted."""
+        """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
         data = plain_shard(parameter.shard)
         if data.data_ptr() == stored.data_ptr() or not stored.numel():
             return False
@@ -197,7 +197,7 @@ class Unit:
             )
         return True
 
-    # Tensors that are made in inference mode could not be trained.
+    # Tensors that are created in inference mode could not be trained.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy_to_new_memory(self) -> None:
@@ -209,7 +209,7 @@ class Unit:
             parameter.shard.data = stored
 
     def check_not_stepping(self) -> None:
-        """Raise if an optimizer's step raised while parameters contained full tensors."""
+        """Raise RuntimeError if an optimizer's step failed while parameters held full tensors."""
         if self.holds_full_tensors:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: an earlier step of the optimizer raised, so some "
@@ -266,7 +266,7 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is used."""
+        """Free the full parameters, unless the unit is used; raise if a forward wrote to them."""
         if self.state is UnitState.UNSHARDING:
             self.wait_for_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
@@ -284,7 +284,7 @@ class Unit:
             self._mark_freed(True)
 
     def _mark_freed(self, is_freed: bool) -> None:
-        """Raise the full parameters' versions by FREED, or undo this."""
+        """Raise the full parameters' versions by FREED, or lower them again."""
         if is_freed != self._is_marked_freed:
             full = tuple(parameter.full for parameter in self.parameters)
             change = FREED if is_freed else -FREED
@@ -294,13 +294,13 @@ class Unit:
     def release_and_reshard(self) -> None:
         """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
 
-        Keeping them would be wrong: a change of a shard through `.data` is not detected.
+        They must not be kept, because a later change of a shard through `.data` is not detected.
         """
         self.keep_unsharded = False
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise if a forward wrote to the full parameters: the written values would be lost."""
+        """Raise RuntimeError if a forward wrote to the full parameters, as this would be lost."""
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own
@@ -383,7 +383,7 @@ class Unit:
 
     @torch.no_grad()
     def gather_full_gradients(self) -> dict[str, Tensor]:
-        """Return the full averaged gradients, or zeros; every rank must call it."""
+        """Return the full averaged gradients, zeros if `.grad` is None; every rank must call it."""
         gradients = torch.zeros_like(self.shard)
         for parameter, part in self._views_of(gradients):
             if parameter.shard.grad is not None:
@@ -391,7 +391,7 @@ class Unit:
         return self._gather(gradients)
 
     def _gather(self, values: Tensor) -> dict[str, Tensor]:
-        """Gather values that are laid out like the shards of all parameters."""
+        """Return full tensors by name, gathered from values that are laid out like `shard`."""
         flat = values.new_empty(self.full.shape)
         self.communicator.all_gather(flat, values).wait()
         return {

@@ -52,12 +52,12 @@ class UnitGradients:
         #: Averages of parameters that this rank has not used, until it is known whether another
         #: rank used them.
         self._unclaimed_averages: dict[int, Tensor] = {}
-        #: The `.grad` of parameters with a gradient from `no_sync()` that is not averaged yet.
+        #: The placeholders for gradients from `no_sync()` that are not averaged yet.
         self._placeholders: dict[int, AveragedGradient] = {}
         #: True if an interrupted backward has discarded gradients that placeholders represent.
         self._has_lost_gradients = False
-        #: Gradients accumulated under `no_sync()`, already cast to `dtype`, if it differs from the
-        #: dtype of the computed gradients.
+        #: Gradients accumulated under `no_sync()` and cast to `dtype`. Gradients that are computed
+        #: in this dtype are in the `.grad` of full parameters instead.
         self._accumulated: dict[int, Tensor] = {}
 
     @property
@@ -89,7 +89,7 @@ class UnitGradients:
         self._reduction = work, output, buffer
 
     def _pop_gradients(self) -> Tensor:
-        """Return the local gradients end to end, and free them."""
+        """Return the local gradients as one flat tensor with padding, and free them."""
         first = self.unit.parameters[0].full
         if len(self.unit.parameters) == 1 and first.grad is not None and not self._accumulated:
             # A single gradient without padding needs no copy.
@@ -135,7 +135,7 @@ class UnitGradients:
                 self._unclaimed_averages[index] = part
 
     def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
-        """Assign averages to parameters that other ranks have used, and discard the others."""
+        """Add averages to parameters that other ranks have used, and discard all other averages."""
         for index, part in self._unclaimed_averages.items():
             if used_anywhere[index]:
                 self._accumulate_grad(index, part)
@@ -166,7 +166,7 @@ class UnitGradients:
     def discard_cleared(self) -> None:
         """Discard unreduced gradients whose `.grad` the caller has cleared.
 
-        Raise RuntimeError if any other unreduced gradient was lost.
+        Raise RuntimeError if an interrupted backward has lost any other unreduced gradient.
         """
         for index, placeholder in list(self._placeholders.items()):
             if self.unit.parameters[index].shard.grad is not placeholder:
@@ -182,7 +182,7 @@ class UnitGradients:
         self._has_lost_gradients = False
 
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """Raise, because the gradient of a placeholder has not been averaged."""
+        """Raise AssertionError, because a placeholder's gradient has not been averaged."""
         raise AssertionError("a gradient that is not averaged yet has no elements")
 
     def _accumulate_grad(self, index: int, part: Tensor) -> None:

@@ -5,8 +5,8 @@
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
 S is the size of the parameters in bytes, and n the number of ranks. The last layer of forward is
-the first of backward, so it is not freed in between. The backward of an embedding does not read its
-weight, so the weight is not gathered for it.
+the first of backward, so it is not freed in between. The backward of an embedding does not read the
+weight, so the weight is not gathered for this backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zero.process_groups import Communicator
 
 
 class UnitSchedule(nn.Module):
-    """The hooks of an FSDP's modules, which run its units; `FSDP` is the public class."""
+    """The hooks that gather, free and reduce an FSDP's units; `FSDP` is the public class."""
 
     communicator: Communicator
     module: nn.Module
@@ -61,8 +61,8 @@ class UnitSchedule(nn.Module):
         self._previous_order: list[Unit] = []
         #: The number of units that ran before each module in this forward.
         self._position: dict[nn.Module, int] = {}
-        #: The units of the modules around each module, whose backward ends later. They include a
-        #: unit of the module itself if a parameter is tied to one of an outer module.
+        #: For each module, the units of the modules around it, because their backward ends later.
+        #: They include a unit of the module itself if an outer module shares one of its parameters.
         self._outer_units: dict[nn.Module, set[Unit]] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
@@ -117,7 +117,7 @@ class UnitSchedule(nn.Module):
                     )
 
     def _check_registered(self) -> None:
-        """Raise if the caller has replaced parameters, or added parameters or modules."""
+        """Raise RuntimeError if the caller has replaced or added parameters."""
         known = set(self.ignored_params)
         for unit in self.units:
             for parameter in unit.parameters:

@@ -1,4 +1,4 @@
-"""Selection of the parameters that stage 3 shards together: those below one selected module.
+"""Selection of the parameters that stage 3 shards together as one unit.
 
 A parameter of several modules (tied) belongs to the first module's unit, and all these modules
 gather it. Modules on the meta device are allocated one sharded module at a time, so a model can be
@@ -41,7 +41,7 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: Maps each module to the module during whose forward its parameters must be full.
+    #: Maps each module to the sharded module around it, whose forward needs its parameters full.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters below each sharded module.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
@@ -84,7 +84,10 @@ def make_units(
 def _groups_by_last_module(
     root: nn.Module, plan: _Plan
 ) -> dict[nn.Module, list[list[nn.Parameter]]]:
-    """Return the groups of parameters by the last of the modules that have them."""
+    """Return the groups of parameters, keyed by the last module that has one of the parameters.
+
+    A tied parameter counts only for its first module.
+    """
     position = {module: index for index, module in enumerate(root.modules())}
     groups: dict[nn.Module, list[list[nn.Parameter]]] = {}
     for parameters in plan.groups.values():
@@ -95,7 +98,10 @@ def _groups_by_last_module(
 
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
-    """Return the modules that are sharded as units: the root, and those that `policy` selects."""
+    """Return the modules that are sharded as units: the root, and the ones that `policy` selects.
+
+    Raise ValueError if the policy names an unknown module, or if its classes match no module.
+    """
     if policy == "blocks":
         return {root, *_blocks(root)}
     named = {original_name(name): module for name, module in root.named_modules()}
@@ -251,7 +257,11 @@ def original_name(name: str) -> str:
 
 
 def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
-    """Call the `reset_parameters` of a module; raise if it would not initialize the module."""
+    """Call a module's `reset_parameters` if it had, or a submodule has, tensors on the meta device.
+
+    Raise ValueError if a module with such tensors has no such method, or if the method changes
+    submodules on the meta device.
+    """
     reset = getattr(module, "reset_parameters", None)
     inner = [p for child in module.children() for p in child.parameters() if p.is_meta]
     if reset is None and has_tensors:
