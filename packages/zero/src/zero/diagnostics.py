@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Seconds to wait for reports, because surviving ranks do not notice a failure simultaneously.
+#: Seconds to wait for reports: all surviving ranks notice a failure within this time.
 GRACE_SECONDS = 5.0
 #: Time within which the store responds if its host is alive.
 STORE_SECONDS = 5.0

@@ -23,7 +23,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 #: Vocabulary size, width, number of layers, and tokens per rank.
 SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 NAMES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "fsdp2_layers", "stage3")
-#: torch's closest implementations of each stage.
+#: The implementations in torch that are closest to each stage.
 RIVALS = {
     "stage1": ("ddp_zero_redundancy",),
     "stage2": ("ddp_zero_redundancy",),

@@ -32,10 +32,11 @@ Row = dict[str, float | int | str]
 
 
 def bench(*, device: str = "cpu", quick: bool = False, rounds: int = 0) -> list[Row]:
-    """Return the rows of the cases `memory` and `step`, on rank 0.
+    """Return the rows of the cases `memory` and `step`, or an empty list on ranks other than 0.
 
-    It runs two processes, or one if there is only one GPU. `rounds` is the number of measured
-    steps of each implementation; 0 means 20, or 3 if `quick` is True.
+    Under torchrun, the benchmark runs on its ranks; otherwise in two processes, or one if there is
+    only one GPU. `rounds` is the number of measured steps of each implementation; 0 means 20, or 3
+    if `quick` is True.
     """
     rounds = rounds or (3 if quick else 20)
     if "RANK" in os.environ:

@@ -50,7 +50,7 @@ def save_checkpoint(
     """Write model, optimizer and rank 0's `extra` (plain values and tensors) to the folder `path`.
 
     Every rank must call it. If a rank fails, every rank raises a RuntimeError that names the failed
-    ranks, and the folder is unchanged.
+    ranks, and the folder is unchanged unless the error reports that it was saved.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     all_parts, objects = _collect_state(model, optimizer, rank)
@@ -80,7 +80,7 @@ def _header_objects(
     return objects
 
 
-# State that is made in inference mode could not be stepped.
+# State that is created in inference mode could not be updated by a step.
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_checkpoint(
@@ -98,11 +98,12 @@ def load_checkpoint(
     torch.distributed.checkpoint folder; or a safetensors file, or a folder of such files. Every
     rank must call it, and reads only its elements. Values are cast to the model's dtype. If the
     checkpoint is damaged, has another format version, or belongs to another model, every rank
-    raises RuntimeError before anything is changed.
+    raises RuntimeError before anything is changed. If another job replaces the checkpoint while it
+    is being loaded, every rank raises RuntimeError, and the model may have parts of both.
 
     strict: False skips tensors that only the model or only the checkpoint has, with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the prefix
-        that fits most names is used; if another one may be meant, the load is refused.
+        that fits most names is used. Raise RuntimeError if another prefix may be meant.
     """
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []

@@ -41,7 +41,7 @@ def write(folder: Path, files: dict[str, int], token: str) -> None:
 
 
 def token_of(folder: Path) -> str | None:
-    """Return the token of the save that wrote a folder, or None if it cannot be read."""
+    """Return the token of the save that wrote a folder, or None if no token can be read."""
     try:
         token: str = json.loads((folder / NAME).read_text().splitlines()[1])["save"]
     except (OSError, ValueError, LookupError):
@@ -50,9 +50,10 @@ def token_of(folder: Path) -> str | None:
 
 
 def verify(folder: Path, rank: int, world: int) -> None:
-    """Raise ValueError if a file differs from its checksum; each rank compares 1/n of the files.
+    """Raise ValueError if a file is missing or differs from its checksum.
 
-    Checkpoints of other programs have no checksums, so nothing is compared.
+    Each rank compares 1/n of the files. Checkpoints of other programs have no checksums, so nothing
+    is compared.
     """
     if not (folder / NAME).exists():
         return

@@ -168,7 +168,7 @@ def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) ->
 
 
 def _before(name: str, word: str) -> str | None:
-    """Return the part of a dotted name before the component `word`; None if it has none."""
+    """Return the part of a dotted name before the component `word`, or None without `word`."""
     components = name.split(".")
     if word not in components:
         return None
@@ -187,8 +187,9 @@ def _suffixes(prefix: str) -> list[str]:
 def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
     """Return the suffix of the model's prefix that the optimizer's names also have.
 
-    In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`, and the
-    optimizer's state names them without it, even if the model's own names begin with `model.`.
+    In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`. The
+    optimizer's state names them without this prefix, even if the model's own names begin with
+    `model.`. Raise ValueError if two suffixes fit equally well.
     """
     count = {}
     for suffix in _suffixes(prefix):
@@ -206,7 +207,7 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
 def _find_name(
     parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
 ) -> str | int | None:
-    """Return the model's name of a stored parameter, or its number; None if it has neither.
+    """Return the model's name of a stored parameter, or its number; None if it is unknown.
 
     name_of: maps the members of the stored groups to their names, or to themselves.
     """
@@ -230,7 +231,10 @@ def _read_entry(folder: Folder, name: str) -> Any:
 
 
 def _read_native(folder: Folder) -> Contents:
-    """Return the contents of a folder that `save_checkpoint` wrote."""
+    """Return the contents of a folder that `save_checkpoint` wrote.
+
+    Raise ValueError if the folder has another format version or no checksums.
+    """
     header: dict[str, Any] = folder.read([], [HEADER])[HEADER]
     if header["version"] != VERSION:
         raise ValueError(
@@ -270,11 +274,11 @@ def _read_native_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
 
 
 def _find_prefix(stored: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return the prefix that fits most of the model's tensors; raise if another may be meant.
+    """Return the prefix that fits most tensors; raise ValueError if another may be meant.
 
     A usual prefix is preferred to other prefixes that fit as many tensors.
     """
-    # The stored names with each prefix that the model has without it.
+    # Maps each prefix to the stored names that are names of the model if it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:
         for start in [0, *(match.end() for match in re.finditer(r"\.", name))]:
@@ -307,7 +311,7 @@ def _find_prefix(stored: Sequence[str], names: Mapping[str, str]) -> str:
 def _make_group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
     """Return a group's parameters and options.
 
-    A flattened dictionary has the options of each parameter under the parameter's name, `key`.
+    A flattened dictionary has one group per parameter, under the parameter's name, `key`.
     """
     members = group.get("param_names") or group.get("params") or [key]
     names = [m.removeprefix(strip) if isinstance(m, str) else m for m in members]

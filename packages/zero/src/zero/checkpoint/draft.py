@@ -109,7 +109,10 @@ class Draft:
             raise
 
     def publish(self, is_ours: Callable[[Path], bool]) -> None:
-        """Link other programs' files into the folder, and rename the folder to its final path."""
+        """Link other programs' files into the folder, and rename the folder to its final path.
+
+        `is_ours` returns True for the files of a checkpoint.
+        """
         keep_others(self.path, self.folder, is_ours)
         replace_folder(self.folder, self.path)
 
@@ -163,7 +166,7 @@ def _link_or_copy(file: str | Path, there: str | Path) -> None:
 
 
 def replace_folder(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; meanwhile, `previous(path)` is the old folder."""
+    """Rename a finished folder to `path`; until then, keep the old one at `previous(path)`."""
     old = previous(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -29,7 +29,10 @@ from zero.process_groups import check_separate_elements
 
 
 class Loading:
-    """One load. The constructor matches and checks names and shapes; `fill()` reads the data."""
+    """One load of a checkpoint.
+
+    The constructor matches and checks names and shapes; `fill()` reads the data.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Loading:
         for part in self.parts:
             assert part.target is not None
             if not part.target.is_contiguous():
-                # The values are a copy of the target.
+                # The values were read into a copy of the target.
                 part.target.copy_(part.values.view(part.target.shape))
         mark_changed(self.model)
         if self.optimizer is not None:
@@ -69,7 +72,10 @@ class Loading:
             unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
-        """Return the model's parts that the checkpoint has; raise if it is another model's."""
+        """Return the model's parts that are in the checkpoint.
+
+        Raise ValueError if the checkpoint belongs to another model.
+        """
         saved = self.contents.model
         part_of = {part.name: part for part in parts}
         for name, first in self.tied.items():
@@ -99,7 +105,7 @@ class Loading:
         self.left_out.append(f"{', '.join(names)}: in {description}")
 
     def _check_part(self, part: Part) -> None:
-        """Raise if a stored tensor does not fit the model's."""
+        """Raise ValueError if a stored tensor cannot be loaded into the model's tensor."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
         # Floating-point values are cast to the model's dtype, because training may continue in
         # another dtype. Other programs may store integers and booleans in narrower or wider dtypes.
@@ -123,7 +129,7 @@ class Loading:
         check_separate_elements(part.name, part.target)
 
     def _check_tied(self, part: Part, second: str) -> None:
-        """Raise if a tied tensor's two names have different values in the checkpoint."""
+        """Raise ValueError if a tied tensor's two names have different values in the checkpoint."""
         source = self.contents.source
         stored = [self.contents.model[name] for name in (part.name, second)]
         if isinstance(source, Folder) and source.are_same_bytes(*stored):
@@ -169,7 +175,7 @@ class Loading:
     def _match_groups(
         self, saved: list[dict[str, Any]], names_of_groups: list[list[str]]
     ) -> list[dict[str, Any]]:
-        """Return the stored groups; raise if they have other parameters than the optimizer's."""
+        """Return the stored groups; raise ValueError if the optimizer's groups are different."""
         if not self.contents.is_native:
             saved = _merge_groups(saved, names_of_groups)
         # Parameters that are stored by number are in the optimizer's order.
@@ -185,7 +191,7 @@ class Loading:
         return saved
 
     def _check_state_shapes(self) -> None:
-        """Raise if an element-wise optimizer's state does not have its parameter's shape."""
+        """Raise ValueError if state has several elements, and not its parameter's shape."""
         stored: Mapping[str, Any] = self.contents.source.tensors
         for slot, entries in self.states:
             for key, name in entries:
@@ -198,7 +204,10 @@ class Loading:
                     )
 
     def _check_one_optimizer(self) -> None:
-        """Raise if it is not certain which stored state belongs to which parameter."""
+        """Raise ValueError if the checkpoint has several optimizers, or state of other models.
+
+        With `strict=False`, leave out state of parameters that the model does not have.
+        """
         contents = self.contents
         if len(contents.optimizers) > 1:
             prefixes = ", ".join(repr(prefix) for prefix in contents.optimizers)
@@ -216,7 +225,10 @@ class Loading:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
     def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
-        """Return the optimizer state to read, as (parameter number, key, part or object)."""
+        """Return the optimizer state to read: tensors, and then objects.
+
+        Each is (parameter number, key, part), or (parameter number, key, stored name).
+        """
         tensors = []
         objects = []
         stored = self.contents.source.tensors
@@ -291,7 +303,10 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
 def _merge_groups(
     saved: list[dict[str, Any]], names_of_groups: list[list[str]]
 ) -> list[dict[str, Any]]:
-    """Merge options that are stored per parameter into the optimizer's groups."""
+    """Merge options that are stored per parameter into the optimizer's groups.
+
+    Return other groups unchanged. Raise ValueError if options within a group differ.
+    """
     options_of_name = {g["names"][0]: g["options"] for g in saved if len(g["names"]) == 1}
     names = [name for group in names_of_groups for name in group]
     if len(options_of_name) < len(saved) or not all(name in options_of_name for name in names):
@@ -310,7 +325,7 @@ def _merge_groups(
 
 
 def _check_groups(saved: list[list[str]], current: list[list[str]]) -> None:
-    """Raise if a group has other parameters in the checkpoint than in the optimizer."""
+    """Raise ValueError if a group has other parameters in the checkpoint than in the optimizer."""
     if len(saved) != len(current):
         raise ValueError(
             f"expected {len(current)} parameter groups as in the optimizer, got {len(saved)} in "

@@ -33,7 +33,7 @@ class Part:
     values: Tensor
     #: True if every rank has the same values.
     is_replicated: bool = False
-    #: The tensor whose elements are `values`; `values` is a copy if it is not contiguous.
+    #: The tensor whose elements are `values`; if the tensor is not contiguous, `values` is a copy.
     target: Tensor | None = None
     #: True for buffers. They may differ between ranks, so rank 0 writes all of them.
     is_buffer: bool = False
@@ -165,7 +165,7 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters of each group, which are equal on all ranks."""
+    """Return the parameter names of each group. All ranks return the same names."""
     names = {slot.parameter: slot.name for slot in _parameter_slots(model)}
     return [[_look_up(p, names) for p in group["params"]] for group in optimizer.param_groups]
 

@@ -1,7 +1,7 @@
 """The boxes of a torch.distributed.checkpoint folder that each rank writes and reads.
 
-The format stores boxes of tensors. A run of elements of an n-dimensional tensor consists of at most
-2n-1 boxes, so the folder contains whole tensors that any other reader of the format can load.
+The format stores boxes: rectangular blocks of tensors. A run of elements of an n-dimensional tensor
+consists of at most 2n-1 boxes, so any other reader of the format can load whole tensors.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from zero.diagnostics import explain
 
 T = TypeVar("T")
 
-#: The name under which `extra` and the non-tensor states of modules are saved.
+#: The name of the object with the format version, `extra` and the non-tensor states of modules.
 HEADER = "zero"
 
 
@@ -215,7 +215,10 @@ def find(path: Path) -> Folder:
 
 
 def fingerprint(path: Path) -> int:
-    """Return a number that changes with every save to `path`; 0 if nothing is there."""
+    """Return a number that changes with every save to `path`; 0 if nothing is there.
+
+    Without checksums or metadata, it depends only on the names and sizes of the files.
+    """
     for name in (checksums.NAME, ".metadata"):
         if (path / name).is_file():
             return checksums.checksum(path / name)

@@ -1,7 +1,7 @@
 """Weights read from safetensors files, by runs of elements.
 
 A file has a JSON header, followed by the tensors end to end. A run of elements of a row-major
-tensor is one range of bytes, and each rank reads only its ranges. It therefore never needs more
+tensor is one range of bytes, and each rank reads only its ranges. A rank therefore never needs more
 memory than its shard and a buffer.
 """
 
@@ -44,7 +44,7 @@ class InFile:
     dtype: torch.dtype
 
     def read(self, start: int, values: Tensor) -> None:
-        """Fill flat `values` with the elements from `start` on, cast to its dtype."""
+        """Fill flat `values` with the elements from `start` on, cast to the dtype of `values`."""
         with self.file.open("rb") as file:
             file.seek(self.offset + start * self.dtype.itemsize)
             for part in values.split(BUFFER_BYTES // self.dtype.itemsize):
@@ -69,7 +69,10 @@ class Weights:
 
 
 def find_weights(path: Path) -> Weights | None:
-    """Find safetensors files at `path`; None if there are none."""
+    """Return the tensors of the safetensors files at `path`, or None if there are no files.
+
+    Raise ValueError for files of torch.save, and for damaged files.
+    """
     files = [path] if path.is_file() else _files_of_index(path)
     is_torch = any(file.match(pattern) for file in files for pattern in TORCH_FILES)
     if is_torch or (not files and any(any(path.glob(pattern)) for pattern in TORCH_FILES)):
