@@ -139,8 +139,11 @@ def reduce_all(dtype, size):
     direct_all_reduce(summed)
     largest = inputs[rank].clone()
     direct_all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
+    least = inputs[rank].clone()
+    direct_all_reduce(least, dist.ReduceOp.MIN)
     assert torch.equal(summed, expected.to(dtype))
     assert torch.equal(largest, inputs.amax(0))
+    assert torch.equal(least, inputs.amin(0))
 
 
 def scatter_gather_and_reduce():

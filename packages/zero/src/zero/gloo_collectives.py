@@ -100,11 +100,12 @@ def direct_all_reduce(
 ) -> Work | None:
     """Do `torch.distributed.all_reduce` of a small tensor with n-1 sends of all of it per rank.
 
-    With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order. The
-    operation must be SUM or MAX. torch's all-reduce is called instead for a tensor of more than
-    `DIRECT_ALL_REDUCE_BYTES`, or on another device than the CPU.
+    With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order.
+    torch's all-reduce is called instead for other operations than SUM and MAX, for a tensor of
+    more than `DIRECT_ALL_REDUCE_BYTES`, and on other devices than the CPU.
     """
-    if tensor.nbytes > DIRECT_ALL_REDUCE_BYTES or not tensor.is_cpu:
+    is_direct = op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and tensor.is_cpu
+    if not is_direct or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
         return dist.all_reduce(tensor, op, group, async_op)
     work = _DirectAllReduce(tensor, op, group)
     if async_op:

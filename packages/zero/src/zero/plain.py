@@ -65,8 +65,9 @@ class PlainShardedOptimizer:
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:
-        """Average the gradients of this rank's shard, step it, and gather all shards."""
-        gradients = flatten([p.grad for p in self.parameters if p.grad is not None], self.world)
+        """Average the gradients of this rank's shard (None is 0), step it, and gather all shards."""
+        each = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = flatten(each, self.world)
         if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it is sent.
             for parameter in self.parameters:
                 parameter.grad = None

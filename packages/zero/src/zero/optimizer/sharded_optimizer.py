@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._parameters_of_group: list[list[nn.Parameter]] = []
         self._shards_of_group: list[list[nn.Parameter]] = []
         self._num_steps = 0
-        #: True from the end of the inner optimizer's step until `step()` returns.
+        #: True from the start of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
         self._options_after_step: Options = []
         self.inner: torch.optim.Optimizer
@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         if self._is_step_incomplete:
             raise RuntimeError(
-                f"rank {self.communicator.rank}: an earlier step raised after it had updated the "
+                f"rank {self.communicator.rank}: an earlier step raised while it updated the "
                 "shards, so another step would apply the gradients twice, and parameters may "
                 "differ between ranks: load a checkpoint into another ShardedOptimizer"
             )
@@ -218,8 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         stepped = self._assign_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
-        _step_without_hooks(self.inner, **kwargs)
         self._is_step_incomplete = True
+        _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
         self._options_after_step = option_numbers(self)
