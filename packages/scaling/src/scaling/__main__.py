@@ -20,7 +20,7 @@ Output = tuple[list[str], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is reported on one line of stderr with status 2."""
+    """Run one command; return 0, or 2 after printing an error to stderr."""
     arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -95,7 +95,7 @@ def _load(arguments: argparse.Namespace) -> Runs:
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Parse NAME=VALUE strings into a mapping."""
+    """Parse NAME=VALUE strings; raise `ValueError` for other strings or two values of a name."""
     pairs: dict[str, str] = {}
     for text in texts:
         if "=" not in text:
@@ -130,7 +130,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
 
 
 def _describe_law(fit: ParametricFit) -> Output:
-    """Return the constants; their intervals are of noise alone, unlike those of the answers."""
+    """Return the constants of a law as text and JSON; their intervals do not include drift."""
     constants = asdict(fit.law) | {"exponent": fit.law.exponent}
     intervals = {k: fit.posterior.interval(k) for k in constants}
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
@@ -144,7 +144,7 @@ def _describe_law(fit: ParametricFit) -> Output:
 
 
 def _describe_valleys(fit: IsoflopFit, compute: float) -> Output:
-    """Return the laws of N and D, the latter with the ratio C / (N D) at a compute."""
+    """Return the law of N_opt as text and JSON; the text adds D_opt for C / (N D) at `compute`."""
     interval = fit.exponent_interval
     ratio = fit.flops_per_parameter_token(compute)
     lines = [

@@ -30,9 +30,10 @@ SHORTCUTS = ("minimum", "minimum-linear", "minimum-offset")
 def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None) -> list[Row]:
     """Return rows of measurements on synthetic runs.
 
-    The sweeps run on `device`. `data` is a file of runs to fit as well, without its five highest
-    losses, as in Besiroglu et al. L-BFGS-B runs from 243 of the 4,500 starts of Hoffmann et al., or
-    from 40 of them if `quick` is True.
+    The sweeps run on `device`. `data` is a file of further runs, which are fitted without their
+    five highest losses, as in Besiroglu et al. L-BFGS-B runs from 243 of the 4,500 starts of
+    Hoffmann et al. If `quick` is True, it runs from 40, and the bootstrap and the sweeps are
+    smaller.
     """
     starts = 40 if quick else 243
     noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)
@@ -53,7 +54,7 @@ def _timed(function: Callable[[], T]) -> tuple[float, T]:
 
 
 def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
-    """Time our fit without and with `prove`, and L-BFGS-B with exact gradients from many starts."""
+    """Time `fit_parametric` without and with `prove`, and L-BFGS-B from a number of starts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         fit_parametric(runs)  # the first call loads LAPACK
@@ -75,7 +76,7 @@ def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
 
 
 def _shortcuts() -> list[Row]:
-    """Compare each method's best size at 1e24 FLOPs, from noiseless runs, with the truth."""
+    """Return each method's best size at 1e24 FLOPs, from noiseless runs, and its ratio to truth."""
     runs = planned_runs()
     truth = CHINCHILLA.optimal(1e24).parameters
     sizes = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
@@ -96,7 +97,7 @@ def _shortcuts() -> list[Row]:
 
 
 def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
-    """Return the best size as a function of compute by a misleading method.
+    """Return a function from compute to the best size, as found by a misleading method.
 
     The method uses the best run of each budget. "minimum" fits a line in logs through these runs,
     "minimum-linear" fits a C^b by least squares in N, and "minimum-offset" fits a C^b + c, which
@@ -148,7 +149,10 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
 
 
 def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
-    """Return the lowest Huber objective from some of the 4,500 starts of Hoffmann et al. 2022."""
+    """Return the lowest Huber objective that L-BFGS-B reaches, with exact gradients.
+
+    The starts are spread evenly over the 4,500 starts of Hoffmann et al. 2022.
+    """
     log_n = np.log(runs.parameters)
     log_d = np.log(runs.tokens)
     log_loss = np.log(runs.loss)
@@ -175,7 +179,7 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows; also write them as JSON if `--json` is passed."""
+    """Print the rows of `bench`; also write them as JSON if `--json` is passed."""
     folder = os.environ.get("SCALING_DATA")
     points = Path(folder) / "chinchilla_svg_extracted_data.csv" if folder else None
     parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)

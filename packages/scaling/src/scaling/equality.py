@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-#: Largest number of fields that are printed.
+#: Largest number of lines in a repr after the class name.
 LONGEST = 9
 
 
 class ComparesArrays:
-    """Base class whose `==` compares fields, arrays elementwise; nan equals nan.
+    """Base class of dataclasses whose `==` compares arrays elementwise; nan equals nan.
 
     The repr has at most ten lines. Declare subclasses with `eq=False, repr=False`, because the
-    generated comparison raises for arrays.
+    comparison that `dataclass` generates raises an error for arrays.
     """
 
     __hash__ = None  # type: ignore[assignment]

@@ -43,7 +43,7 @@ def require_numbers(**named: object) -> None:
 
 
 def require_budget(compute: float) -> None:
-    """Raise an error unless a budget is one positive and finite number."""
+    """Raise `TypeError` or `ValueError` unless a budget is one positive and finite number."""
     require_numbers(compute=compute)
     if not 0 < compute < math.inf:
         raise ValueError(f"expected a positive and finite compute, got compute = {compute}")
@@ -56,7 +56,7 @@ def require_level(level: float) -> None:
 
 
 def require_no_nan(values: Array) -> None:
-    """Raise `ValueError` if a quantity is NaN for any of the laws behind an interval."""
+    """Raise `ValueError` if a quantity is NaN for any of the resampled laws."""
     if missing := int(np.isnan(values).sum()):
         raise ValueError(
             f"expected a number for every resample, got NaN for {missing} of {len(values)}"
@@ -66,8 +66,8 @@ def require_no_nan(values: Array) -> None:
 def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
     """Return the quantiles of resampled values at `low` and `high`.
 
-    If any value is infinite, the next values outside are returned instead of interpolating. Raises
-    `ValueError` if a value is NaN.
+    Quantiles are interpolated only if all values are finite. Otherwise the first is rounded down
+    and the second up to one of the values. Raises `ValueError` if a value is NaN.
     """
     resampled = np.asarray(values, dtype=float)
     require_no_nan(resampled)
@@ -90,7 +90,8 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
-    #: The coverage measured for such intervals on published tables; empty within the runs.
+    #: A sentence on the measured coverage of such intervals on published tables; empty if the
+    #: optimum is not extrapolated.
     coverage: str = ""
 
     def __str__(self) -> str:
@@ -105,7 +106,10 @@ class Optimum(ComparesArrays):
 
 @dataclass(frozen=True)
 class Law:
-    """The loss E + A / N^alpha + B / D^beta in nats of N parameters after D tokens."""
+    """The loss E + A / N^alpha + B / D^beta, in nats, of a model with N parameters after D tokens.
+
+    Raises `ValueError` unless all constants are finite, E is at least 0 and the rest are positive.
+    """
 
     E: float
     A: float
@@ -134,7 +138,10 @@ class Law:
     @overload
     def predict(self, parameters: ArrayLike, tokens: ArrayLike) -> Array: ...
     def predict(self, parameters: ArrayLike, tokens: ArrayLike) -> Array | float:
-        """Return the loss in nats of a model with N parameters after D tokens; broadcasts."""
+        """Return the loss in nats of models with N parameters after D tokens; the inputs broadcast.
+
+        Raises `ValueError` unless all parameters and tokens are positive.
+        """
         n = np.asarray(parameters, np.float64)
         d = np.asarray(tokens, np.float64)
         if not ((n > 0).all() and (d > 0).all()):
@@ -144,11 +151,14 @@ class Law:
 
     @property
     def exponent(self) -> float:
-        """The exponent beta / (alpha + beta) of N_opt in C; the exponent of D_opt is 1 minus it."""
+        """The exponent beta / (alpha + beta) of C in N_opt; D_opt has 1 minus this exponent."""
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, compute: float) -> Optimum:
-        """Return the model with the lowest loss that `compute` FLOPs can train, at 6 N D FLOPs."""
+        """Return the model with the lowest loss among those with 6 N D = `compute` FLOPs.
+
+        Raises `TypeError` or `ValueError` unless `compute` is one positive and finite number.
+        """
         require_budget(compute)
         n, d, loss = map(float, optima_of(self.constants, compute))
         return Optimum(compute, n, d, loss)
@@ -169,7 +179,7 @@ def optima_of(constants: Array, compute: float) -> Array:
     _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     log_product = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
     log_n = (np.log(alpha * a / (beta * b)) + beta * log_product) / (alpha + beta)
-    # An optimum beyond the range of float64 is replaced by the largest representable one.
+    # An N or D that would overflow float64 is limited to e^700.
     log_n = np.clip(log_n, log_product - 700, 700)
     n = np.exp(log_n)
     d = np.exp(log_product - log_n)

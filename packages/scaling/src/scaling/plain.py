@@ -1,7 +1,8 @@
 """Minimal implementation of the two fits of Hoffmann et al. 2022, in scipy alone.
 
-Start here. N is parameters, D tokens, C = 6 N D floating-point operations, L the loss in nats. The
-rest of the package finds the same answers faster and adds intervals.
+Read this file first. N is the number of parameters, D the number of training tokens, C = 6 N D the
+compute in floating-point operations, and L the loss in nats. The rest of the package finds the same
+answers faster and adds intervals.
 """
 
 import numpy as np
@@ -19,9 +20,9 @@ def valley_bottom(n: Array, loss: Array) -> float:
 
 
 def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
-    """Return (scale, exponent) of N_opt = scale C^exponent, a line through the valley bottoms.
+    """Return (scale, exponent) of N_opt = scale C^exponent, a line in logs through valley bottoms.
 
-    This is "Approach 2". All runs of one budget have the same number in `compute`.
+    This is "Approach 2". Runs belong to one budget if their values in `compute` are exactly equal.
     """
     budgets = np.unique(compute)
     bottoms = [valley_bottom(n[compute == c], loss[compute == c]) for c in budgets]
@@ -31,20 +32,20 @@ def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
 
 def law(constants: Constants, n: Array, d: Array) -> Array:
     """Return E + A / N^alpha + B / D^beta for constants (log E, log A, log B, alpha, beta)."""
-    # Logarithms keep E, A and B positive, and these may differ by orders of magnitude.
+    # Logarithms keep E, A and B positive, and comparable if they differ by orders of magnitude.
     e, a, b, alpha, beta = constants
     loss: Array = np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
     return loss
 
 
 def huber(residual: Array, delta: float = 1e-3) -> Array:
-    """Return the Huber loss, quadratic up to delta and linear beyond, which limits outliers."""
+    """Return the Huber loss: quadratic up to `delta`, and linear beyond it to limit outliers."""
     size = np.abs(residual)
     return np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
 
 
 def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
-    """Return the (E, A, B, alpha, beta) with the least Huber loss of log losses ("Approach 3").
+    """Return the (E, A, B, alpha, beta) with the least Huber loss of log residuals ("Approach 3").
 
     Many starts are needed, because the objective has several minima and hardly changes if A and
     alpha change together.
@@ -70,8 +71,9 @@ def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
 def best_model(constants: Constants, compute: float) -> tuple[float, float]:
     """Return the (N, D) with the lowest loss for `compute` FLOPs.
 
-    The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: the
-    last FLOP gains as much from size as from data.
+    The constants are (E, A, B, alpha, beta), not the logarithms of `law`. The derivative of the
+    loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: a FLOP spent on size then
+    lowers the loss as much as a FLOP spent on data.
     """
     _, a, b, alpha, beta = constants
     product = compute / 6  # N D

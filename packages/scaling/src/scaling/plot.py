@@ -35,11 +35,13 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     `up_to` is the compute in FLOPs to which a fit is extrapolated. The panels are:
 
     - for a parametric fit, N and D over C with their bands, residuals, and the interval of
-      `optimal` at `up_to` next to that of noise alone;
+      `optimal` at `up_to` next to the interval by noise alone;
     - for an IsoFLOP fit, the valleys, and N and D over C;
     - for a sweep, loss over rate, and best rate over batch size;
-    - for a backtest, the best size predicted from the runs below each cut, relative to a fit of all
-      runs.
+    - for a backtest, the best size predicted from the runs below each cut, divided by the best size
+      that a fit of all runs predicts.
+
+    Raises `TypeError` for any other object, and `ModuleNotFoundError` without matplotlib.
     """
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
@@ -53,7 +55,7 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 
 
 def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
-    """Return one function per panel of `plot`; each draws its panel on axes."""
+    """Return one function per panel of `plot`, which draws the panel on axes."""
     if isinstance(result, ParametricFit | IsoflopFit):
         optima = partial(_plot_optima, fit=result, up_to=up_to)
         if isinstance(result, IsoflopFit):
@@ -91,7 +93,7 @@ def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) ->
 
 
 def _optima(fit: ParametricFit | IsoflopFit, compute: Array) -> list[Optimum]:
-    """Return the optima without warnings: the fit has issued them, and bands show uncertainty."""
+    """Return the optima without the warnings of `optimal`, because the bands show uncertainty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         return [fit.optimal(float(c)) for c in compute]
@@ -117,7 +119,7 @@ def _plot_valleys(axes: "Axes", fit: IsoflopFit) -> None:
 
 
 def _plot_backtest(axes: "Axes", rows: Sequence[BacktestRow]) -> None:
-    """Draw predicted best sizes relative to a fit of all runs; a cross marks a missed size."""
+    """Draw predicted best sizes divided by the size by all runs; a cross marks a missed size."""
     missed_cuts = []
     missed_ratios = []
     all_cuts = [row.cut for row in rows]

@@ -49,9 +49,10 @@ class ScalingWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runs(ComparesArrays):
-    """A table of finished runs, each column a float64 vector of the same length.
+    """A table of finished runs, in which each column is a float64 vector of the same length.
 
-    `load_runs` reads runs from files, records or columns, and checks them.
+    `load_runs` reads runs from files, records or columns, and checks them. Raises `ValueError` if
+    the columns differ in length.
     """
 
     parameters: Array
@@ -60,8 +61,7 @@ class Runs(ComparesArrays):
     loss: Array
     #: The line of each run in its source, or its position counted from 1.
     rows: tuple[int, ...]
-    #: Description of the source, unit and range of each column, of excluded rows and unused
-    #: columns.
+    #: Text about the source, unit and range of each column, excluded rows and unused columns.
     explanation: str = ""
 
     def __post_init__(self) -> None:
@@ -80,7 +80,10 @@ class Runs(ComparesArrays):
         return Runs(**columns, rows=rows, explanation=self.explanation)
 
     def without_highest(self, count: int) -> "Runs":
-        """Return all runs except the `count` with the highest loss, the likeliest outliers."""
+        """Return the runs without the `count` highest losses, which are the likeliest outliers.
+
+        Raises `ValueError` unless 0 <= count <= number of runs.
+        """
         if not 0 <= count <= len(self):
             raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
         lower = self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
@@ -94,7 +97,7 @@ class Runs(ComparesArrays):
 
         A relative gap wider than `tolerance` starts a new group. Runs spread evenly over decades
         may have no such gaps, so a group that spans more than a factor of two is divided into
-        groups that span at most `tolerance`.
+        groups that span at most `tolerance`. Raises `ValueError` if `tolerance` is negative.
         """
         if not tolerance >= 0:
             raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")
@@ -115,36 +118,43 @@ def load_runs(
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
 
     The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T
-    or 49,893,420. Data frames are those of pandas, polars and pyarrow. Exports of wandb,
-    levanter, MLflow and TensorBoard (by tbparse) may have nested columns or one row per metric.
-    `Runs.explanation` describes each choice that was made.
+    or 49,893,420. Data frames may be from pandas, polars or pyarrow. Exports of wandb, levanter,
+    MLflow and TensorBoard (by tbparse) may have nested columns or one row per metric. Losses in
+    bits per token and perplexities are converted to nats; losses in bits per byte or character are
+    not. `Runs.explanation` describes each choice that was made.
 
     Args:
         source: The table.
-        columns: Names of columns that do not have a usual name (`N`, `params_B`, `train_tokens`,
-            `Training FLOP`, `eval/loss`, …), such as `{"loss": "eval/ce"}`. Tokens may be a
-            product, as in `{"tokens": "steps * batch_size * seq_len"}`.
+        columns: Names of columns that are not recognized, such as `{"loss": "eval/ce"}`. Names such
+            as `N`, `params_B`, `train_tokens`, `Training FLOP` and `eval/loss` are recognized.
+            Tokens may be a product, as in `{"tokens": "steps * batch_size * seq_len"}`.
         units: Factors by which cells without a unit are multiplied, such as `{"parameters": 1e6}`.
-        where: Values of columns that select rows, such as `{"dataset": "c4"}`. A number also
-            selects cells with another notation of it, such as 3e-4 and 0.0003.
+            A factor of 1 confirms numbers on an unusual scale.
+        where: Column values that select rows, such as `{"dataset": "c4"}`. A number also selects
+            cells that write it differently, such as 3e-4 for 0.0003.
         history: The column of run names, if the table has several rows per run; the last row of
             each run is kept. False if every row is a run. By default, a column of run names is
             detected.
-        ignore: The column or columns that are not read at all, for example because they only tell
-            repetitions apart.
+        ignore: One or more columns that are not read at all, for example because they only
+            distinguish repetitions.
 
-    Rows without a loss, runs that did not finish (according to a column such as `state`, `status`,
-    `failed` or `exit_code`, or to a `step` below `max_steps`), and all but the last row of each run
-    of a history are left out. A warning reports their number.
+    These rows are left out, and a warning reports their number:
+
+    - rows without a loss;
+    - runs that did not finish, according to a column such as `state`, `status`, `failed` or
+      `exit_code`, or to a `step` below `max_steps`;
+    - all but the last row of each run of a history;
+    - at each N and D, all runs except those of the best setting, such as a learning rate.
 
     Raises:
+        TypeError: The source is not a table.
         ValueError: A value is missing, not a number, not positive or not finite, or a column is on
-            the wrong scale. Also for tables with two readings: columns with the same meaning that
+            the wrong scale. Ambiguous tables also raise it: columns with the same meaning that
             differ, several data sets, unknown states or settings, and rows that may be checkpoints
             or summaries. The message names the column, the row if there is one, and the remedy.
 
-    A `ScalingWarning` also reports compute that differs from 6 N D, a loss above 14 nats, and
-    repeated rows.
+    A `ScalingWarning` also reports compute that differs from 6 N D by more than 10 %, a loss above
+    14 nats, and repeated rows.
     """
     if unknown := set(units or {}) - set(COLUMNS):
         raise ValueError(f"expected names among {list(COLUMNS)} in units=…, got {sorted(unknown)}")

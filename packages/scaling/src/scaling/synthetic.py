@@ -28,9 +28,9 @@ def isoflop_runs(
 ) -> Runs:
     """Return synthetic IsoFLOP runs of a law, with `per_budget` sizes at each budget.
 
-    The sizes of a budget are evenly spaced in log N about `shift` times its optimum, and the
+    The sizes of a budget are evenly spaced in log N about `shift` times the optimal size, and the
     largest is `span` times the smallest. `noise` is the standard deviation of log loss. Raises
-    `ValueError` if it is negative.
+    `ValueError` if `noise` is negative or not finite.
     """
     if not 0 <= noise < math.inf:
         raise ValueError(f"expected a finite noise >= 0, got noise = {noise}")
@@ -40,7 +40,7 @@ def isoflop_runs(
     c = np.repeat(budgets, per_budget)
     d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
     loss = law.predict(n, d) * np.exp(noise * rng.standard_normal(n.size))
-    # Units of 1 confirm the scale, because some laws have unusual optimal tokens per parameter.
+    # Without units, `load_runs` rejects the unusual tokens per parameter that some laws imply.
     units = {"parameters": 1.0, "tokens": 1.0, "loss": 1.0}
     return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
 

@@ -8,7 +8,7 @@ Array = NDArray[np.float64]
 #: Forward and backward pass of a dense model: C = 6 N D (Kaplan et al. 2020, section 2.1).
 FLOPS_PER_PARAMETER_TOKEN = 6.0
 
-#: Minimum number of parameters, and of training tokens, of a model.
+#: Smallest number of parameters, and of training tokens, that a run may have.
 FEWEST = 1000.0
 
 COLUMNS = ("parameters", "tokens", "compute", "loss")

@@ -7,8 +7,8 @@ over the runs. If they are not, a fit still converges. With D = 20 N, for exampl
 power laws of one variable and can exchange their exponents, and a bootstrap repeats the same wrong
 law. The measure of independence is the smallest singular value of these four centered columns,
 divided by the square root of the number of runs. It is 0 if all runs have one size, one token
-count, one budget or tokens D = c N^a. With 1 % of jitter, such designs have a few thousandths.
-Published tables and their subsets have 0.05 to 1.
+count, one budget or tokens D = c N^a. With 1 % of jitter, it is a few thousandths for such designs.
+For published tables and their subsets, it is 0.05 to 1.
 """
 
 import math
@@ -65,9 +65,9 @@ def line_defect(parameters: Array, tokens: Array) -> str:
 
 
 def singular_values(columns: Array) -> Array:
-    """Return the singular values of centered columns (k, n), divided by sqrt(n).
+    """Center k columns (k, n) and return their singular values (k,), divided by sqrt(n).
 
-    If there are fewer rows than columns, the missing singular values are 0.
+    If n < k, the missing singular values are 0.
     """
     count, n = columns.shape
     centered = columns - columns.mean(1)[:, None]

@@ -5,8 +5,8 @@ The objective is sum_i w_i Huber(r_i), where r_i is log predicted minus log obse
 With the exact Hessian H a refit takes about ten steps, but H need not be positive definite far from
 the minimum. A step p therefore solves (H + lambda W) p = -g, where g is the gradient and W the
 matrix of iteratively reweighted least squares. As lambda approaches 0, this becomes Newton's
-method. With a large lambda, the step is short and always descends (Levenberg 1944). Steps that do
-not lower the objective are rejected, and lambda grows.
+method. With a large lambda, the step is short and always descends (Levenberg 1944). A step that
+raises the objective is rejected and lambda grows; otherwise lambda shrinks.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from scaling.fit.varpro import Problem
 from scaling.units import Array
 
-#: A term whose log amplitude is within this distance of its lower bound has vanished: it no longer
-#: contributes, so its exponent is undetermined.
+#: A term has vanished if its log amplitude is within this distance of the lower bound: the term no
+#: longer contributes, so its exponent is undetermined.
 VANISHED = 18.0
 
 
 def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
-    """Return (S, K) flags of the terms that have vanished.
+    """Return flags (S, K) of the terms that have vanished.
 
     A term whose amplitude is not stored as a logarithm never counts as vanished.
     """
@@ -35,7 +35,7 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PolishResult:
-    """The results of a batch of minimizations."""
+    """The results of S minimizations: parameters (S, P), objectives (S,) and flags (S,)."""
 
     theta: Array
     objective: Array
@@ -50,7 +50,7 @@ def polish(
     weights: Array | None = None,
     max_steps: int = 200,
 ) -> PolishResult:
-    """Minimize the sum of Huber losses from each of (S, P) starts.
+    """Minimize the sum of Huber losses from each of S starts (S, P).
 
     `weights` (S, n) weight the rows, for example by their counts in a bootstrap resample. See Note
     [Damped Newton steps].
@@ -73,7 +73,7 @@ def objective(problem: Problem, theta: Array, delta: float) -> Array:
 
 
 def residuals(problem: Problem, theta: Array) -> Array:
-    """Return log predicted minus log observed (S, n)."""
+    """Return the residuals, log predicted minus log observed (S, n)."""
     return _Evaluation.at(problem, theta, np.ones((1, 1)), np.inf).residuals
 
 
@@ -86,10 +86,10 @@ def log_jacobian(problem: Problem, theta: Array) -> Array:
 
 @dataclass
 class _Evaluation:
-    """The predictions of S parameter vectors."""
+    """The residuals (S, n), objectives (S,) and amplitude slopes of S parameter vectors."""
 
-    #: Derivative of the log of the sum with respect to each stored amplitude, (S, K, n). If the
-    #: amplitude is stored as a logarithm, this is the term's fraction of the sum.
+    #: Derivative of the log prediction with respect to each stored amplitude, (S, K, n). For an
+    #: amplitude stored as a logarithm, this is the term's fraction of the prediction.
     amplitude_slopes: Array
     residuals: Array
     objective: Array
@@ -132,7 +132,7 @@ def _polish_chunk(
     delta: float,
     max_steps: int,
 ) -> None:
-    """Polish the problems at `index` of the batch in place."""
+    """Minimize from the starts at `index` and write the results to `result`."""
     theta = result.theta[index]
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
@@ -151,7 +151,7 @@ def _polish_chunk(
         ended = (small & (damping <= 1)) | (damping > 1e12)
         damping = np.where(accepted, damping * 0.2, damping * 8.0)
         if ended.any():
-            # Finished problems leave the batch, so that later steps are cheaper.
+            # Finished minimizations leave the batch, so that later steps are cheaper.
             result.theta[index[ended]] = theta[ended]
             result.objective[index[ended]] = point.objective[ended]
             result.converged[index[ended]] = True
@@ -170,7 +170,10 @@ def _polish_chunk(
 def _newton_step(
     problem: Problem, gradient: Array, hessian: Array, pinned: NDArray[np.bool_]
 ) -> Array:
-    """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move."""
+    """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move.
+
+    The rows of pinned parameters in `gradient` and `hessian` are overwritten.
+    """
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0
     diagonal = np.einsum("sii->si", hessian)
@@ -213,11 +216,12 @@ def _derivatives(
     jacobian = _jacobian(problem, theta, point)
     pull = weights * np.clip(errors, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
-    # A residual is the logarithm of the law m, so its second derivative is m'' / m - J J'.
+    # A residual is log m minus a constant for the prediction m. Its second derivative is therefore
+    # m'' / m - J J'.
     curvature = np.where(size <= delta, weights, 0.0) + damping[:, None] * reweighted - pull
     gradient = (jacobian @ pull[..., None])[..., 0]
     hessian = (jacobian * curvature[:, None]) @ jacobian.transpose(0, 2, 1)
-    # m'' / m is nonzero only between the log amplitude and the exponents of one term.
+    # m'' / m is nonzero only for pairs of the log amplitude and the exponents of one term.
     for k in problem.log_amplitude_terms:
         second = pull * point.amplitude_slopes[:, k]
         hessian[:, k, k] += second.sum(1)

@@ -1,8 +1,8 @@
 """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs (Hoffmann et al. 2022; Besiroglu et al. 2024).
 
 The search starts from a grid over (alpha, beta) alone, so a fit takes milliseconds: see
-Note [Variable projection] in varpro.py. `prove=True` polishes every grid point and counts those
-that reach the result.
+Note [Variable projection] in varpro.py. `prove=True` starts from every grid point and counts the
+starts that reach the result.
 """
 
 import warnings
@@ -34,16 +34,16 @@ from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import Array
 
-#: A run is reported as an outlier if its residual exceeds this many spreads.
+#: A run is reported as an outlier if its residual exceeds this many robust standard deviations.
 OUTLIER_SPREADS = 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ParametricFit(Estimate):
-    """A fitted law whose answers carry intervals.
+    """A fitted law with intervals of its optima and predictions.
 
     `law` is the point estimate. `optimal` and `predict` add 95 % intervals of the posterior. Beyond
-    the runs, the drift between fits of smaller runs and the larger runs widens them.
+    the runs, these are widened by drift: the errors, at larger runs, of fits to smaller runs.
     """
 
     objective: float
@@ -57,17 +57,23 @@ class ParametricFit(Estimate):
 
     @cached_property
     def drift(self) -> Drift:
-        """The drift of the law beyond the runs, measured by fits of smaller runs."""
+        """The drift of the law beyond the runs, measured by fits to smaller runs."""
         return measure_drift(self)
 
     def optimal(self, compute: float) -> Optimum:
-        """Return `Law.optimal`, with 95 % intervals of N, D and the loss."""
+        """Return the best model for `compute` FLOPs, with 95 % intervals of N, D and the loss.
+
+        A `ScalingWarning` reports a wide interval, or an optimum far from all runs.
+        """
         best = self.drift.widen(self.posterior.optimal(compute))
         warn_of_optimum(best, self.runs)
         return best
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return `Law.predict`, with the 95 % interval of one new run, including its noise."""
+        """Return the predicted loss of one new run, with a 95 % interval that includes its noise.
+
+        A `ScalingWarning` reports a model far from all runs.
+        """
         mean = self.posterior.predict(parameters, tokens)
         warn_of_prediction(parameters, tokens, self.runs)
         return self.drift.prediction_of_run(mean, parameters, tokens, self.residuals)
@@ -84,18 +90,19 @@ def fit_parametric(
 
     Args:
         runs: The runs, at least five.
-        loss: "huber" (as Hoffmann et al.), "lad" (least absolute deviations) or "squares" (half the
-            sum of squares).
-        delta: The width of the Huber loss.
-        prove: Polish all 289 points of a grid of exponents. By default about thirty are polished;
-            if these reach several optima, all 289 are.
+        loss: "huber" (as in Hoffmann et al.), "lad" (least absolute deviations) or "squares" (half
+            the sum of squares).
+        delta: The log residual at which the Huber loss becomes linear; other losses ignore it.
+        prove: Minimize from all 289 points of a grid of exponents. The default starts from about
+            thirty of them, and from all 289 if these reach several optima.
 
     Raises:
-        ValueError: There are fewer than five runs, or the runs do not identify the law, for example
-            because all have one size, one budget or one ratio of tokens to parameters.
+        ValueError: An option is invalid, there are fewer than five runs, all losses are equal, or
+            the runs do not identify the law, for example because all have one size, one budget or
+            one ratio of tokens to parameters.
 
-    A `ScalingWarning` reports several optima, a constant at its bound, curved residuals and
-    outliers.
+    A `ScalingWarning` reports several optima, a failure to converge, a fit of exactly five runs, a
+    constant at its bound, curved residuals and outliers.
     """
     part, theta, proof = estimate(runs, loss, delta, prove)
     errors = part.residuals

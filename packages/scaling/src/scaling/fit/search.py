@@ -37,21 +37,22 @@ SAME_OBJECTIVE = 1e-8
 #: hundred.
 MAX_STEPS = 1000
 
-#: Amplitudes at which a vanished term is retried, in units of the spread of the target.
+#: Amplitudes at which a vanished term is retried, in units of `Problem.target_spread`.
 REVIVAL_SIZES = 4.0 ** -np.arange(13)
 
-#: Without `prove`, the number of best grid points that are polished, and the approximate number of
-#: polished points of a coarser grid.
+#: Without `prove`, the number of best grid points that are used as starts, and the approximate
+#: number of further starts from a coarser grid.
 BEST_STARTS = 8
 COARSE_GRID_POINTS = 25
 
-#: For more rows than this, the search starts from the optimum of a sample of this many rows.
+#: For more rows than this, the search without `prove` starts from the optimum of a sample of this
+#: many rows.
 SEARCH_ROWS = 4000
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Counts of the starts of a search that converged and that reached the best objective."""
+    """The number of starts of a search, and how many of them converged to the best objective."""
 
     starts: int
     converged: int
@@ -67,7 +68,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True if the starts were the whole grid and all converged starts reached one optimum."""
+        """True if the whole grid was used and all converged starts, at least one, agree."""
         return self.complete and self.landed == self.converged > 0
 
 
@@ -92,12 +93,15 @@ class Estimate(ComparesArrays):
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem that was solved, in the parameters of the search."""
+        """The problem that the fit solved: see Note [Centered parameters] in varpro.py."""
         return Problem.chinchilla(self.runs)
 
 
 def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
-    """Return a fit with its parameters and proof; raise `ValueError` if no law is identified."""
+    """Return a fit with its parameters theta (P,) and its proof.
+
+    Raise `ValueError` if an option is invalid or the runs do not identify a law.
+    """
     require_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
@@ -119,12 +123,13 @@ def search(
     delta: float,
     prove: bool,
 ) -> tuple[Array, Proof]:
-    """Return the best parameters (1, P) and how many starts reached them.
+    """Return the best parameters (1, P) and the numbers of starts that converged and reached them.
 
-    `prove` polishes every point of the exponent grid. Otherwise the best points of the grid are
-    polished, and with at most two exponents also a coarser grid, because the best points may all
-    lie in one basin. If these starts reach several optima, the search is repeated from the whole
-    grid. See Note [Vanished terms] for the rest of the search.
+    `prove` starts from every point of the exponent grid. Otherwise the starts are the best points
+    of the grid or, for more than `SEARCH_ROWS` rows, the optimum of a sample. With at most two
+    exponents, a coarser grid is added, because the best points may all lie in one basin. If the
+    starts then reach several optima, the search is repeated from the whole grid. See Note [Vanished
+    terms] for the remaining steps.
     """
     first_delta = _initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
@@ -139,15 +144,16 @@ def search(
     if loss == "lad":
         ends = _shrink_delta(problem, ends, first_delta)
     best = int(np.argmin(ends.objective))
-    # A residual has an error of a few ulps of 1, which changes the objective by |psi(r)| times
-    # that.
+    # Rounding changes a residual r by a few ulps of 1, and the objective by |psi(r)| times as much,
+    # where psi is the derivative of the Huber loss.
     errors = newton.residuals(problem, ends.theta)
     rounding = 1e-15 * np.abs(np.clip(errors, -first_delta, first_delta)).sum(1)
     tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])
     landed = ends.objective <= ends.objective[best] + tolerance
     converged = int(ends.converged.sum())
     proof = Proof(len(starts), converged, int((landed & ends.converged).sum()), prove)
-    # Several ends may have the same objective; return the law with the least irreducible loss.
+    # Several results may have the same objective. Return the result with the least first constant,
+    # which is E for Chinchilla's law.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
     if proof.several and not prove and dimensions < 3:
         return search(problem, loss, delta, True)
@@ -157,8 +163,8 @@ def search(
 def _optimum_of_a_sample(problem: Problem, loss: Loss, delta: float) -> Array:
     """Return the result of a search over `SEARCH_ROWS` rows, as a start for all rows.
 
-    An even sample of a large table has the same basins, and its optimum is only a few steps from
-    that of the table.
+    The sample is evenly spaced in the order of the targets. It has the same basins as the table,
+    and its optimum is only a few steps from the optimum of the table.
     """
     order = np.argsort(problem.log_target, kind="stable")
     rows = np.sort(order[np.linspace(0, len(order) - 1, SEARCH_ROWS).astype(int)])
@@ -172,7 +178,7 @@ def _optimum_of_a_sample(problem: Problem, loss: Loss, delta: float) -> Array:
 def _promising_starts(
     problem: Problem, starts: Array, delta: float, dimensions: int
 ) -> NDArray[np.intp]:
-    """Return the indices of the best grid points, and of a coarser grid for few exponents."""
+    """Return the indices of the best grid points and, up to two exponents, of a coarser grid."""
     count = BEST_STARTS if dimensions < 4 else BEST_STARTS // 2
     best = np.argsort(newton.objective(problem, starts, delta))[:count]
     if dimensions >= 3:
@@ -193,7 +199,7 @@ def refit(
     weights: Array | None = None,
     finest: float = 1e-9,
 ) -> newton.PolishResult:
-    """Polish starts for any loss.
+    """Minimize the objective from each start, for any loss: see `newton.polish`.
 
     "lad" (least absolute deviations) is approximated by Huber losses whose delta shrinks to
     `finest`.
@@ -206,7 +212,7 @@ def refit(
 
 
 def require_objective(loss: Loss, delta: float) -> None:
-    """Raise `ValueError` unless the options of the objective are valid."""
+    """Raise `ValueError` unless `loss` is known and `delta` is positive."""
     if loss not in get_args(Loss):
         raise ValueError(f"expected loss to be one of {get_args(Loss)}, got {loss!r}")
     if not delta > 0:
@@ -214,7 +220,7 @@ def require_objective(loss: Loss, delta: float) -> None:
 
 
 def objective_value(errors: Array, loss: Loss, delta: float) -> float:
-    """Return the objective of log residuals; for "lad" this is their absolute sum."""
+    """Return the objective of log residuals; for "lad" it is the sum of absolute residuals."""
     size = np.abs(errors)
     if loss == "lad":
         return float(size.sum())
@@ -233,7 +239,7 @@ def _shrink_delta(
     weights: Array | None = None,
     finest: float = 1e-9,
 ) -> newton.PolishResult:
-    """Polish again with ever smaller deltas, down to `finest`."""
+    """Repeat the minimization with ten times smaller deltas, down to `finest`."""
     while delta > finest * 1.01:
         delta /= 10
         ends = newton.polish(problem, ends.theta, delta=delta, weights=weights)
@@ -241,7 +247,7 @@ def _shrink_delta(
 
 
 def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
-    """Continue, in place and at most three times, the minimizations that lost a necessary term."""
+    """Restart the minimizations that lost a necessary term, up to three times; update `ends`."""
     for _ in range(3):
         rows, starts = _revive_terms(problem, ends, delta)
         if not len(rows):
@@ -253,9 +259,10 @@ def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
 
 
 def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> tuple[Array, Array]:
-    """Return the results that improve if a vanished term returns, and a new start for each.
+    """Return the indices of results that a vanished term would improve, and a new start for each.
 
-    See Note [Vanished terms]. Only the exponents of the vanished term are varied.
+    See Note [Vanished terms]. Only the amplitude of the vanished term and at most two exponents
+    that no other term uses are varied.
     """
     rows = []
     starts = []

@@ -40,9 +40,9 @@ MAX_POINTS_PER_EXPONENT = 17
 #: The bounds of a log amplitude are this far below the log of `Problem.target_spread` and this far
 #: above the mean log target. A term at the lower bound is 1e-13 times the spread, which rounding
 #: errors hide. The centered amplitude of a term is its geometric mean over the rows. Terms are
-#: positive, so it exceeds the mean target by no more than the residuals, and the upper bound only
-#: prevents overflow. On twelve tables of `hard_runs` in test_parametric.py, ranges of 20 to 60 find
-#: the same optima.
+#: positive, so this mean exceeds the mean target by no more than the residuals, and the upper bound
+#: only prevents overflow. On twelve tables of `hard_runs` in test_parametric.py, ranges of 20 to 60
+#: find the same optima.
 LOG_AMPLITUDE_RANGE = 30.0
 
 #: The grid of a positive exponent starts at this multiple of its lower bound and stops at this
@@ -141,9 +141,9 @@ class Problem(ComparesArrays):
 
     @cached_property
     def max_step(self) -> Array:
-        """The largest change of each parameter per step, (P,), in units that scale with the target.
+        """The largest change of each parameter per step, (P,).
 
-        Targets of any unit are therefore fitted by the same steps.
+        It scales with the target, so targets in any unit are fitted by the same steps.
         """
         sizes = np.full(self.num_terms + len(self.form.exponents), MAX_NEWTON_STEP)
         is_log = np.isin(np.arange(self.num_terms), self.log_amplitude_terms)
@@ -152,7 +152,7 @@ class Problem(ComparesArrays):
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
-        """Lower and upper bounds of theta."""
+        """Lower and upper bounds of theta, each (P,)."""
         log_spread = math.log(self.target_spread)
         low = np.zeros(self.num_terms)
         high = np.full(self.num_terms, np.inf)
@@ -190,7 +190,7 @@ class Problem(ComparesArrays):
         return values
 
     def _centers(self, exponents: Array) -> Array:
-        """Return the amount subtracted from the log value of each log amplitude term."""
+        """Return the center of each term whose amplitude is stored as a logarithm: see `Term`."""
         terms = [self.terms[k] for k in self.log_amplitude_terms]
         slopes = np.array([term.center_slopes for term in terms])
         constants = np.array([term.center_constant for term in terms])
@@ -202,12 +202,12 @@ class Problem(ComparesArrays):
         constants = theta.copy()
         logs = self.log_amplitude_terms
         log_amplitudes = theta[..., logs] - self._centers(theta[..., self.num_terms :])
-        # The exponential of a larger number is inf in float64, and of a smaller number 0.
+        # Beyond about ±700, the exponential is inf or 0 in float64.
         constants[..., logs] = np.exp(np.clip(log_amplitudes, -700, 700))
         return constants
 
     def from_constants(self, constants: Array) -> Array:
-        """Return the parameters of constants of shape (…, P): the inverse of `to_constants`."""
+        """Return the parameters theta for constants of shape (…, P); inverse of `to_constants`."""
         theta = constants.copy()
         logs = self.log_amplitude_terms
         centers = self._centers(constants[..., self.num_terms :])

@@ -16,12 +16,13 @@ from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import Diagnostics
 from scaling.units import Array
 
-#: A grid is reported as coarse if sizes next to the best run are further apart than this factor. At
-#: 2.5, a parabola through noiseless runs of three laws errs by 4 to 13 % at 1e22 FLOPs.
+#: A grid is reported as coarse if the next size below or above the best run differs by more than
+#: this factor. At 2.5, a parabola through noiseless runs of three laws errs by 4 to 13 % at 1e22
+#: FLOPs.
 COARSE_GRID = 2.5
 
-#: Smallest singular value of (log N, log^2 N / 2) in a budget; three sizes a factor of 1.1 apart
-#: have 0.002.
+#: Smallest accepted singular value of the columns x and x^2 / 2 of a budget, where x is log N minus
+#: its mean. It is 0.002 for three sizes a factor of 1.1 apart.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
 #: Number of sizes that a common shape needs in addition to three per budget.
@@ -59,7 +60,10 @@ def sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
 
 
 def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) -> Valley | None:
-    """Fit a parabola to one budget; return None and add a message if it has no bottom."""
+    """Fit a parabola to one budget; return None and add a message if the runs fix no bottom.
+
+    `nearest` limits the fit to this many runs, the nearest in log size to the best run.
+    """
     location = _location(group)
     x = np.log(group.parameters)
     if nearest is not None:
@@ -78,7 +82,7 @@ def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) 
 
 
 def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
-    """Return True if the runs of a budget determine a curve of three coefficients."""
+    """Return True if the runs of a budget determine three coefficients; otherwise add a message."""
     location = _location(group)
     x = np.log(group.parameters)
     if (sizes := len(np.unique(x))) < 3:
@@ -101,7 +105,7 @@ def valleys_of_common_shape(
 ) -> tuple[list[Valley], Array] | None:
     """Fit a common shape; return the valleys that have a bottom and the covariance of the bottoms.
 
-    Return None and add a message if the runs do not determine a shape.
+    Return None and add a message if there are too few sizes or the shape is at its bound.
     """
     left_out = Diagnostics()
     usable = []

@@ -2,8 +2,8 @@
 
 This is "Approach 2" of Hoffmann et al. 2022, section 3.2. The best size of a budget is the bottom
 of a curve in log N, not the size of the best run. D follows from C, N and the ratio C / (N D) of
-the runs, so the laws of N and D agree at every budget. Each budget is weighted by how precisely its
-runs determine the bottom.
+the runs, so the laws of N and D agree at every budget. With a common shape, each budget is weighted
+by how precisely its runs determine the bottom; separate parabolas have equal weights.
 """
 
 import itertools
@@ -41,18 +41,20 @@ class IsoflopFit(ComparesArrays):
     valleys: tuple[Valley, ...]
     scale: float
     exponent: float
-    #: Covariance in logs of the line's height at the middle budget and of its slope, (2, 2).
+    #: Covariance of the height, at the mean log C of the budgets, and of the slope of the line of
+    #: log N over log C, (2, 2).
     covariance: Array
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
-        """Return the best N and D of a budget, with 95 % intervals by the line through the valleys.
+        """Return the best N and D for `compute` FLOPs, with 95 % intervals; the loss is nan.
 
         The interval of N combines the scatter of the valleys about the line, with Student's t, and
-        the drift beyond the largest budget. The interval of D follows from it. A line through two
-        budgets has no scatter, so the interval is (0, inf).
+        the drift beyond the budgets. The interval of D follows from the interval of N. A line
+        through two budgets has no scatter, so the interval is (0, inf). A `ScalingWarning` reports
+        a wide interval, or an optimum far from all runs.
         """
         require_budget(compute)
         n = self.scale * compute**self.exponent
@@ -68,7 +70,10 @@ class IsoflopFit(ComparesArrays):
 
     @property
     def exponent_interval(self) -> Interval:
-        """The interval of `exponent` from the scatter of the valleys, without drift."""
+        """The 95 % interval of `exponent` from the scatter of the valleys, without drift.
+
+        It is infinite for two budgets.
+        """
         freedom = len(self.valleys) - 2
         if freedom <= 0:
             return Interval(-math.inf, math.inf)
@@ -77,7 +82,7 @@ class IsoflopFit(ComparesArrays):
         return Interval(self.exponent - half, self.exponent + half)
 
     def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
-        """Return the limits of the interval of the best size `n` at a compute."""
+        """Return the ends of the interval of the best size `n` at `compute` FLOPs."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
             return 0.0, math.inf
@@ -107,22 +112,23 @@ def fit_isoflop(
 ) -> IsoflopFit:
     """Fit a power law through the bottoms of the valleys of all budgets.
 
-    By default all budgets share one skewed shape: see Note [Common shape] in valley.py. If there
-    are too few runs for that, or no common shape fits, plain parabolas are used, with a warning.
+    A valley is the curve of loss over log N at one budget. By default all budgets share one skewed
+    shape: see Note [Common shape] in valley.py. If there are too few runs for a common shape, or no
+    common shape fits, plain parabolas are used, with a warning.
 
     Args:
         runs: The runs, at least five at two budgets.
-        nearest: Number of runs next to the best run with which each budget is fitted; by default
-            all.
-        degree: 2 fits a separate parabola to each budget, as `nearest` does.
-        tolerance: The relative difference in compute within one budget.
+        nearest: Fit a separate parabola to this many runs of each budget, the nearest in log size
+            to the best run.
+        degree: 2 fits a separate parabola to all runs of each budget, or to the `nearest` runs.
+        tolerance: The relative gap in compute that separates two budgets: see `Runs.budgets`.
 
     Raises:
-        ValueError: There are fewer than five runs, one budget, or too few runs per budget, or the
-            fitted size does not grow with compute.
+        ValueError: An option is invalid, there are fewer than five runs, fewer than two budgets
+            have a valley, or the fitted size does not grow with compute.
 
-    A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, sizes that do not
-    grow with compute, and fewer than four budgets.
+    A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, budgets that are
+    left out, sizes that do not grow with compute, and fewer than four valleys.
     """
     _require_options(nearest, degree)
     if len(runs) < 5:
@@ -167,7 +173,7 @@ def _require_options(nearest: int | None, degree: int | None) -> None:
 
 
 def _report_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
-    """Add a message for sizes that fall with compute, and for few budgets."""
+    """Add messages for best sizes that do not grow with compute, and for fewer than 4 valleys."""
     for before, after in itertools.pairwise(valleys):
         if after.parameters <= before.parameters:
             diagnostics.add(
@@ -183,7 +189,11 @@ def _report_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
 
 
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
-    """Return the scale, the exponent, and the covariance of the line in logs by its scatter."""
+    """Return the scale, the exponent, and the covariance of the line through log C and log N.
+
+    `covariance` weights the budgets, and the scatter about the line scales the result. Raise
+    `ValueError` unless the exponent is positive.
+    """
     x = np.log(c)
     weight = np.linalg.inv(covariance / np.trace(covariance))
     line, inverse, scatter = _weighted_line(x - x.mean(), np.log(n), weight)
@@ -198,7 +208,10 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
 
 
 def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
-    """Return (height, slope) by weighted least squares, their covariance, and the scatter."""
+    """Fit a line; return (height, slope), their covariance at unit scatter, and the scatter.
+
+    The scatter is the weighted sum of squared errors per degree of freedom.
+    """
     rows = np.stack([np.ones_like(x), x], axis=1)
     inverse = np.linalg.inv(rows.T @ weight @ rows)
     line = inverse @ rows.T @ weight @ y
@@ -207,7 +220,7 @@ def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
 
 
 def _drift(c: Array, n: Array, covariance: Array) -> float:
-    """Return the drift per decade of lines through the smaller budgets at the largest budget.
+    """Return the drift per decade, from the errors at the largest budget of lines through fewer.
 
     For nested least-squares fits, the variance of the difference of two predictions is the
     difference of their variances.

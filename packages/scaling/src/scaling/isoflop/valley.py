@@ -15,8 +15,8 @@ projection, Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
 Note [Prior of the shape]
 Noise may leave (p, q) almost undetermined, so they have the prior of Note [Prior of the exponents].
 The weight of the prior is the variance of the noise. The search and the estimate of this variance
-are repeated until the variance converges. The first search has no prior: without noise its result
-is exact, whereas a prior may add another basin. The experiments are
+are repeated until the variance converges. The first search has no prior: without noise, the result
+of this search is exact, whereas a prior may add another basin. The experiments are
 `test_interval_covers_the_truth_at_four_runs_per_budget`, in which half of the intervals miss the
 truth without a prior, and `test_wide_and_off_center_grids_do_not_bias_the_common_shape`, in which a
 parabola is biased.
@@ -82,7 +82,8 @@ class Valley(ComparesArrays):
 def parabola_bottom(x: Array, loss: Array) -> tuple[Array, float | None]:
     """Fit a parabola of loss over x = log N; return its coefficients and its bottom.
 
-    The coefficients apply to x - mean(x). The bottom is None if it is not within the runs.
+    `x` is sorted. The coefficients apply to x - mean(x). The bottom is None if it is not within the
+    runs.
     """
     u = x - x.mean()
     coefficients = np.polynomial.polynomial.polyfit(u, loss, 2)
@@ -140,14 +141,14 @@ class _Budgets:
         return _curve_terms(self.u, p, q) * self.weights[..., None]
 
     def solve(self, p: float, q: float) -> tuple[Array, Array]:
-        """Return an orthonormal basis of the weighted terms, and the best coefficients."""
+        """Return an orthonormal basis of the weighted terms, (budgets, n, 3), and c0, c1 and c2."""
         basis, triangle = np.linalg.qr(self.terms(p, q))
         ones = self.mask.astype(np.float64)[..., None]
         coefficients: Array = np.linalg.solve(triangle, basis.transpose(0, 2, 1) @ ones)[..., 0]
         return basis, coefficients
 
     def slopes(self, p: float, q: float, coefficients: Array) -> Array:
-        """Return the weighted derivatives of the curves by p and q, (budgets, n, 2)."""
+        """Return the weighted derivatives of the curves in p and q, (budgets, n, 2)."""
         falling = np.exp(-p * self.u) / p
         rising = np.exp(q * self.u) / q
         by_p = -coefficients[:, 1:2] * falling * (self.u + 1 / p)
@@ -162,7 +163,7 @@ class _Budgets:
         return (fitted - ones)[..., 0][self.mask]
 
     def jacobian(self, log_exponents: Array) -> Array:
-        """Return the derivatives of the residuals by log p and log q (Kaufman's approximation)."""
+        """Return the derivatives of `residuals` in log p and log q (Kaufman's approximation)."""
         p, q = np.exp(log_exponents)
         basis, coefficients = self.solve(p, q)
         slopes = self.slopes(p, q, coefficients) * (p, q)
@@ -174,8 +175,8 @@ class _Budgets:
 def fit_common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> CommonShape:
     """Fit the shape that the valleys of all budgets share: see Note [Common shape].
 
-    `sizes` are log N minus its mean in each budget. The covariance includes the uncertainty of the
-    coefficients and of the shape.
+    `sizes` has one array per budget: log N minus the mean log N of the budget. The covariance
+    includes the uncertainty of the coefficients and of the shape.
     """
     budgets = _Budgets.of(sizes, losses)
     log_exponents, noise = _search_shape(budgets)

@@ -1,7 +1,7 @@
 """Fits of any form of law.
 
-The method is that of `fit_parametric`, for the terms of any `Form`: amplitudes by linear algebra,
-exponents from a grid, then Newton steps on all constants.
+`fit_law` fits any `Form` as `fit_parametric` fits Chinchilla's law. A grid of exponents and linear
+algebra for the amplitudes give the starts, and Newton steps then refine all constants.
 """
 
 import math
@@ -62,7 +62,7 @@ class LawFit(ComparesArrays):
         return len(self.residuals) - len(self.constants)
 
     def resampled_constants(self, seed: int = 0) -> Array:
-        """Return the constants (RESAMPLES, P) of refits to resampled rows."""
+        """Return the constants (RESAMPLES, P) of refits to rows that are drawn with replacement."""
         n = len(self.problem.log_target)
         random = np.random.default_rng(seed)
         counts = random.multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
@@ -77,9 +77,9 @@ class LawFit(ComparesArrays):
         return self.problem.to_constants(ends.theta)
 
     def predict(self, **inputs: ArrayLike) -> Array:
-        """Return the predictions of the fitted law at other inputs.
+        """Return the predictions of the fitted law, for one keyword argument per input of the form.
 
-        Raises `ValueError` unless the inputs are those of the form, positive and finite.
+        Raises `ValueError` if an input is missing, unknown, not positive or not finite.
         """
         if set(inputs) != set(self.form.inputs):
             raise ValueError(
@@ -94,12 +94,13 @@ class LawFit(ComparesArrays):
     ) -> Interval:
         """Return the interval of a constant, or of any function of the constants.
 
-        The interval is given by quantiles of 400 resamples, widened by sqrt(n / (n - P)) for n rows
-        and P fitted constants. Positive quantities are widened in logarithms. Without degrees of
-        freedom the interval is infinite.
+        The ends are quantiles of 400 resamples. Their distances from the estimate are multiplied by
+        sqrt(n / (n - P)) for n rows and P fitted constants. If the estimate and the lower end are
+        positive, the distances are those of the logarithms. Without degrees of freedom the interval
+        is infinite.
 
         Raises:
-            ValueError: The constant is unknown, the level is too high for 400 resamples, or the
+            ValueError: The constant is unknown, the level is not between 0 and 0.9875, or the
                 function does not return a finite number for the fitted constants, or returns NaN
                 for a resample.
         """
@@ -149,16 +150,18 @@ def fit_law(
 
     Args:
         form: A `Form`, or the name of one in `CATALOG`.
-        rows: The inputs of the form and the target, one vector each.
+        rows: `Runs`, or a mapping with one vector per input of the form and one for the target.
         loss: "huber", "lad" or "squares", as in `fit_parametric`.
-        delta: The width of the Huber loss.
-        prove: Refine the fit from every point of the exponent grid, not only from the best ones.
+        delta: The log residual at which the Huber loss becomes linear; other losses ignore it.
+        prove: Refine the fit from every point of the exponent grid, not only from the best points.
 
     Raises:
-        ValueError: Columns are missing or of unequal length, a value is not positive, there are
-            fewer rows than constants, or sizes and tokens do not identify the law.
+        TypeError: `form` is neither a `Form` nor a name.
+        ValueError: The form or an option is unknown, columns are missing or of unequal length, a
+            value is not positive and finite, the target is constant, there are fewer rows than
+            constants, or sizes and tokens do not identify the law.
 
-    A `ScalingWarning` reports several optima and constants at a bound.
+    A `ScalingWarning` reports several optima, a failure to converge, and constants at a bound.
     """
     form = _resolve_form(form)
     columns, log_target = _columns(form, rows)
@@ -202,7 +205,7 @@ def fit_law(
 
 
 def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
-    """Return the names of constants that are at a bound or whose term has vanished."""
+    """Return the names of the constants at a bound, and of the amplitudes of vanished terms."""
     low, high = problem.bounds
     at_bound = (theta[0] <= low) | (theta[0] >= high)
     at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
@@ -240,7 +243,7 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
     """Return a column; raise `ValueError` if it is missing or a value is not valid."""
     if name not in rows:
         raise ValueError(f"the rows have no {name!r}; they have {[*rows]}")
-    # Masked cells become nan, which is refused; np.asarray would return the masked number.
+    # np.asarray would return the number under a mask, so masked cells become nan, which is refused.
     column: Array = np.asarray(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
     valid = np.isfinite(column) & (column > 0)
     for row in np.flatnonzero(~valid):
@@ -252,7 +255,7 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
 
 
 def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
-    """Return the inputs of a form and the logarithm of the target."""
+    """Return the inputs of a form and the log target; raise `ValueError` if lengths differ."""
     if isinstance(rows, Runs):
         rows = {name: getattr(rows, name) for name in COLUMNS}
     columns = {k: _column(rows, k) for k in form.inputs}

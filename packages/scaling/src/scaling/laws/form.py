@@ -34,14 +34,14 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    Raises `ValueError` for repeated or unknown names, for invalid bounds, and for terms
-    whose logarithm is not linear in the exponents.
+    Raises `ValueError` for repeated or unknown names, unused exponents, missing inputs, invalid
+    bounds, and terms that are not expressions or are not linear in the exponents.
     """
 
     name: str
     inputs: Sequence[str]
-    #: Maps the name of each amplitude a_k to the expression of log g_k. It may use inputs,
-    #: exponents and `FUNCTIONS`.
+    #: Maps the name of each amplitude a_k to an expression of log g_k. The expression may use
+    #: inputs, exponents and `FUNCTIONS`.
     terms: Mapping[str, str]
     #: Lower and upper bound of each exponent. If the lower bound is positive, the grid of the
     #: search is evenly spaced in the logarithm of the exponent.
@@ -87,7 +87,7 @@ class Form:
                         )
 
     def _require_known_names(self, text: str, known: Set[str]) -> set[str]:
-        """Return the names in an expression; raise `ValueError` if one is not known."""
+        """Return the names in an expression; raise `ValueError` for bad syntax or unknown names."""
         try:
             names = _names_in(text)
         except SyntaxError:
@@ -105,9 +105,9 @@ class Form:
         return (*self.terms, *self.exponents)
 
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
-        """Return for each term the part of log g_k without exponents, and its slopes, each (n,).
+        """Return for each term log g_k at zero exponents, and its slope in each exponent, all (n,).
 
-        The slopes are keyed by the index of their exponent, for the exponents that the term uses.
+        Slopes are stored by the index of the exponent, only for exponents that the term uses.
         """
         zeros = np.zeros(np.shape(next(iter(columns.values()))))
         at_zero = dict.fromkeys(self.exponents, np.float64(0.0))

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: Placeholder color in figures, which the page replaces by the color of the text.
 INK = "#010203"
 
-#: A backtest passes if at most this fraction of later losses is outside the 95 % intervals.
+#: A backtest fails if more than this fraction of later losses is outside the 95 % intervals, or if
+#: an interval misses the best size.
 LARGEST_MISS = 0.15
 
 Fit = ParametricFit | IsoflopFit
@@ -38,8 +39,8 @@ Fit = ParametricFit | IsoflopFit
 def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws of runs") -> str:
     """Return an HTML page about runs; needs matplotlib.
 
-    `at` contains the budgets in FLOPs to answer for, by default ten and a hundred times the largest
-    run. Raises `ValueError` if neither a law nor IsoFLOP curves can be fitted.
+    `at` contains the budgets in FLOPs whose best models are reported, by default ten and a hundred
+    times the largest run. Raises `ValueError` if neither a law nor IsoFLOP curves can be fitted.
     """
     require_module("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
@@ -72,7 +73,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 
 
 def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
-    """Return a table of the best models at each compute by each fit."""
+    """Return a table of each fit's best model at each compute."""
     rows = []
     coverage = {}
     for compute in at:

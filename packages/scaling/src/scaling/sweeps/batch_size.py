@@ -44,7 +44,8 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
     """Return B / (B + d + 1), the best rate of SGD on noiseless linear regression, x ~ N(0, I).
 
     A step of rate r on half the mean squared error multiplies E|w - w*|^2 by
-    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. The returned rate minimizes this factor.
+    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. The returned rate minimizes this factor. Raises
+    `ValueError` if an argument is not positive.
     """
     _require_count("dimension", dimension)
     b = _positive("batch_size", batch_size)
@@ -56,7 +57,8 @@ def exact_loss(
 ) -> Array:
     """Return E|w - w*|^2 / 2 after `steps` of SGD from |w - w*|^2 = d, with label noise.
 
-    It iterates v' = (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B.
+    Each step replaces v = E|w - w*|^2 by (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B.
+    `noise` is the standard deviation of the labels. Raises `ValueError` if an argument is invalid.
     """
     _require_count("dimension", dimension)
     _require_count("steps", steps, least=0)
@@ -84,18 +86,23 @@ def sweep_learning_rate(
     seed: int = 0,
     device: str = "cpu",
 ) -> Sweep:
-    """Train at every rate, batch size and seed, on fresh data at every step.
+    """Train at every rate, batch size and seed, on fresh data at every step; return the sweep.
 
     Args:
-        task: "linear" is regression on x ~ N(0, I) from `|w - w*|^2 = d`. "mlp" is a network of 64
-            ReLUs that learns the outputs of another such network. A function of (rate, batch size,
-            seed) trains and returns the final loss, or nan if the run diverged; it needs `rates`
-            and `batch_sizes`, has one seed by default, and sets all other options itself.
+        task: "linear" is regression on x ~ N(0, I) that starts at `|w - w*|^2 = d`. "mlp" is a
+            network of 64 ReLUs that learns the outputs of another such network. A function of
+            (rate, batch size, seed) trains and returns the final loss, or nan if the run diverged.
+            It requires `rates` and `batch_sizes` and has one seed by default; `steps`, `dimension`
+            and `noise` are then errors.
         optimizer: "sgd" or "adam", for the built-in tasks.
-        rates, batch_sizes, seeds, steps, dimension, noise: By default those of `SETTINGS`. The
-            dimension is that of the input, and the noise is the standard deviation of the labels.
-        seed: The first seed.
+        rates, batch_sizes, seeds, steps, dimension, noise: By default, the values in `SETTINGS`.
+            `dimension` is the number of inputs, and `noise` the standard deviation of the labels.
+        seed: The random seed of a built-in task, or the first seed passed to a function.
         device: The torch device of the built-in tasks.
+
+    Raises:
+        ValueError: The task or an option is invalid, or a function returns a loss that is not
+            positive.
 
     Built-in tasks need torch. A `ScalingWarning` reports that the least loss of a batch size is at
     the lowest or highest rate.

@@ -1,9 +1,9 @@
 """The best learning rate as a function of batch size: saturating for SGD, surging for Adam.
 
 The best rate of SGD is linear in the batch size B until the gradient noise is averaged away. Adam's
-steps follow the signs of the gradients, whose reliability grows as erf(sqrt(B)). Its best rate
-grows as a square root, peaks and falls to a plateau (McCandlish et al. 2018; Li et al. 2024, "Surge
-phenomenon").
+steps follow the signs of the gradients, and the reliability of these signs grows as erf(sqrt(B)).
+Adam's best rate grows as sqrt(B), peaks and falls to a plateau (McCandlish et al. 2018; Li et al.
+2024, "Surge phenomenon").
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ RateShape = Literal["saturating", "surge"]
 #: Values of `RateLaw.surge` that are tried in a fit.
 SURGES = np.geomspace(1.05, 30, 40)
 
-#: The rate far from the characteristic batch size, by its exponent in the batch size.
+#: Power laws that the best rate follows far from B_c, by the exponent of the batch size B.
 LIMITS = {0.0: "a constant", 0.5: "a multiple of sqrt(B)", 1.0: "a multiple of B"}
 
 
@@ -41,7 +41,7 @@ class RateLaw:
     #: k, the reliability of signs at large batches; 1 for a saturating law. The plateau of a surge
     #: is 2 / (1 / k + k) times its peak.
     surge: float
-    #: Root mean square of log predicted over observed rate.
+    #: Root mean square of log(predicted rate / observed rate).
     error: float
 
     def predict(self, batch_size: ArrayLike) -> Array:
@@ -61,12 +61,14 @@ def _surging(u: Array, k: float) -> Array:
 
 
 def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
-    """Fit the shape and the constants that minimize the squared log error on a grid.
+    """Fit the constants of each shape by squared log error on a grid; return the better shape.
 
-    Steps of the grid are about one percent in B_c and nine percent in k. The shapes are compared by
-    AICc, because a surge has a third constant. Raises `ValueError` for fewer than five batch sizes,
-    for a number that is not positive and finite, and for rates without a visible B_c: far from it,
-    each shape is a constant or proportional to B or to sqrt(B).
+    Steps of the grid are one to two percent in B_c and nine percent in k. The shapes are compared
+    by AICc, because a surge has a third constant.
+
+    Raises:
+        ValueError: There are fewer than five batch sizes, a number is not positive and finite, or
+            B_c is not visible: a constant, or a multiple of B or of sqrt(B), has a lower AICc.
     """
     b = np.asarray(batch_sizes, np.float64)
     r = np.asarray(rates, np.float64)
@@ -102,7 +104,7 @@ def fit_rate_law(batch_sizes: ArrayLike, rates: ArrayLike) -> RateLaw:
 
 
 def _fit_scale(shape: RateShape, k: float, forms: Array, rates: Array, sizes: Array) -> RateLaw:
-    """Return the law with the best B_c of a grid and the best highest rate for it.
+    """Return the law with the best B_c in `sizes`, and the highest rate that fits best with it.
 
     `forms` are the values of the law with highest rate 1 for each B_c in `sizes`, (sizes, rates).
     """

@@ -1,8 +1,8 @@
 """Sweeps: losses by learning rate, batch size and seed, and the best rate of each batch size.
 
-The best rate is the bottom of a curve through log losses over log rates, not the best rate that was
-tried. If the lowest loss is at the lowest or highest rate, the batch size does not have a best
-rate.
+The best rate is the bottom of a curve through log losses over log rates, not the trained rate with
+the lowest loss. If the lowest loss is at the lowest or highest rate, the batch size does not have a
+best rate.
 """
 
 import math
@@ -20,9 +20,10 @@ from scaling.runs import ScalingWarning
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.units import Array
 
-#: Rates within this factor of the best are part of the fitted curve. A factor of 2 lowers the error
-#: of `test_interval_covers_the_best_rate_of_random_rates` at 61 rates by 8 %, but makes the best
-#: rates of the built-in sweeps at batch sizes from 128 too small by 2 to 3 % instead of 1 %.
+#: Rates within this factor of the rate with the lowest loss are part of the fitted curve. A factor
+#: of 2 lowers the error of `test_interval_covers_the_best_rate_of_random_rates` at 61 rates by 8 %.
+#: However, it makes the best rates of the built-in sweeps at batch sizes from 128 too small by 2 to
+#: 3 % instead of 1 %.
 FIT_RANGE = 1.6
 
 #: The curve is fitted only to log losses that exceed the least by at most `FIT_RISE`, or by at most
@@ -64,7 +65,7 @@ class Sweep(ComparesArrays):
     intervals: tuple[Interval, ...]
     #: The theoretically optimal rates of SGD on linear regression; None for other sweeps.
     exact_rates: Array | None
-    #: Mean squared norm of the first step's gradient, (batch sizes,).
+    #: Mean squared norm of the first step's gradient, (batch sizes,); nan if it was not measured.
     gradient_squares: Array
     runs: int
     #: Number of diverged runs. A rate at which any run diverged is not used.
@@ -94,9 +95,14 @@ class Sweep(ComparesArrays):
 def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
     """Return tr(S) / |G|^2, the batch size in examples above which larger batches help little.
 
-    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B, fitted to the squared norms at two or more
-    batch sizes (McCandlish et al. 2018, appendix A.1). For linear regression at |w - w*|^2 = d it
-    is d + 1 + noise^2, with the same d + 1 as in `exact_rate`.
+    G is the mean and S the covariance of the gradients of single examples. E|g_B|^2 = |G|^2 +
+    tr(S) / B is a line in 1 / B, fitted to the squared norms at two or more batch sizes (McCandlish
+    et al. 2018, appendix A.1). The result is inf if the fitted |G|^2 is not positive. For linear
+    regression at |w - w*|^2 = d it is d + 1 + noise^2, with the same d + 1 as in `exact_rate`.
+
+    Raises:
+        ValueError: A number is not positive and finite, there are fewer than two batch sizes, or
+            the squared norms rise with the batch size.
     """
     b = np.asarray(batch_sizes, np.float64)
     squares = np.asarray(gradient_squares, np.float64)
@@ -119,7 +125,7 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
 def distinct_settings(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return the distinct rates and batch sizes; raise `ValueError` unless all are positive."""
+    """Return sorted distinct rates and batch sizes; raise `ValueError` unless positive, finite."""
     grid = np.unique(np.asarray(rates, np.float64))
     sizes = np.unique(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):
@@ -135,7 +141,10 @@ def sweep_function(
     seeds: int,
     seed: int,
 ) -> Sweep:
-    """Return the sweep of a function of (rate, batch size, seed), called once per setting."""
+    """Return the sweep of a function that is called once per rate, batch size and seed.
+
+    Raise `ValueError` if rates or batch sizes are missing, or a loss is not positive.
+    """
     if rates is None or batch_sizes is None:
         raise ValueError("a function as task needs rates and batch_sizes, the settings to try")
     grid, sizes = distinct_settings(rates, batch_sizes)
@@ -163,7 +172,7 @@ def build_sweep(
     """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
     log_loss = np.stack([_mean(losses) for losses in by_seed])
     best = np.array([_bottom(rates, curve) for curve in log_loss])
-    if len(rates) > 1:  # One rate is a measurement of the gradient noise.
+    if len(rates) > 1:  # A single rate measures only the gradient noise.
         _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
     squares = np.full(len(sizes), np.nan) if squares is None else squares
@@ -199,7 +208,7 @@ def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
 
 
 def _mean(log_losses: Array) -> Array:
-    """Return the log of the mean loss (rates,) over the seeds that were trained."""
+    """Return the log of the mean loss (rates,) over the trained seeds; nan if there are none."""
     count = (~np.isnan(log_losses)).sum(0)
     filled = np.where(np.isnan(log_losses), -np.inf, log_losses)
     mean: Array = np.logaddexp.reduce(filled, axis=0) - np.log(np.maximum(count, 1))
@@ -209,8 +218,9 @@ def _mean(log_losses: Array) -> Array:
 def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
     """Return the 95 % interval of a best rate, from log losses (seeds, rates).
 
-    The log of the best rate has a Student's t distribution. Its deviation is that of a jackknife
-    for three or more seeds, and otherwise that of the curve through the mean losses.
+    The interval assumes Student's t distribution of the log best rate. The deviation is that of a
+    jackknife for three or more seeds, and otherwise that of the curve through the mean losses.
+    Without either, the interval is (0, inf).
     """
     trained = by_seed[~np.isnan(by_seed).all(1)]
     deviation = math.inf
@@ -228,7 +238,10 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
 
 
 def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
-    """Return the jackknife deviation over seeds of the log best rate; inf if a rate is missing."""
+    """Return the jackknife deviation over seeds of the log best rate, and its degrees of freedom.
+
+    The deviation is inf if the rates do not bracket a best rate after leaving out one of the seeds.
+    """
     count = len(trained)
     bottoms = [_bottom(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
     if not np.isfinite(bottoms).all():
@@ -241,7 +254,8 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
 def _curve_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
     """Return the linearized deviation of the log best rate, and its degrees of freedom.
 
-    It follows from the scatter of the losses about the polynomial that `_bottom` fits.
+    The deviation follows from the scatter of the losses about the polynomial that `_bottom` fits.
+    It is inf without degrees of freedom, or if the polynomial has no minimum near `best`.
     """
     x, y = _trained(rates, curve)
     near = _near_best(x, y)
@@ -267,8 +281,8 @@ def _trained(rates: Array, log_loss: Array) -> tuple[Array, Array]:
 def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
     """Return flags of the rates through which the curve is fitted.
 
-    They are within `FIT_RANGE` of the best or among two on each side of it. Rates with a high loss
-    are left out: see `FIT_RISE`.
+    They are within `FIT_RANGE` of the rate with the least loss, or among the next two rates on each
+    side. Rates with a high loss are left out: see `FIT_RISE`.
     """
     best = int(np.argmin(log_loss))
     near: NDArray[np.bool_] = np.abs(x - x[best]) < np.log(FIT_RANGE)
@@ -288,10 +302,10 @@ def _degree(near: NDArray[np.bool_]) -> int:
 
 
 def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
-    """Return the indices of the next lower and higher rate than the best; None if there is none.
+    """Return the indices of the neighbors below and above the rate with the least loss, or None.
 
-    A neighbor differs from the best rate by at least the factor `SMALLEST_STEP`. If no rate does,
-    the neighbor is the lowest or highest rate.
+    A neighbor differs from this rate by at least the factor `SMALLEST_STEP`. If no rate does, the
+    neighbor is the lowest or highest rate. It is None if there is no rate on its side.
     """
     best = int(np.argmin(log_loss))
     last = len(x) - 1
@@ -308,9 +322,9 @@ def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
 def _bottom(rates: Array, log_loss: Array) -> float:
     """Return the rate at the bottom of a polynomial in log rate through log losses.
 
-    The polynomial is a quartic over the rates near the best if the grid is fine, and otherwise a
-    parabola over five points. The result is nan if the least loss is at an edge, and lies between
-    the neighbors of the least loss: see `_neighbors`.
+    The polynomial is a quartic if more than six rates are near the best, and otherwise a parabola.
+    The result is nan if the least loss is at an edge, and the rate with the least loss if fewer
+    than three rates are near. Otherwise it lies between the neighbors: see `_neighbors`.
     """
     x, y = _trained(rates, log_loss)
     best = int(np.argmin(y))
@@ -322,7 +336,7 @@ def _bottom(rates: Array, log_loss: Array) -> float:
         return math.exp(x[best])
     bottom = _polynomial_minimum(x[near], y[near], _degree(near))
     if not x[lower] <= bottom <= x[upper]:
-        # So far from its bottom the curve is not a parabola, but the neighbors bracket the bottom.
+        # This far from its bottom, the curve is not a parabola. The neighbors bracket the bottom.
         bracket = np.arange(lower, upper + 1)
         bracket = bracket[np.isfinite(y[bracket])]
         bottom = _polynomial_minimum(x[bracket], y[bracket], min(len(bracket) - 1, 2))
