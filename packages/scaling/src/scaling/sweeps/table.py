@@ -270,7 +270,7 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
-    """Return the losses by batch size and rate; the loss of a diverged run is inf."""
+    """Return the rows and losses by batch size and rate; inf if the cell says that it diverged."""
     rows = table.rows.tolist()
     cells = {quantity: table.cells(name) for quantity, name in chosen.items()}
     require_unambiguous(chosen["batch_size"], rows, cells["batch_size"], ".")
@@ -307,7 +307,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
 
 
 def _merge_close(values: Array, tolerance: float) -> Array:
-    """Return values in which numbers that differ by `tolerance` are replaced by the least."""
+    """Return values in which numbers that differ by at most `tolerance` are set to the least."""
     codes = cluster(values, tolerance, 1 + tolerance)
     least = np.full(len(values), np.inf)
     np.minimum.at(least, codes, values)
@@ -318,7 +318,7 @@ def _merge_close(values: Array, tolerance: float) -> Array:
 def _mark_diverged(runs: RunsBySetting) -> list[int]:
     """Set the losses of diverged runs to inf, and return the rows of all diverged runs.
 
-    Loss rises smoothly on both sides of the best rate. A run above the best rate has diverged if
+    Loss rises smoothly on both sides of the best rate. A run at or above the best rate diverged if
     its log loss exceeds the lowest by more than `DIVERGENCE_JUMP`, and by more than
     `DIVERGENCE_RATIO` times the rise at an equal distance below the best rate.
     """

@@ -88,7 +88,10 @@ class _Linear:
         self.log_size = start.new_zeros(seeds, rates)
 
     def rescale(self) -> None:
-        """Move the size of the error to `log_size`, because 0.06^400 underflows."""
+        """Normalize the error and add its log norm to `log_size`.
+
+        Otherwise the norm would underflow, for example after 400 steps that multiply it by 0.06.
+        """
         size_SR1 = self.parameters[0].norm(dim=-1, keepdim=True)
         self.parameters[0] /= size_SR1
         self.log_size += size_SR1.squeeze(-1).log()

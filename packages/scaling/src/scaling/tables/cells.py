@@ -24,7 +24,7 @@ SEPARATORS = re.compile(r"(?<=\d)[_'\u2019\u00a0\u202f ](?=\d{3})")
 DIGITS = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
 
-#: A number whose mark may start decimals or separate thousands.
+#: A number whose point or comma may start decimals or separate thousands, such as 1.000.
 AMBIGUOUS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 
@@ -41,9 +41,10 @@ def is_blank(cell: Any) -> bool:
 
 
 def require_unambiguous(name: str, rows: Sequence[int], cells: Sequence[Any], marks: str) -> None:
-    """Raise `ValueError` if a mark may be a decimal mark or a thousands separator.
+    """Raise `ValueError` if marks in a column may start decimals or separate thousands.
 
-    A mark is ambiguous if three digits follow it in every cell that has it, as in 1.000 and 26.500.
+    `marks` are the characters to check, such as ".,". They are ambiguous if every cell that has one
+    has a single one, followed by three digits, as in 1.000 and 26.500.
     """
     marked = []
     for row, cell in zip(rows, cells, strict=True):
@@ -64,7 +65,7 @@ def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
     """Return a cell as a float; nan if it is not a number.
 
     A suffix such as B multiplies the number; a number without a suffix is multiplied by `unit`.
-    Decimals start with a point. Commas separate the thousands of counts.
+    Decimals start with a point. Commas may separate thousands if `is_count` is True.
     """
     if not isinstance(cell, str):
         try:
@@ -85,7 +86,7 @@ def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
 
 
 def _suffix_unit(text: str | None) -> float:
-    """Return the factor of a suffix; nan if it is not a unit, 0 if it is empty."""
+    """Return the factor of a suffix; nan if it is unknown, 0 if it is empty or has no factor."""
     words = re.sub(r"[ .]", "", (text or "").lower())
     words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
     if not words or words in ("flop", "flops"):
@@ -108,7 +109,7 @@ def parse_numbers(
 ) -> NDArray[np.float64]:
     """Return all cells of a column as floats: see `parse_number`."""
     try:
-        # For plain numbers, `float` gives the result of `parse_number` faster.
+        # `float` is faster than `parse_number`, with the same result for plain numbers.
         return np.array([float(cell) for cell in cells]) * unit
     except (TypeError, ValueError):  # At least one cell has a unit, separators or no value.
         return np.array([parse_number(cell, unit, is_count) for cell in cells], np.float64)

@@ -21,7 +21,11 @@ ROUNDING = 0.01
 
 
 def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, Array]:
-    """Return columns in parameters, tokens, FLOPs and nats."""
+    """Return the numbers of columns, in parameters, tokens, FLOPs and nats.
+
+    Losses in bits per byte or per character are not converted. Raise `ValueError` if a number is
+    ambiguous, or is not positive and finite, or if a perplexity is at most 1.
+    """
     values = {}
     for k, column in columns.items():
         unit = reading.units.get(k, column.unit)
@@ -84,9 +88,9 @@ def compare_columns(reading: Reading, matched: Match) -> list[str]:
 
 
 def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Column) -> str:
-    """Return the reason why a column is read rather than one that should be equal.
+    """Return the reason why a column is read rather than a rival that should be equal.
 
-    Raise `ValueError` if the two differ.
+    Raise `ValueError` if the rival has plausible numbers that differ.
     """
     other_values = _parse_or_none(reading, quantity, rival)
     if other_values is None:
@@ -106,7 +110,10 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
 
 
 def _compare_alternative(reading: Reading, quantity: str, column: Column, other: Column) -> str:
-    """Return the reason why another kind is not read; raise `ValueError` for a contradiction."""
+    """Return the reason why a column of another kind is not read.
+
+    Raise `ValueError` if the order of two counts of parameters contradicts their names.
+    """
     reason = f"{quantity} by {column.name!r}, not {other.name!r}"
     if quantity != "parameters":
         return reason

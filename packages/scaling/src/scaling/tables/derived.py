@@ -1,7 +1,8 @@
 """Tokens as a product of columns, such as steps times the batch size in tokens.
 
 A column named only "batch size" may count one device, one accumulation step or a whole step, in
-sequences or in tokens. A table with no other column is refused, and the error lists these readings.
+sequences or in tokens. A table with only such a column is refused, with an error that lists these
+meanings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
 
     The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is used
     only if the table has neither tokens nor compute. Raise `ValueError` if several products are
-    possible.
+    possible, if the meaning of a batch size is unclear, or if a named factor is missing.
     """
     name = named.get("tokens", "")
     if name in present or (name and TIMES not in name):
@@ -61,8 +62,8 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
 def factor_kind(name: str) -> str:
     """Return the kind of factor that a column name stands for, or "" if it is not a factor.
 
-    The kinds are the keys of `PRODUCT_NAMES`, such as "steps" for `train/global_step`. The longest
-    suffix of the name that is known decides.
+    The kinds are the keys of `PRODUCT_NAMES`, such as "steps" for `train/global_step`. The kind is
+    that of the longest known suffix of the name. Names with a word such as "warmup" have none.
     """
     words = split_words(name)
     if {*words} & {*WORDS["no_factors"]}:

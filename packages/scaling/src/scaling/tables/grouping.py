@@ -10,12 +10,13 @@ from scaling.tables.cells import parse_numbers
 from scaling.tables.table import Table
 from scaling.units import Array
 
-#: Largest relative differences at which sizes, tokens and compute of two runs count as equal.
+#: Largest relative difference at which the sizes of two runs count as equal.
 SAME_SIZE = 0.01
 
+#: Largest relative difference at which the tokens, or the compute, of two runs count as equal.
 SAME_TOKENS = 0.05
 
-#: Largest relative differences by rounding at which two numbers of a setting count as equal.
+#: Largest relative difference at which two numbers of a setting count as equal, due to rounding.
 SAME_SETTING = 1e-4
 
 

@@ -18,19 +18,21 @@ from scaling.tables.table import Reading
 from scaling.units import Array
 
 #: Rows of one size may be checkpoints of training runs, rather than runs of several lengths, if at
-#: least this many are evenly spaced in tokens, or at least this many have any spacing.
+#: least `EVEN_CHECKPOINTS` of their token counts are evenly spaced, or if they have at least
+#: `ANY_CHECKPOINTS` token counts with any spacing.
 EVEN_CHECKPOINTS = 4
 ANY_CHECKPOINTS = 20
 
-#: Largest difference of an evenly spaced token count from its place, as a fraction of the spacing.
+#: Largest error of an evenly spaced token count, as a fraction of the spacing.
 #: Rounding to three digits changes a count by up to 0.5 %, which is 2 % of the spacing of four.
 EVEN_TOLERANCE = 0.02
 
-#: The end of a name that contains the time of a checkpoint, such as run0-step100.
+#: A name that ends with the step, epoch or tokens of a checkpoint, such as run0-step100.
 CHECKPOINT_NAME = re.compile(r".*(step|iter|iteration|ckpt|checkpoint|epoch|tokens?)[-_=:]?\d+$")
 
-#: The final loss of a run is missing if its tokens exceed those of its last logged loss by more
-#: than this factor. Evaluation losses are logged at only a few percent of the steps.
+#: The final loss of a run is missing if the run continues, without a loss, to more than this
+#: multiple of the tokens of its last loss. Evaluation losses are logged at only a few percent of
+#: the steps.
 MISSING_END = 1.25
 
 #: Largest relative difference that rounding may cause between the sizes C / (6 D) of one run's
@@ -227,7 +229,7 @@ def _require_one_text_per_run(reading: Reading, column: str) -> None:
     part = re.compile(f"(.*[^a-z]|)(?:{'|'.join(parts)})")
     by_stem: dict[str, list[str]] = {}
     for name in dict.fromkeys(map(str, reading.table.cells(column))):
-        # A million names take seconds to match.
+        # Matching a million names takes seconds, so the ending is checked first.
         if name.lower().endswith(parts) and (match := part.fullmatch(name.lower())):
             by_stem.setdefault(match[1], []).append(name)
     for names in by_stem.values():
@@ -239,7 +241,7 @@ def _require_one_text_per_run(reading: Reading, column: str) -> None:
 
 
 def _raise_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
-    """Raise `ValueError`, because runs repeat some or all of their token counts."""
+    """Raise `ValueError` with two rows of a run that have the same tokens."""
     codes = reading.table.codes([column])
     order = np.lexsort((progress, codes))
     is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
@@ -274,9 +276,9 @@ def _require_no_checkpoints(
 
 
 def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
-    """Return True if a column rises with the tokens of a size, for at least half of the rows.
+    """Return True if a column rises with the tokens of each size, for at least half of the rows.
 
-    Rows that differ only in a seed or another setting count once.
+    Rows that differ only in a seed or another setting count once. At least four rows are needed.
     """
     cells = reading.table.cells(column)
     steps = parse_numbers(cells)
@@ -285,7 +287,7 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
     size, steps, progress = np.unique(np.stack([size, steps, progress]), axis=1)
     order = np.lexsort((steps, size))
     gain = np.diff(progress[order])
-    # Steps may rise at equal tokens, which are then those of the whole training.
+    # If every row has the tokens of the whole training, steps rise at equal tokens.
     is_later = gain > 0 if "time" in column.lower() else gain >= 0
     rises = (np.diff(steps[order]) > 0) & is_later
     later = int((rises & (np.diff(size[order]) == 0)).sum())
@@ -300,7 +302,7 @@ def _names_checkpoints(reading: Reading, column: str) -> bool:
 
 
 def _has_checkpoints(size: Array, progress: Array) -> bool:
-    """Return True if most rows have a size with many, or with evenly spaced, token counts.
+    """Return True if half of the rows have a size with many, or with evenly spaced, token counts.
 
     Separate runs of several lengths usually have few token counts, evenly spaced in logarithm.
     """

@@ -60,8 +60,8 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Parts of the rank of a possible loss column. A held-out loss adds `HELD_OUT_RANK`, and a training
-#: loss subtracts it.
+#: Terms of the rank of a possible loss column: for a name that says only "loss", for a held-out
+#: loss (subtracted for a training loss), and for a unit other than nats.
 FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
@@ -126,7 +126,10 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
 
 
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
-    """Choose the most specific of the candidate columns, and sort the other candidates."""
+    """Choose the most specific candidate column; record the others as rivals or alternatives.
+
+    Raise `ValueError` if several candidates are equally specific.
+    """
     preferred = _preferred(likely)
     best_rank = max(column.rank for column in preferred)
     best = [column for column in preferred if column.rank == best_rank]
@@ -170,7 +173,7 @@ def is_known_name(name: str) -> bool:
 
 def recognize(name: str, quantity: str) -> Column | None:
     """Return the column if its name stands for `quantity`, a name of `Runs`; otherwise None."""
-    # MLflow's prefix must not turn "params.tokens" into a ratio.
+    # MLflow's prefix "params." must not make "params.tokens" look like a ratio.
     prefix, _, stem = name.removeprefix("data.").partition(".")
     if prefix in ("params", "metrics") and (column := recognize(stem, quantity)):
         return replace(column, name=name)
@@ -193,7 +196,7 @@ def recognize(name: str, quantity: str) -> Column | None:
 
 
 def _match_stem(column: Column, words: list[str], quantity: str) -> Column | None:
-    """Return a column with its rank if its last words are a known name."""
+    """Return a column with its rank if its last words are a known name; otherwise None."""
     for start in range(len(words)):
         # Paths such as throughput/total_tokens and config.model.n_params match by their last part.
         stem = "".join(words[start:])
@@ -236,7 +239,7 @@ def _is_other_measurement(words: list[str], quantity: str) -> bool:
 def _split_unit(words: list[str], quantity: str) -> tuple[list[str], float, str]:
     """Return the words without a unit at the end, the unit, and its description.
 
-    Examples of units are params_B, tokens (billions), C [1e18] and, for compute, exaFLOPs.
+    Examples of names with a unit are params_B, tokens (billions), C [1e18] and exaFLOPs.
     """
     unit = 1.0
     description = ""
@@ -312,7 +315,7 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
 
 
 def _loss_unit(words: list[str]) -> tuple[str, float]:
-    """Return the description of the unit in a loss's name, and the factor to nats."""
+    """Return the unit in a loss's name and its factor to nats, which is 1 if not converted."""
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
         of = [unit for unit in ("byte", "word", "char") if unit in joined]
@@ -330,7 +333,7 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
 
 
 def set_word(name: str) -> str:
-    """Return the word by which a name such as `dataset_name` names sets of runs, or ""."""
+    """Return the word, such as "dataset" in `dataset_name`, that stands for sets of runs, or ""."""
     words = split_words(name)
     if words[-2:] == ["vocab", "size"]:
         return "vocab"
@@ -341,25 +344,25 @@ def set_word(name: str) -> str:
 
 
 def is_setting_name(name: str) -> bool:
-    """Return True if a name ends with that of a setting such as a learning rate or an optimizer."""
+    """Return True if a name ends with a setting, such as a learning rate or an optimizer."""
     # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
     return _ends_with(name, known)
 
 
 def is_rate_name(name: str) -> bool:
-    """Return True if a name ends with that of a learning rate."""
+    """Return True if a name ends with a known name of the learning rate."""
     return _ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"})
 
 
 def is_planned_steps(name: str) -> bool:
-    """Return True if a name is that of the number of steps of a whole training."""
+    """Return True if a column of this name contains the planned number of steps of a training."""
     words = split_words(name)
     return _ends_with(name, {*WORDS["planned_steps"]}) and not {*words} & {*WORDS["no_factors"]}
 
 
 def is_current_step(name: str) -> bool:
-    """Return True if a name is that of the last step that a run has logged."""
+    """Return True if a column of this name contains the last step that a run has logged."""
     words = split_words(name)
     other = {*WORDS["no_factors"], "max", "total", "num"}
     return words[-1:] in (["step"], ["iter"], ["iteration"]) and not {*words} & other

@@ -16,13 +16,14 @@ from scaling.tables.table import Table, object_cells
 
 Record = dict[str, Any]
 
-#: Names of the columns of a table with one row per metric, as in exports of TensorBoard and MLflow.
+#: Names of the column of metrics, and of the column of runs, in tables with one row per metric,
+#: such as exports of TensorBoard and MLflow.
 METRIC_NAMES = ("tag", "key", "metric", "metric_name")
 METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
 
 
 def from_records(records: Sequence[Any], rows: Sequence[int] | None = None) -> Table:
-    """Return the table of records that map names to cells."""
+    """Return the table of records that map names to cells; raise `TypeError` for other records."""
     for record in records:
         if not isinstance(record, Mapping):
             raise TypeError(f"expected a record that maps names to values, got {record!r}")
@@ -91,7 +92,8 @@ def pivot(table: Table) -> Table:
     """Return a table with one column per metric, if it has one row per metric and step.
 
     A metric that is logged once per run, such as the size, applies to every row of the run. A loss
-    applies only to its step.
+    applies only to its step. Other tables are returned unchanged. Raise `ValueError` if a metric
+    has two values at one step of a run.
     """
     lowered = {name.lower(): name for name in table.columns}
     metric = next((lowered[name] for name in METRIC_NAMES if name in lowered), None)

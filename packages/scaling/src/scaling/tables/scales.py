@@ -1,4 +1,4 @@
-"""Checks that numbers are on the scale of training runs, and the missing column by C = 6 N D."""
+"""Checks of the scale of numbers, and computation of the missing column from C = 6 N D."""
 
 from collections.abc import Container
 
@@ -24,7 +24,8 @@ USUAL_UNITS = {"parameters": "1e6", "tokens": "1e9", "compute": "1e18"}
 #: Smallest plausible median of a column. A smaller one is probably in thousands or millions.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 
-#: Largest factor between C and 6 N D. Attention, embeddings and recomputation cause smaller ones.
+#: Largest factor between C and 6 N D. Attention, embeddings and recomputation cause smaller
+#: factors.
 LARGEST_COMPUTE_RATIO = 10.0
 
 
@@ -79,7 +80,10 @@ def _require_smallest(reading: Reading) -> None:
 
 
 def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
-    """Raise `ValueError` if the median of a column or of tokens per parameter is implausible."""
+    """Raise `ValueError` if the median of a column or of tokens per parameter is implausible.
+
+    Nothing is checked if the units of two columns are stated, or if N, D and C are all columns.
+    """
     values = reading.values
     chosen = reading.columns
     # Two of three columns determine the third and its scale.
@@ -125,7 +129,7 @@ def _require_ratio_of_rows(reading: Reading) -> None:
     low, high = TOKENS_PER_PARAMETER
     for part in parts:
         i = int(part[0])
-        # A few random sizes and tokens also have such gaps, but rarely with a single run beyond.
+        # A few random sizes and tokens also have such gaps, but rarely beyond so few of the rows.
         if len(part) * 10 > len(ratio) or low <= ratio[i] <= high:
             continue
         first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)
@@ -166,7 +170,10 @@ def _throughput_remedy(reading: Reading) -> str:
 
 
 def _require_loss(reading: Reading) -> None:
-    """Raise `ValueError` if most losses are worse than guessing or look like counts."""
+    """Raise `ValueError` if most losses are worse than guessing or look like counts.
+
+    Losses with a unit in `units` are not checked.
+    """
     loss = reading.values["loss"]
     column = reading.columns["loss"].name
     if "loss" in reading.units:

@@ -1,7 +1,7 @@
-"""Rows that are left out: those without a loss, and all but the best setting of a sweep.
+"""Exclusion of rows without a loss, and of all but the best setting of a sweep.
 
 Tables are refused if a column may count other quantities than the N and D of C = 6 N D, if the rows
-use several data sets, or if they may be of several settings under an unusual name.
+use several data sets, or if a column with an unusual name may distinguish several settings.
 """
 
 from collections.abc import Container, Sequence
@@ -18,8 +18,9 @@ from scaling.tables.table import Reading
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
 MAX_SEARCHED_ROWS = 5000
 
-#: An unread column may be a setting if its values repeat this often on average, and if it differs
-#: within at least this fraction of the groups of runs with one design and equal known settings.
+#: An unread column may be a setting if its values repeat `ROWS_PER_SETTING` times on average, and
+#: if it differs within at least `SETTING_FRACTION` of the groups of runs with one design (size,
+#: tokens and compute) and equal known settings.
 #: Names, dates and measurements have more values, and notes about single runs differ in few groups.
 #: In 300 generated tables like those of `test_settings_are_found_in_generated_tables`, these values
 #: find 95 % of the settings, and take dates for a setting in 8 % and notes in 4 % of the tables.
@@ -64,7 +65,7 @@ def require_unambiguous_counts(reading: Reading, named: Container[str]) -> None:
 
 
 def _counted(name: str) -> str:
-    """Return the key of `COUNTS` that a name such as n_expert or expert_count stands for."""
+    """Return the key of `COUNTS` that a name such as n_expert or expert_count stands for, or ""."""
     words = split_words(name)
     if "per" in words:
         return ""
@@ -74,7 +75,7 @@ def _counted(name: str) -> str:
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
-    """Leave out the rows whose loss is blank; raise `ValueError` if all are."""
+    """Leave out the rows whose loss is blank; raise `ValueError` if no row has a loss."""
     column = reading.columns["loss"].name
     blank = blank_cells(reading.table.columns[column])
     if blank.all():
@@ -99,7 +100,7 @@ def require_one_data_set(reading: Reading) -> None:
         # Names that are mostly different identify runs instead of data sets.
         if count == 1 or count > len(codes) / 2:
             continue
-        # Columns such as `name` may repeat the size of the model in words.
+        # Columns such as `experiment_name` may repeat the size of the model in words.
         if word in WORDS["labels"] and _labels_a_quantity(reading, codes):
             continue
         seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
@@ -154,7 +155,7 @@ def keep_best_settings(reading: Reading) -> None:
 
 
 def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
-    """Return for each of the first `count` rows the index of its design."""
+    """Return the index of the design (size, tokens, compute) of each of the first `count` rows."""
     keys = []
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
@@ -176,7 +177,7 @@ def setting_columns(reading: Reading) -> list[str]:
 def _possible_settings(reading: Reading) -> list[str]:
     """Return the columns that are not read, and sequence lengths even if they are read."""
     factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
-    # The factors of the tokens, such as steps and batch size, are read and so no unknown settings.
+    # The factors of the tokens, such as steps and batch size, are read, so they are not unknown.
     # A sequence length is the exception: it changes the loss at equal tokens.
     used = {name for name in factors if factor_kind(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
@@ -187,9 +188,9 @@ def _require_known_settings(
 ) -> None:
     """Raise `ValueError` if a column of few values differs in most groups of runs.
 
-    The column may be a setting under an unusual name, or the runs may be repetitions. `groups`
-    numbers the groups of runs with the same design and known settings, for each of the first
-    `len(groups)` rows.
+    The column may be a setting under an unusual name, or the runs may be repetitions. `groups` has,
+    for each of the first `len(groups)` rows, the index of its group: the runs with the same design
+    and equal known settings.
     """
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
@@ -209,7 +210,7 @@ def _require_known_settings(
     if unknown:
         value = str(table.cells(unknown[0])[0])
         factors = reading.columns["tokens"].name.split(TIMES) if "tokens" in reading.columns else []
-        # Without the factor, the tokens would no longer be known.
+        # If `ignore` removes a factor of the token count, the tokens are no longer known.
         tokens = ", and add a column of tokens" if {*unknown} & {*factors} else ""
         raise ValueError(
             f"columns {unknown} differ between runs of one size and tokens, which may be runs of"

@@ -60,7 +60,7 @@ def _read_frame(frame: Any) -> Table:
     """Return the table of a DataFrame of pandas or polars, or of an Arrow table."""
     if any(getattr(getattr(frame, "index", None), "names", ())):
         frame = frame.reset_index()  # named index levels of pandas count as columns
-    # The attribute `columns` of an Arrow table has the cells.
+    # The attribute `columns` of an Arrow table has the cells, and `column_names` the names.
     names = [str(name) for name in getattr(frame, "column_names", frame.columns)]
     require_unique_names(names, "the table")
     keys = names if hasattr(frame, "column_names") else frame.columns
@@ -70,8 +70,8 @@ def _read_frame(frame: Any) -> Table:
 def _read_mapping(content: Mapping[str, Any]) -> Table:
     """Return the table of a mapping.
 
-    The mapping may map names to columns, one key to a list of records, or run names to records, or
-    be the JSON of a data frame of pandas.
+    The mapping may be from names to columns, from a key such as "runs" to a list of records, or
+    from run names to records. It may also be the JSON of a pandas data frame, or a single record.
     """
     if not content:
         return from_records([])

@@ -52,7 +52,7 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
 
 
 def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_]:
-    """Return flags of the runs that did not stop early, and append a message about the others.
+    """Return flags of the runs that did not stop early; append a message about the other runs.
 
     The last step of a run is compared with its planned number of steps, such as `max_steps`. A
     column of steps that agrees with the plan in fewer than half of the rows counts other steps, as
@@ -104,7 +104,7 @@ def require_no_summaries(table: Table) -> None:
         # Beside a row such as "mean", rows such as "min" are not runs either.
         summaries |= {text for text in texts if _has_only(text, WORDS["extremes"])}
         is_summary = [str(cell) in summaries for cell in cells]
-        # A column of nothing but means describes the loss of every row.
+        # If every row is a mean, the column only describes the losses.
         if not all(is_summary):
             first = is_summary.index(True)
             raise ValueError(
@@ -115,14 +115,14 @@ def require_no_summaries(table: Table) -> None:
 
 
 def _is_label(name: str) -> bool:
-    """Return True if a column with this name may label rows; a column of row labels has no name."""
+    """Return True if a column of this name may label rows; so may a column without a name."""
     words = split_words(name)
     label = {*WORDS["run_columns"], *WORDS["repetitions"], *WORDS["row_labels"]}
     return not words or words[-1] in label or "".join(words) in label
 
 
 def _has_only(text: str, kind: Sequence[str]) -> bool:
-    """Return True for a text with a word of a kind, such as "mean", and fillers ("over seeds")."""
+    """Return True if a text has a word of `kind`, such as "mean", and otherwise only fillers."""
     if not any(word in text.lower() for word in kind):  # a million names take seconds to split
         return False
     words = {*re.findall("[a-z]+", text.lower())}

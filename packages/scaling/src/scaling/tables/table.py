@@ -36,7 +36,7 @@ class Table:
         return Table(columns, self.rows[which], self.choices)
 
     def where(self, wanted: Mapping[str, Any], source: str) -> "Table":
-        """Return the rows with these cells; raise `ValueError` if there are none."""
+        """Return the rows whose cells have the `wanted` values; raise `ValueError` if none has."""
         table = self
         for name, value in wanted.items():
             texts = list(map(str, table.cells(name))) if name in table.columns else []

@@ -2,9 +2,9 @@
 
 Note [Lack of fit]
 If losses do not follow the law, the residuals are curved functions of log N and log D. The
-residuals are regressed on the powers x^2, x y, y^2, x^3 and y^3 of the standardized logarithms,
-without the part that the five constants can absorb. An F test compares the sum of squares that
-these explain with the remaining sum.
+residuals are regressed on the powers x^2, x y, y^2, x^3 and y^3 of the standardized logarithms x
+and y, without the part that the five constants can absorb. An F test compares the sum of squares
+that the powers explain with the remaining sum.
 """
 
 import math

@@ -133,7 +133,7 @@ class Drift(ComparesArrays):
         return Prediction(mean.loss, interval, COVERAGE if decades else "")
 
     def decades(self, compute: float) -> float:
-        """Return the decades from a compute down to `start`, or up to the smallest run; else 0."""
+        """Return the decades of a compute above `start` or below the smallest run; otherwise 0."""
         lowest = self.ranges[0][0]
         return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
 

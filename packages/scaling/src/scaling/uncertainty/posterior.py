@@ -142,7 +142,7 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
     """Return quantiles of values whose weights sum to 1."""
     order = np.argsort(values)
     below = np.cumsum(weights[order]) - weights[order] / 2
-    # Infinite values are not interpolated.
+    # Quantiles are not interpolated, because values may be infinite.
     positions = np.searchsorted(below, levels).clip(0, len(values) - 1)
     quantiles: list[float] = values[order][positions].tolist()
     return quantiles

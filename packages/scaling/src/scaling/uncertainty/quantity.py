@@ -30,7 +30,7 @@ def named_quantity(name: str) -> Quantity:
 
 
 def optimum(field: str, compute: float) -> Quantity:
-    """Return `field` of the best model for `compute` FLOPs: "parameters", "tokens" or "loss"."""
+    """Return "parameters", "tokens" or "loss" of the best model at `compute` as a quantity."""
     if field not in FIELDS:
         raise ValueError(f"expected one of {FIELDS}, got {field!r}")
     require_budget(compute)
@@ -40,7 +40,7 @@ def optimum(field: str, compute: float) -> Quantity:
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
-    """Return the loss of one model."""
+    """Return the loss of one model as a quantity; raise an error for invalid numbers."""
     require_numbers(parameters=parameters, tokens=tokens)
     if not (0 < parameters < math.inf and 0 < tokens < math.inf):
         raise ValueError(

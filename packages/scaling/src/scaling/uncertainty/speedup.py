@@ -54,12 +54,13 @@ class Speedup:
 def effective_speedup(
     a: Fit, b: Fit, compute: float, *, inputs: Mapping[str, float] | None = None
 ) -> Speedup:
-    """Return the factor of compute that `b` needs to reach the best loss of `a` at `compute`.
+    """Return how much more compute `b` needs than `a` for the best loss of `a` at `compute`.
 
-    Both losses must be measured on the same text. The 95 % interval combines pairs of laws
-    consistent with the runs of `a` and `b`, the drift of both laws beyond their runs, and their
-    lack of fit. The factor is inf if `b` never reaches the loss. If either fit has no degrees of
-    freedom, the interval is (0, inf).
+    `factor` is the compute of `b` divided by `compute`, or inf if `b` never reaches the loss, which
+    is the lowest over all N. Both losses must be measured on the same text. The 95 % interval
+    combines the spread over pairs of laws consistent with the runs of `a` and `b`, the drift of
+    both laws beyond their runs, and their lack of fit. If either fit has no degrees of freedom, the
+    interval is (0, inf).
 
     Args:
         a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.
@@ -164,7 +165,7 @@ class _Recipe:
 
 
 def _first_crossing(x: Array, y: Array) -> float:
-    """Return the first zero of y, linear between points, after positive values; inf if none."""
+    """Return the first x at which y, interpolated linearly, is at most 0; inf if there is none."""
     i = int(np.argmax(y <= 0))
     if y[i] > 0:
         return math.inf
