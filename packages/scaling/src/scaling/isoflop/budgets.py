@@ -21,8 +21,8 @@ from scaling.units import Array
 #: FLOPs.
 COARSE_GRID = 2.5
 
-#: Smallest accepted singular value of the columns x and x^2 / 2 of a budget, where x is log N minus
-#: its mean. It is 0.002 for three sizes a factor of 1.1 apart.
+#: A budget fixes no curve if the smallest singular value of its columns x and x^2 / 2 is smaller,
+#: where x is log N minus its mean. Three sizes a factor of 1.1 apart have 0.0021.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
 #: Number of sizes that a common shape needs in addition to three per budget.
@@ -82,7 +82,7 @@ def parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) 
 
 
 def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
-    """Return True if the runs of a budget determine three coefficients; otherwise add a message."""
+    """Return True if a budget's runs fix three coefficients of a curve; otherwise add a message."""
     location = _location(group)
     x = np.log(group.parameters)
     if (sizes := len(np.unique(x))) < 3:

@@ -255,7 +255,10 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
 
 
 def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
-    """Return the inputs of a form and the log target; raise `ValueError` if lengths differ."""
+    """Return the columns of a form's inputs and the log of its target column.
+
+    Raise `ValueError` if the columns differ in length.
+    """
     if isinstance(rows, Runs):
         rows = {name: getattr(rows, name) for name in COLUMNS}
     columns = {k: _column(rows, k) for k in form.inputs}

@@ -279,10 +279,10 @@ def _trained(rates: Array, log_loss: Array) -> tuple[Array, Array]:
 
 
 def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
-    """Return flags of the rates through which the curve is fitted.
+    """Return a mask of the rates to which the curve is fitted.
 
-    They are within `FIT_RANGE` of the rate with the least loss, or among the next two rates on each
-    side. Rates with a high loss are left out: see `FIT_RISE`.
+    These are the rates within a factor of `FIT_RANGE` of the rate with the least loss, and the two
+    next rates on each side, except those whose loss is too high: see `FIT_RISE`.
     """
     best = int(np.argmin(log_loss))
     near: NDArray[np.bool_] = np.abs(x - x[best]) < np.log(FIT_RANGE)

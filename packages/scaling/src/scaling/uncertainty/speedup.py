@@ -1,9 +1,9 @@
-"""The factor of compute that one training recipe saves over another, with an interval.
+"""The factor by which one training recipe reduces the compute of another, with an interval.
 
-The best loss of a law at a compute is its minimum over N on 6 N D = C; a search finds it by
+The best loss of a law for compute C is its minimum over N on 6 N D = C; a search finds it by
 narrowing a grid. This loss falls with compute, so bisection finds the compute that reaches a given
 loss. Both searches work for any law of N and D, and for all laws of a sample at once. A small error
-of the loss is a much larger error of the compute.
+in the loss becomes a much larger error in the compute.
 """
 
 import math
