@@ -1,10 +1,10 @@
 """The backward pass for Hopper with one loading warp and eight computing warps.
 
-Status: experimental.  The kernel ran on the same GPUs as that of `forward.py`, and the functions
-that it calls were shortened afterwards too: see the status there.
+Status: experimental.  The kernel ran on the same GPUs as the forward kernel, and functions that it
+calls were also shortened afterwards: see the status in `forward.py`.
 
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
-keys, A, B = K, V and X, Y = Q, dO, five products compute the gradients.  S and P are then
+keys (A, B = K, V and X, Y = Q, dO), five products compute the gradients.  S and P are then
 transposed, [keys, queries], so that P and dS are left operands in registers of the products for dV
 and dK (Shah et al. 2024, section 3.3).  Elementwise operations overlap with the product issued
 before them:
@@ -12,12 +12,12 @@ before them:
     matrix unit   | S = A Xᵀ | dP = B Yᵀ |    | dB += P Y |  dQ = dSᵀ A  | dA += dS X |
     elementwise                P = exp(S - L)                              store dQ
 
-dQ of a query is a sum over all keys, of which a program has 128.  With ATOMIC, dS is written to
+dQ of a query is a sum over all keys, and a program has 128 keys.  With ATOMIC, dS is written to
 shared memory, both warpgroups read all of it, and TMA adds the tile's dQ to global memory in
-varying order.  For a fixed order the same kernel runs a second time with resident queries, A, B =
-Q, dO, and streamed keys, X, Y = K, V: dA is then dQ, and dB does not exist.
+varying order.  For a fixed order the same kernel runs a second time with resident queries (A, B =
+Q, dO) and streamed keys (X, Y = K, V): dA is then dQ, and dB does not exist.
 
-The barriers are those of `forward.py`: X is ready, Y is ready, and the stage of both is free.
+As in `forward.py`, barriers signal that X is ready, that Y is ready, and that their stage is free.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -48,7 +48,7 @@ from flashattn2.kernels import launch, row_sums
 from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_ranges
 from flashattn2.spec import AttentionSpec
 
-# Triton 3.6 has the instruction, but no function for it.
+# Triton 3.6 supports the instruction, but has no public function for it.
 if hasattr(tma, "async_atomic_add"):
     add_tile = tma.async_atomic_add
 else:
@@ -84,7 +84,7 @@ def backward_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of 128 resident rows.  With BY_KEY the resident rows are keys.
+    """Compute the gradients of 128 resident rows.  With BY_KEY they are keys, otherwise queries.
 
     Grid: (resident tiles · batch · heads of the resident tensor).
     """
@@ -263,7 +263,7 @@ def step(
     s = warpgroup_mma(a_tile, x_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(y_ready.index(stage), phase)
     dp = warpgroup_mma(b_tile, y_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    # All products except for the last issued one have finished.
+    # Wait for all products except for the product issued last.
     s = warpgroup_mma_wait(1, deps=(s,))  # [RESIDENT, ROWS]
     lse = load_statistic(lse_rows, stage, RESIDENT, ROWS, row_slice, column_slice, BY_KEY)
     p = gl.exp2(s * outer - lse)
@@ -277,7 +277,8 @@ def step(
     if ATOMIC:
         dq_memory[0].store(ds)
         fence_async_shared()
-    # Convert an accumulator's layout to a left operand's: the same registers, two numbers in each.
+    # Change the layout from an accumulator's to a left operand's, in the same registers with two
+    # numbers each.
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2))
     if BY_KEY:
         p = gl.convert_layout(p.to(a_tile.dtype), gl.DotOperandLayout(0, d_layout, 2))
@@ -308,7 +309,7 @@ def load_statistic(
     buffers, stage, RESIDENT: gl.constexpr, ROWS: gl.constexpr,
     row_slice: gl.constexpr, column_slice: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Load the log-sum-exps or D of the queries, broadcast to the tile of scores."""
+    """Load L or D of the queries, in a shape that broadcasts to the tile of scores."""
     if BY_KEY:
         values = buffers.index(stage).reshape([ROWS]).load(column_slice)[None, :]  # [1, ROWS]
     else:
@@ -322,7 +323,7 @@ def mask(
     row_slice: gl.constexpr, column_slice: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Set P to zero where the query does not see the key."""
+    """Return P with zeros for keys that the query does not see."""
     seq_q, seq_k, left, right = band
     resident = first + gl.arange(0, RESIDENT, row_slice)[:, None]  # [RESIDENT, 1]
     streamed = row + numbers.load(column_slice)[None, :]  # [1, ROWS]

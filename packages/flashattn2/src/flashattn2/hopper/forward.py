@@ -160,7 +160,7 @@ def producer(
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
     batch, head, _, first = location
-    # `expect` arrives at the barrier, and keeps the phase open until that many bytes have arrived.
+    # `expect` counts as an arrival, and keeps the phase open until that many bytes are loaded.
     mbarrier.expect(q_ready, CONSUMERS * q.block_type.nbytes)
     for index in gl.static_range(CONSUMERS):
         load_tile(q, [batch, head, first + index * ROWS, 0], q_ready, q_tiles.index(index))
@@ -187,7 +187,7 @@ def consumer(
 ):  # fmt: skip
     """Compute the output of ROWS queries over the tiles that they see.
 
-    Four warps execute this function.  The queries are the tile INDEX of the program's queries.
+    Four warps execute this function.  The queries are tile number INDEX of the program's queries.
     """
     out, lse, outer, memory, barriers, location, start, count, band = inputs
     q_ready, k_ready, k_free, v_ready, v_free = barriers
@@ -199,17 +199,17 @@ def consumer(
     lo, all_lo, all_hi, hi = key_ranges(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
-    # This consumer skips the tiles of the program before `begin`, which are to the right of its
-    # queries' keys, and those from `end` on.  Tiles begin to near - 1 are cut by the right edge
-    # of the band or the end of the keys, tiles near to far - 1 need no mask, and the left edge of
-    # the band cuts the others.
+    # This consumer skips the program's tiles before `begin`, which are to the right of all keys
+    # that its queries see, and the tiles from `end` on.  The right edge of the band or the end of
+    # the keys cuts tiles begin to near - 1.  Tiles near to far - 1 need no mask.  The left edge of
+    # the band cuts tiles far to end - 1.
     stop = start + KEYS
     begin = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
     end = gl.maximum(gl.minimum((stop - lo) // KEYS, count), begin + 1)
     near = gl.minimum(gl.maximum((stop - all_hi) // KEYS, begin + 1), end)
     far = gl.minimum(gl.maximum((stop - all_lo) // KEYS, near), end)
-    # The register layouts of wgmma results: a group of four threads has whole rows, so a row's
-    # maximum and sum need two shuffles and no shared memory.
+    # The register layouts of wgmma results: each row is spread over four threads, so its maximum
+    # and sum need two shuffles and no shared memory.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))  # [ROWS]
@@ -217,8 +217,8 @@ def consumer(
     acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)  # [ROWS, D]
     zero = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)  # [ROWS, KEYS]
 
-    # Queries of two consumers differ by fewer than STAGES tiles: a skipped tile is the first one in
-    # its stage, and is released without waiting for it.
+    # The first tiles of two consumers differ by fewer than STAGES tiles.  A skipped tile is
+    # therefore the first tile in its stage, and is released without a wait for its load.
     for j in range(begin):
         mbarrier.arrive(k_free.index(j), count=1)
         mbarrier.arrive(v_free.index(j), count=1)
@@ -295,21 +295,22 @@ def step(
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index(before), phase_before)
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-    # All products except for the last issued one have finished: S is complete, O is not.
+    # Wait for all products except for the product issued last: S is complete, O is not.
     s = warpgroup_mma_wait(1, deps=(s,))  # [ROWS, KEYS]
     mbarrier.arrive(k_free.index(stage), count=1)
     new_p, maximum, total, rescale = softmax(
         s, maximum, total, position, start - j * KEYS, outer, band,
         ROWS, KEYS, s_layout, LEFT, RIGHT, MASKED,
     )  # fmt: skip
-    # This wait has already succeeded above.  It is a loop that ptxas does not move exponentials
-    # across; without it, ptxas would move them after the product that they should overlap.
+    # This wait has already succeeded above.  Its loop keeps ptxas from moving the exponentials past
+    # the product that they should overlap.
     mbarrier.wait(v_ready.index(before), phase_before)
     acc = warpgroup_mma_wait(0, deps=(acc,))  # [ROWS, D]
     mbarrier.arrive(v_free.index(before), count=1)
-    # O and P V are in units of the old maximum.
+    # O and P V are relative to the old maximum: rescale them to the new maximum.
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
-    # Convert an accumulator's layout to a left operand's: the same registers, two numbers in each.
+    # Change the layout from an accumulator's to a left operand's, in the same registers with two
+    # numbers each.
     p = gl.convert_layout(new_p.to(q_tile.dtype), gl.DotOperandLayout(0, o_layout, 2))
     return acc, maximum, total, p
 

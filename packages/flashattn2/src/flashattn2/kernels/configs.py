@@ -70,8 +70,9 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
 #: The default tiles.  A warpgroup of four warps multiplies at least 64 rows, so two warpgroups
 #: compute a first product of fewer than 128 rows twice; the tests count the work.
 TILES = _read_tables("tiles")
-#: Tiles for a left window bound (a third loop), a softcap (its derivative) or splits (bounds), if
-#: the default tile would spill many registers.  None means that the path has no such tile.
+#: Tiles for calls with a left window bound, a softcap or splits, which need more registers for a
+#: third loop, a derivative or bounds.  A head dim has an entry if the default tile would spill many
+#: registers.  None means that the path has no such tile.
 RICH = _read_tables("rich")
 
 
@@ -85,9 +86,9 @@ def choose(
     shared_bytes: int,
     rich: bool = False,
 ) -> tuple[Tile, bool]:
-    """Return the tile for a kernel, and True if it loads by TMA.
+    """Return the tile for a kernel, and True if the kernel loads by TMA.
 
-    The `paths` are in order of preference; the last one, "pointers", has every head dim.
+    The `paths` are in order of preference; the last path, "pointers", has tiles for all head dims.
     """
     kind = "half" if element_bytes == 2 else precision
     for path in paths:
@@ -99,7 +100,7 @@ def choose(
 
 
 def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
-    """Return the tile of a table, or None; `rich` is for a left bound, a softcap or splits."""
+    """Return the tile sizes for `block_d`, or None; `rich` selects from `RICH` if possible."""
     sizes: Sizes | None = TILES.get(key, {}).get(block_d)
     if rich:
         sizes = RICH.get(key, {}).get(block_d, sizes)
@@ -107,7 +108,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
-    """Reduce the stages, then halve the rows down to 16, until the buffers fit."""
+    """Reduce the stages, then halve the rows down to 16, until the shared memory suffices."""
     while buffers(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
@@ -121,7 +122,7 @@ def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_byte
 
 
 def buffers(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
-    """Return the bytes of the tiles in shared memory: resident tiles and those in the pipeline."""
+    """Return the bytes of all tiles in shared memory, both resident and in the pipeline."""
     m, n = tile.block_m * block_d, tile.block_n * block_d
     resident, streamed = {
         "forward": (m, 2 * n),

@@ -4,9 +4,9 @@ Memory bandwidth limits decoding, so one masked loop serves all tiles.  The kern
 pointer per key from the key's page, and reads each key once for all query heads that share it.
 
 Note [Pages that do not exist]
-Lengths above the capacity and pages that do not exist are asserted on the device before these
-kernels run, but device-side assertions may be compiled out.  Therefore the kernels neither read nor
-write outside of the cache: such a sequence returns NaN, and its new rows are not written.
+Device-side assertions reject lengths above the capacity and pages that do not exist before these
+kernels run, but such assertions may be compiled out.  Therefore the kernels neither read nor write
+outside of the cache: the output of such a sequence is NaN, and its new rows are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -37,7 +37,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, cu_q: Tensor | None,
     spec: AttentionSpec, new: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and log-sum-exp of `q` over the first `lengths + new` keys.
+    """Return the output and log-sum-exp over the first `lengths + new` keys of each sequence.
 
     With `cu_q`, the queries are packed: `(1, heads, total_q, dim)`.
     """
@@ -50,8 +50,8 @@ def decode(
     lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = seq_q * group
-    # The query heads of one key head are rows of a tile, in the order of their positions, so a
-    # causal tile ends at the keys of its last query.
+    # The query heads of one key head are rows of a tile, ordered by position.  A causal tile
+    # therefore stops at the last key that its last query sees.
     by_row = q if seq_q == 1 else q.unflatten(1, (kv_heads, group)).transpose(2, 3)
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
     cuts = None if cu_q is None else (cu_q * group,) * 2
@@ -149,7 +149,7 @@ def _copy_row(
 
 
 def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
-    """Return the rows of a query tile and a key tile; matrix units need at least 16."""
+    """Return the rows of a query tile and of a key tile; matrix units need at least 16 rows."""
     block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
@@ -157,10 +157,10 @@ def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 
 def count_stages(device: torch.device, key_bytes: int) -> int:
-    """Return the stages of the pipeline of loads: four, or fewer that fit into shared memory.
+    """Return the stages of the pipeline of loads: two to four, as many as fit into shared memory.
 
-    A program multiplies one row or a few, so its time is the latency of loads: with four stages,
-    three tiles of keys and values are being loaded while the fourth is used.
+    A program multiplies only a few rows, so the latency of loads determines its time.  With four
+    stages, three tiles of keys and values are being loaded while the fourth is used.
     """
     # A tile of queries has at most this size: see `tile_rows`.
     query_bytes = 16 * 1024

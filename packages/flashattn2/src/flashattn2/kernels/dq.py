@@ -71,7 +71,7 @@ def _add_dq(
     acc, q_tile, do_tile, row_statistics, k, v, strides, sequence, lo, hi, position, spec,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over the keys [lo, hi)."""
+    """Add dS K to dQ over the keys [lo, hi)."""
     _, k_strides, v_strides, _, _ = strides
     _, inner, outer, left, right = spec
     seq_k = sequence[3]

@@ -76,7 +76,7 @@ def forward_kernel(
     store_tile(out, out_strides, (part, head, q_begin, seq_q), first, acc, meta.DV)
     row_ids = first + tl.arange(0, meta.BLOCK_M)
     lse_index = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + row_ids
-    # Results are in base e, also if the scores are exponents of 2.
+    # The log-sum-exp is in base e, even if the scores are exponents of 2.
     if meta.EXACT:
         sums = maximum + tl.log(total)
     else:
@@ -114,7 +114,8 @@ def _attend(
         # The running sums are relative to the old maximum: rescale them to the new one.
         rescale = exponential(maximum - base, meta.EXACT)  # [M]
         total = total * rescale + tl.sum(p, 1)
-        # Rows of k after the sequence are masked above, but 0 times a NaN of v would be NaN.
+        # Keys after the sequence are masked above.  Load their values as zeros, because 0 times NaN
+        # would be NaN.
         v_tile = load_tile(
             v, v_strides, sequence, start,
             meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED,
@@ -126,7 +127,7 @@ def _attend(
 
 
 def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: int) -> None:
-    """Write the outputs and log-sum-exps of all splits, combined, to `out` and `lse`."""
+    """Combine the outputs and log-sum-exps of all splits into `out` and `lse`, in place."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, COMBINED_ROWS)
     combine_kernel[launch.grid(tiles, batch * heads, 1)](
@@ -137,7 +138,7 @@ def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: i
     )  # fmt: skip
 
 
-#: Rows that one program of `combine_kernel` loads.
+#: Rows of each split that one program of `combine_kernel` loads.
 COMBINED_ROWS = 4
 
 

@@ -52,11 +52,11 @@ class Meta(NamedTuple):
     RIGHT: bool
     #: True if the scores have a softcap.
     SOFTCAP: bool
-    #: Number of even splits.
+    #: Number of programs among which the loop of each tile is split evenly.
     SPLITS: int
     #: True for packed sequences.
     PACKED: bool = False
-    #: True if tensors arrive as TMA descriptors.
+    #: True if tensors are passed as TMA descriptors.
     TMA: bool = False
     #: Precision of float32 products.
     PRECISION: str = "ieee"
@@ -71,7 +71,7 @@ class LaunchPlan(NamedTuple):
     meta: Meta
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
-        """Return each `(tensor, rows)` as the tensor or as a descriptor of tiles of `rows` rows."""
+        """Return each tensor or, with TMA, a descriptor of its tiles of `rows` rows."""
         if not self.meta.TMA:
             return [tensor for tensor, _ in tensors]
         return [
@@ -151,7 +151,7 @@ def split_count(programs: int, loop_tiles: int, processors: int) -> int:
 
 
 def can_use_tma(x: Tensor) -> bool:
-    """Return True if TMA supports the tensor: 16-byte strides and address, no zero stride."""
+    """Return True if TMA supports the tensor: aligned to 16 bytes, contiguous rows, no stride 0."""
     *outer, last = x.stride()
     # If the greatest common divisor is a multiple of 16 bytes, so is every stride.
     aligned = 0 not in outer and math.gcd(*outer) * x.element_size() % 16 == 0
@@ -159,7 +159,7 @@ def can_use_tma(x: Tensor) -> bool:
 
 
 def make_rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy the tensors whose last dimension has gaps or whose row stride is too large."""
+    """Return the tensors, copied if the last dimension has gaps or the row stride is too large."""
     return tuple(x if has_addressable_rows(x) else x.contiguous() for x in tensors)
 
 
@@ -170,7 +170,10 @@ def has_addressable_rows(x: Tensor) -> bool:
 
 
 def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return an empty tensor with the layout of `x`, contiguous rows and head dim `dim`."""
+    """Return an uninitialized tensor with the layout of `x`, contiguous rows and head dim `dim`.
+
+    If its row stride would be too large for the kernels, the tensor is contiguous instead.
+    """
     if dim is not None and dim != x.shape[-1]:
         batch, heads, rows, _ = x.shape
         if x.stride(1) < x.stride(2) and heads * dim < MAX_ROW_STRIDE:
@@ -199,7 +202,7 @@ def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
 
 
 def split_outputs(x: Tensor, splits: int) -> Tensor:
-    """Return the tensor that the splits write: the result `x`, or one float32 copy per split."""
+    """Return the tensor to write: `x` for one split, otherwise a float32 part per split."""
     if splits == 1:
         return x
     return x.new_empty((splits * x.shape[0], *x.shape[1:]), dtype=torch.float32)

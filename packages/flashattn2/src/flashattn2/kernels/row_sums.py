@@ -38,7 +38,7 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 def padded_statistics(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return L in units of the scores, and D, as `(batch · heads, rows)` for TMA.
+    """Return L as exponents of 2, like the scores, and D, both `(batch · heads, rows)` for TMA.
 
     L is +inf, so that P is 0, for rows that see no key.  The row of each head starts at a multiple
     of 16 bytes, as TMA requires.
@@ -54,7 +54,7 @@ def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
     scaled: Tensor | None, pitch: int,
 ) -> None:  # fmt: skip
-    """Run `delta_kernel`, whose results have rows `pitch` numbers apart."""
+    """Fill `d` and, if given, `scaled` by `delta_kernel`; their row stride is `pitch` numbers."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](
@@ -68,7 +68,7 @@ def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return 1 / rowsum(P) and D, both from sums over P and dP."""
+    """Return 1 / rowsum(P) and D = rowsum(P ∘ dP) / rowsum(P) - dL, with the shape of `lse`."""
     plan = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.meta.SPLITS
@@ -92,7 +92,7 @@ def delta_kernel(
     out, grad_out, grad_lse, lse, delta, scaled, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L in units of the scores.
+    """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L as exponents of 2.
 
     The last of `sizes` is the row stride of the results.  Grid: (row tiles · batch · heads).
     """
@@ -152,7 +152,7 @@ def sums_kernel(
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
     positions = (row_ids + seq_k - seq_q)[:, None]
-    # Products without matrix units are slow enough to hide a mask: one loop serves all tiles.
+    # One masked loop serves all tiles: products without matrix units hide the time of the mask.
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
             k, k_strides, keys_of, start, meta.BLOCK_N, meta.D, meta.BLOCK_D

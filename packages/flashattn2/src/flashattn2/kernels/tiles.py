@@ -1,14 +1,14 @@
 """Functions that the kernels share: loads and stores of tiles, exponentials and the band's ranges.
 
-A tensor arrives as a TMA descriptor (TMA) or as a pointer with its strides; only `load_tile`
+A tensor is passed as a TMA descriptor (TMA) or as a pointer with its strides; only `load_tile`
 distinguishes the two.  A tile is `[ROWS, BLOCK_D]`, where BLOCK_D is the head dim rounded up to a
 power of two; the excess columns are read as zeros.
 
 Scores are `raw · outer`.  Without a softcap, raw is q·k and outer the scale; with a softcap, raw is
 tanh(q·k · inner) and outer the softcap.  The factor log2(e) is folded into outer, so that scores
 are exponents of 2, which saves a multiplication.  EXACT marks float32 products without matrix
-units: their error is small enough for each of these roundings to be measurable, so scores remain
-exponents of e, and P is divided by its sum (`row_sums.py`).
+units.  Their error is so small that the rounding of this factor and of L would be measurable, so
+scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
 
 The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
 packed sequences, `sizes` differs per kernel, `spec` is (scale, inner, outer, left, right), and
@@ -79,7 +79,7 @@ def load_tile(
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that no row is.
+    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that there are none.
     """
     batch, head, begin, length = sequence
     if TMA:
@@ -120,7 +120,7 @@ def exponential(x, EXACT: tl.constexpr):
     With EXACT, the integral power of 2 is a separate factor, so that x · log2(e) is not rounded.
     """
     if EXACT:
-        # The result is 0 below -150, and -inf minus -inf would be NaN.
+        # Clamp x: the result is 0 below -150 anyway, and -inf minus -inf would be NaN.
         x = tl.where(x < -150.0, -150.0, x)
         whole = tl.floor(x * 1.4426950408889634)
         # ln 2 is split in two terms, so that the product with the first term is exact.
@@ -146,7 +146,7 @@ def load_row_statistics(sums, offset, row_ids, seq_q, EXACT: tl.constexpr):
     """Return L in units of the scores, D and, with EXACT, 1 / rowsum(P).
 
     The `offset` is the index of the sequence's first row in these arrays.  L is +inf, so that P is
-    0, for rows that do not exist or see no key.
+    0, for rows that do not exist or see no key.  Without EXACT, the third result is not used.
     """
     lse, delta, norm = sums
     x = tl.load(lse + offset + row_ids, row_ids < seq_q, other=float("inf"))
@@ -200,7 +200,8 @@ def query_ranges(
 ):  # fmt: skip
     """Return `lo, all_lo, all_hi, hi` of the queries that see the keys first to last.
 
-    Queries after the end of the sequence count as seeing all keys.
+    The bounds are as in `key_ranges`.  Queries after the end of the sequence count as seeing all
+    keys.
     """
     shift = seq_k - seq_q
     lo = 0
@@ -221,7 +222,7 @@ def query_ranges(
 
 @triton.jit
 def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the part of a range that belongs to one of SPLITS even parts."""
+    """Return the bounds, limited to part number `split` of SPLITS even parts of [lo, hi)."""
     if SPLITS > 1:
         part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
         lo = lo + split * part
@@ -234,7 +235,7 @@ def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def select_region(lo, all_lo, all_hi, hi, REGION: tl.constexpr):
-    """Return the bounds of one region: 0 before the part that all see, 1 that part, 2 after it."""
+    """Return the bounds of region 0, 1 or 2: before, inside or after [all_lo, all_hi)."""
     start, stop = all_hi, hi
     if REGION == 0:
         start, stop = lo, all_lo
