@@ -1,8 +1,8 @@
 """The "aten" backend: torch's CPU flash kernel, including the log-sum-exp that SDPA discards.
 
-`torch.nn.functional.scaled_dot_product_attention` on a CPU calls the same operator.  In float16 the
-operator rounds sums of gradients between its tiles, and it is several times slower than in float32
-on CPUs without float16 arithmetic, so float16 inputs are converted to float32.
+`torch.nn.functional.scaled_dot_product_attention` on a CPU calls the same operator.  Float16 inputs
+are converted to float32: in float16 the operator rounds sums of gradients between its tiles, and
+without float16 arithmetic in the CPU it is several times slower.
 """
 
 import torch
@@ -23,7 +23,7 @@ VECTOR = 16
 # scalar instructions for the keys that do not fill a vector, which drop NaN.  If all other scores
 # of the row are hidden, or none exist, the maximum stays -inf.  The kernel then treats the row as
 # one that sees no key: it returns zeros and a log-sum-exp of exactly 0 instead of NaN.  This
-# requires fewer keys than a vector holds; `forward` detects these rows and restores NaN.
+# happens only with fewer keys than vector elements; `forward` detects these rows and restores NaN.
 #
 # In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
 # A row with an infinite score then has a finite output where softmax(inf) is NaN, but its
@@ -51,14 +51,14 @@ def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = Fals
 
 
 def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
-    """Return True if one call of the kernel computes the result, given contiguous rows."""
+    """Return True if one kernel call computes the result for inputs with contiguous rows."""
     return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
     out, lse = _kernel(q, k, v, 0.0, causal, scale=scale)
-    # The comparison is also False for NaN.  Fake tensors, which have another type, have no values.
+    # The comparison is also False for NaN.  The type excludes fake tensors, which have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
         # Change `out` in place, so that a compiled graph gets the strides of the fake result.
         out.masked_fill_((lse == torch.inf)[..., None], torch.nan)
@@ -66,7 +66,10 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of an input that the kernel supports."""
+    """Return the output and log-sum-exp of an input that the kernel supports.
+
+    The log-sum-exp is a view with another order of dimensions.
+    """
     if q.dtype == torch.float16:
         out, lse = forward(q.float(), k.float(), v.float(), scale, causal)
         return out.half(), lse
@@ -76,8 +79,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
     out, lse = kernel(q, k, v, causal, scale)
-    # Fake tensors have no values to test, and another type, which is checked first: a comparison
-    # of their lengths would fix the range of lengths of an exported program.
+    # Check the type first: fake tensors have no values, and a comparison of their lengths would
+    # restrict the lengths that an exported program accepts.
     may_lose_nan = type(lse) is Tensor and k.shape[2] < VECTOR
     if may_lose_nan and int(lse.count_nonzero()) < lse.numel():
         _restore_nan(q, k, out, lse, causal)
@@ -97,10 +100,10 @@ def _restore_nan(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool) -
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp by the kernel, or tiled for unsupported inputs."""
+    """Return the output and log-sum-exp, in tiled PyTorch if the kernel does not support inputs."""
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)
-    # In a graph of dynamic lengths the bound is symbolic, but the kernel needs a bool.
+    # With dynamic lengths in a graph, the right bound is symbolic, but the kernel needs a bool.
     out, lse = forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
     # The kernel returns the log-sum-exp as a view, which an operator must not return.
     return out, lse.clone(memory_format=torch.contiguous_format)
@@ -116,7 +119,11 @@ def backward(
     grad_lse: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, in tiled PyTorch if the log-sum-exp has a gradient."""
+    """Return the gradients of q, k and v.
+
+    They are computed in tiled PyTorch if the log-sum-exp has a gradient or the kernel does not
+    support the input.
+    """
     if grad_lse is not None or find_obstacle(q, k, spec):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, spec)
     return gradients(q, k, v, out, lse, grad_out, spec)
@@ -149,7 +156,7 @@ def _kernel_gradients(
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
         q, k, v, grad_out = _make_rows_contiguous(q, k, v, grad_out)
     if dim != v_dim:
-        # The forward pass has cut the output to the head dim of v.
+        # Pad the output as well, because the forward pass has cut it to the head dim of v.
         q, k, v, out, grad_out = _pad_head_dims(q, k, v, out, grad_out)
     group = q.shape[1] // k.shape[1]
     causal = bool(spec.right != UNBOUNDED)
@@ -164,9 +171,10 @@ def _kernel_gradients(
 
 
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad all tensors with zeros to the largest head dim, because the kernel supports only one.
+    """Pad all tensors with zeros to one head dim, as the kernel requires: the largest of them.
 
-    Columns of zeros in q and k do not change a score, and those of v are cut off the output.
+    Columns of zeros in q and k do not change scores.  The caller cuts off the output columns that
+    belong to columns of zeros in v.
     """
     largest = max(x.shape[-1] for x in tensors)
     return tuple(F.pad(x, (0, largest - x.shape[-1])) for x in tensors)

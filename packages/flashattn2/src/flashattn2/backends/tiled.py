@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashattn2.spec import AttentionSpec
 
-#: Rows and columns of a tile, large enough for a CPU core to spend its time in matrix products.
+#: Rows and columns of a tile, large enough that matrix products take most of a CPU core's time.
 TILE = 256
 
 
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
     v_ = flatten_heads(v)
-    # The results are not views: autograd refuses to change a view among several results in place.
+    # Return no views: autograd forbids in-place changes of a view among several results.
     out = q_.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q_.new_full(q.shape[:-1], -torch.inf)
     out_ = out.view(*q_.shape[:-1], v.shape[-1])
@@ -66,7 +66,10 @@ def backward(
     grad_lse: Tensor | None,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v: Algorithm 2, with D = rowsum(dO ∘ O) - dL."""
+    """Return the gradients of q, k and v: Algorithm 2, with D = rowsum(dO ∘ O) - dL.
+
+    For float32 and float64, P is divided by its row sum, and D = rowsum(P ∘ dP) - dL.
+    """
     tiles = Tiles(spec, q.shape[2], k.shape[2])
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
@@ -74,7 +77,7 @@ def backward(
     do_, lse_ = group_queries(grad_out, k), row_lse(lse, k)
     delta = row_delta(out, grad_out, grad_lse, k)
     dl_ = None if grad_lse is None else _group_rows(grad_lse, k)
-    # Gradients are contiguous, as the operator's fake kernel promises; `zeros_like` keeps strides.
+    # Gradients are contiguous, as in the operator's fake kernel; `zeros_like` would keep strides.
     dq = q_.new_zeros(q_.shape)
     dk = k_.new_zeros(k_.shape)
     dv = v_.new_zeros(v_.shape)
@@ -112,8 +115,8 @@ def row_sums(
     These sums avoid two rounding errors of Algorithm 2 that are larger than those of float32
     products.  First, an L above 4 is rounded by up to 2.4e-7, a relative error of every entry in
     its row of P.  Second, D = dO · O is subtracted from dP, but the two have different rounding
-    errors, which matters if their difference is small.  The cost is two products in addition to
-    five.
+    errors, which matters if their difference is small.  The cost is two matrix products in addition
+    to the five of Algorithm 2.
     """
     p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
     for columns, hidden in tiles.keys(rows, q_i.device):
@@ -127,7 +130,7 @@ def row_sums(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Iterates over the tiles of the score matrix that overlap the band."""
+    """The tiles of the score matrix that overlap the band."""
 
     spec: AttentionSpec
     seq_q: int
@@ -139,7 +142,10 @@ class Tiles:
             yield slice(start, min(start + TILE, self.seq_q))
 
     def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield each column range that the rows see, with its mask, or None if no key is hidden."""
+        """Yield each tile of keys that the rows see and its mask of hidden keys.
+
+        The mask is None if no row hides a key of the tile.
+        """
         shift = self.seq_k - self.seq_q
         start, all_start, all_stop, stop = self.spec.key_ranges(
             rows.start, rows.stop, shift, self.seq_k
@@ -156,7 +162,7 @@ class Tiles:
 
 def scores(q_i: Tensor, k_j: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
     """Return one tile of scores `[n, g·t, u]` with -inf for hidden keys."""
-    # The product is scaled, because scaling the queries would round them once more.
+    # Scale the product: scaling the queries instead would round them once more.
     s_ij = torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=spec.scale)
     if spec.softcap:
         s_ij = s_ij.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -194,7 +200,7 @@ def flatten_heads(k: Tensor) -> Tensor:
 
 
 def to_accumulation_dtype(x: Tensor) -> Tensor:
-    """Convert half precision to float32, in which sums are accumulated."""
+    """Convert `x` to float32, in which sums are accumulated; return float64 unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
