@@ -58,21 +58,22 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention in memory linear in the sequence length.
 
-    The products of the Triton kernels in float32 are exact float32 products if
-    `torch.get_float32_matmul_precision` is "highest", and tf32 products otherwise.
+    The Triton kernels multiply float32 inputs in float32 if `torch.get_float32_matmul_precision()`
+    is "highest", and in tf32 otherwise.
 
     Args:
         q: Queries `(batch, heads, seq_q, dim)` or `(batch, seq_q, dim)`.
-        k: Keys `(batch, kv_heads, seq_k, dim)` or `(batch, seq_k, dim)`.  Grouped-query attention
-            follows from `heads % kv_heads == 0`.
+        k: Keys `(batch, kv_heads, seq_k, dim)` or `(batch, seq_k, dim)`.  For grouped-query
+            attention, `heads` is a multiple of `kv_heads`.
         v: Values `(batch, kv_heads, seq_k, dim_v)` or `(batch, seq_k, dim_v)`.
         is_causal: If True, query `i` sees keys up to `i + seq_k - seq_q` (bottom-right alignment).
         scale: Factor of the scores; `dim ** -0.5` by default.
         window: `(left, right)`, the number of keys that a query sees on each side of its
             position.  None removes a bound, and one int applies to both sides.
         softcap: If given, scores become `softcap * tanh(score / softcap)`.
-        sinks: One learned score per query head (gpt-oss).  Each row sees it as the score of an
-            additional key whose value is zero.  The log-sum-exp includes it.
+        sinks: One learned score per query head, `(heads,)`, as in gpt-oss.  A sink is the score of
+            an additional key that every row sees and whose value is zero.  The log-sum-exp includes
+            the sink.
         return_lse: If True, also return the log-sum-exp of each row.
         deterministic: If False, the backward pass of the backend "gluon" accumulates dQ by atomic
             additions, whose order varies.
@@ -80,13 +81,16 @@ def flash_attention(
             (tiled PyTorch), or "auto".
 
     Returns:
-        The output `(batch, heads, seq_q, dim_v)`.  The log-sum-exp `(batch, heads, seq_q)` is
-        differentiable and has dtype float32, or float64 for float64 inputs.  A row that sees no key
-        has a zero output, a log-sum-exp of -inf and no gradient.
+        The output `(batch, heads, seq_q, dim_v)` and, with `return_lse`, the log-sum-exp
+        `(batch, heads, seq_q)`; without `heads` if the inputs have no head dimension.  The
+        log-sum-exp is differentiable and has dtype float32, or float64 for float64 inputs.  A row
+        that sees no key has a zero output and no gradient, and its log-sum-exp is -inf or the sink.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
             Dropout and additive masks are not supported.
+        NotImplementedError: Inside `torch.jit.trace` and `torch.func.vmap`, for forward-mode
+            derivatives in a compiled graph, and for third derivatives.
     """
     sides = window if isinstance(window, tuple) else (window,)
     options = is_causal, scale, softcap, backend, deterministic, type(window), *sides
@@ -122,7 +126,7 @@ def flash_attention(
     # Format.
     if not has_heads:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    # torch's CPU kernel returns a view with another order of dimensions.
+    # torch's CPU kernel returns the log-sum-exp as a view with another order of dimensions.
     return (out, lse.contiguous()) if return_lse else out
 
 
@@ -183,15 +187,15 @@ def flash_attention_varlen(
     """Compute attention over sequences of different lengths that are packed without padding.
 
     Sequence `n` consists of the rows `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.  The Triton
-    backend never waits for the GPU and does not split the keys of a sequence.
+    backend never waits for the GPU and does not split the keys of a sequence among programs.
 
     Args:
         q: Queries `(total_q, heads, dim)`.
         k: Keys `(total_k, kv_heads, dim)`.
         v: Values `(total_k, kv_heads, dim_v)`.
-        cu_seqlens_q: Boundaries of the query sequences, int32 `(sequences + 1,)`, on the same
-            device.
-        cu_seqlens_k: Boundaries of the key sequences, int32 `(sequences + 1,)`.
+        cu_seqlens_q: Boundaries of the query sequences, int32 `(sequences + 1,)`, on the device
+            of `q`.
+        cu_seqlens_k: Boundaries of the key sequences, with the same dtype, shape and device.
 
     The remaining options are those of `flash_attention`.
 
@@ -199,8 +203,10 @@ def flash_attention_varlen(
         The output `(total_q, heads, dim_v)` and, if requested, the log-sum-exp `(heads, total_q)`.
 
     Raises:
-        ValueError, TypeError: As in `flash_attention`, and for boundaries that do not rise from 0
-            to the number of rows.  The Triton kernels check them by a device-side assertion.
+        ValueError, TypeError: As in `flash_attention`, and unless the boundaries start at 0, never
+            fall and end at the number of rows.  On a GPU, the Triton backend checks the boundaries
+            by a device-side assertion instead.
+        NotImplementedError: As in `flash_attention`.
     """
     # Validate.
     check_tensors(q=q, k=k, v=v)
@@ -228,5 +234,5 @@ def flash_attention_varlen(
 
     # Format.
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    # torch's CPU kernel returns a view with another order of dimensions.
+    # torch's CPU kernel returns the log-sum-exp as a view with another order of dimensions.
     return (out, lse.contiguous()) if return_lse else out

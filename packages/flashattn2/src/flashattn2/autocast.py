@@ -11,9 +11,9 @@ from flashattn2.compilation import constant_in_graphs
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in the autocast dtype, as SDPA casts them.
+    """Return the tensors in the autocast dtype, as SDPA casts them, if autocast is enabled.
 
-    Like torch, the function casts neither float64 nor integers nor complex numbers.
+    As in torch, tensors of float64, integers and complex numbers are not cast.
     """
     device = tensors[0].device.type
     if not is_enabled(device):
@@ -30,7 +30,7 @@ def disabled(x: Tensor) -> torch.autocast:
 
 
 def is_enabled(device: str) -> bool:
-    """Return True if autocast is enabled; False for devices without autocast, such as meta."""
+    """Return True if a type of device has autocast, unlike meta, and autocast is enabled."""
     return bool(_is_available(device)) and torch.is_autocast_enabled(device)
 
 
@@ -38,7 +38,7 @@ def is_enabled(device: str) -> bool:
 def _is_available(device: str) -> bool:
     """Return True if torch has autocast for a type of device.
 
-    The result is a constant in a compiled graph, because torch 2.11's Dynamo cannot trace this
-    call.
+    The result is a constant in a compiled graph, because Dynamo of torch 2.11 cannot trace the call
+    of `is_autocast_available`.
     """
     return torch.amp.is_autocast_available(device)

@@ -1,4 +1,4 @@
-"""Attention as `torch.autograd.Function`s: a general one, and two with the paper's signature.
+"""Attention as `torch.autograd.Function`s, two of which have the paper's signature.
 
 Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
 """
@@ -35,7 +35,7 @@ def run_attention(
     """Return the differentiable output and log-sum-exp.
 
     A call that needs no derivative skips `torch.autograd.Function`, whose Python code takes longer
-    than a small attention.
+    than a small attention call.  Forward-mode AD in a compiled graph raises NotImplementedError.
     """
     has_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     is_differentiated = has_gradient and torch.is_grad_enabled()
@@ -57,7 +57,7 @@ def run_attention(
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one sink per head to the output and log-sum-exp of `(batch, heads, seq, ...)`.
+    """Add one sink per head to `out` `(batch, heads, seq, dim)` and `lse` `(batch, heads, seq)`.
 
     A sink s adds e^s to the sum e^L of each row, and its value is zero:
 
@@ -67,12 +67,12 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     """
     sink = sinks.to(lse.dtype)[None, :, None]
     excess = lse - sink
-    # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ) because
-    # the gradient of σ, σ (1 - σ), rounds to 0 for a small sink, and that of log σ does not.
+    # A row that sees no key has L = -inf, and its output stays 0.  The weight is exp(log σ): for
+    # a small sink, the gradient of σ rounds to 0, but the gradient of log σ does not.
     log_weight = F.logsigmoid(excess)
-    # An infinite sink gives NaN: only eager calls on a CPU check the values of sinks.
+    # Return NaN for an infinite sink, because only eager calls on a CPU check the values of sinks.
     weight = log_weight.exp() + sink * 0
-    # The second derivative of `torch.logaddexp` is NaN if exp(L - s) or exp(s - L) overflows.
+    # Avoid `torch.logaddexp`: its second derivative is NaN if exp(L - s) or exp(s - L) overflows.
     total = torch.where(excess > 0, lse - log_weight, sink - F.logsigmoid(-excess))
     return (out * weight[..., None]).to(out.dtype), total
 
@@ -92,7 +92,8 @@ def _run(
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     if forward_ad._current_level >= 0:
-        # A tangent must have the strides of its tensor, and `derivatives` returns contiguous ones.
+        # A tangent must have the strides of its result, and `derivatives` returns contiguous
+        # tangents.
         out, lse = out.contiguous(), lse.contiguous()
     return out, lse
 
@@ -108,7 +109,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 
 def _refuse_vmap(*arguments: Any) -> NoReturn:
-    """Raise the error of a function that `torch.func.vmap` cannot map; ignore the arguments."""
+    """Raise NotImplementedError for `torch.func.vmap`; the arguments are ignored."""
     raise NotImplementedError(
         "torch.func.vmap, and with it batched gradients and second derivatives by jacrev, is not "
         "supported; make the mapped dimension part of the batch, or use attention_reference"
@@ -116,9 +117,9 @@ def _refuse_vmap(*arguments: Any) -> NoReturn:
 
 
 def _refuse_batched(*tensors: Tensor | None) -> None:
-    """Raise the error of `_refuse_vmap` for a batch of cotangents or tangents.
+    """Raise NotImplementedError if a tensor is a batch of cotangents or tangents.
 
-    `is_grads_batched=True` and `vectorize=True` of torch.autograd pass such batches as tensors
+    With `is_grads_batched=True` or `vectorize=True`, torch.autograd passes such batches as tensors
     whose memory the kernels cannot read.
     """
     if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
@@ -126,7 +127,7 @@ def _refuse_batched(*tensors: Tensor | None) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with a log-sum-exp, packed sequences and derivatives up to the second order."""
+    """Attention that returns a log-sum-exp, for dense or packed inputs, with second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -163,19 +164,19 @@ class _Attention(torch.autograd.Function):
 
 
 def _is_differentiated_again() -> bool:
-    """Return True if a derivative of a backward pass may be requested.
+    """Return True if the backward pass may itself be differentiated.
 
-    Then the pass must be an autograd function.  Under forward-mode AD that function raises an error
-    for tangents, which the operators would drop.
+    It must then run as `_AttentionBackward`, which raises an error under forward-mode AD; the
+    operators would silently drop the tangents.
     """
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 class _KernelAttention(torch.autograd.Function):
-    """Dense attention by torch's CPU kernel, without a log-sum-exp.
+    """Dense attention by torch's CPU kernel, which returns only the output.
 
-    Training on a CPU runs this function: it takes half the time of `_Attention`, which is
-    measurable for a few tokens.
+    Training on a CPU runs this function, because it takes half the time of `_Attention`; with few
+    tokens the difference is measurable.
     """
 
     @staticmethod
@@ -200,7 +201,7 @@ kernel_attention = _KernelAttention.apply
 
 
 class _Transformed(_Attention):
-    """`_Attention` with a separate `setup_context`, as `torch.func` requires."""
+    """`_Attention` with a separate `setup_context`, as `torch.func` requires, but without vmap."""
 
     forward = staticmethod(_run)  # type: ignore[assignment]
     setup_context = staticmethod(_save)
@@ -218,7 +219,7 @@ class _AttentionBackward(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], *inputs: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one backward pass per mapped element: `jacrev` maps the cotangents."""
+        """Run one backward pass per mapped element, because `jacrev` maps the cotangents."""
         results = []
         for index in range(info.batch_size):
             element = [
@@ -267,9 +268,9 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """The five second gradients as functions whose derivative raises an error.
+    """The five results of the double backward pass, whose derivative raises an error.
 
-    `once_differentiable` would leave the second gradients without a path to the inputs.  Then
+    `once_differentiable` would leave these results without a path to the inputs.  Then
     `torch.autograd.grad(inputs=...)` would return a third derivative without its largest term
     instead of raising an error.
     """
@@ -318,20 +319,20 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
     """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
 
     The overhead of a `torch.library` operator exceeds the time of a small attention call.
-    Forward-mode AD needs the operator, because it does not accept the kernel's log-sum-exp, which
-    is a view.
+    Forward-mode AD needs the operator, because tangents are not supported for the kernel's
+    log-sum-exp, which is a view.  Autocast must be disabled first: see `map_sequences`.
     """
     is_dense_aten = method.backend == "aten" and cu_q is None
     return is_dense_aten and forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
 
 
 class _PaperFunction(torch.autograd.Function):
-    """The common part of the two functions with the paper's signature."""
+    """Base class of the two functions with the paper's signature."""
 
     @classmethod
     def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         """Return attention of `Q (batch, seq_q, dim)` over `K` and `V (batch, seq_k, dim)`."""
-        # torch's method has no keyword arguments.  Dynamo traces `forward` instead of this method.
+        # `Function.apply` has no keyword arguments.  Dynamo traces `forward` instead of `apply`.
         out: Tensor = super().apply(Q, K, V, is_causal)
         return out
 
@@ -339,7 +340,7 @@ class _PaperFunction(torch.autograd.Function):
     def run(
         ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
     ) -> Tensor:
-        """Validate the arguments, run the forward pass and save what the backward pass needs."""
+        """Validate the arguments, run the forward pass and save tensors for the backward pass."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")

@@ -1,4 +1,4 @@
-"""Support for `torch.compile` and for other tools that see operators."""
+"""Support for `torch.compile` and for other tools that intercept operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ from flashattn2.validation import PLAIN_TYPES
 def needs_operator(*tensors: Tensor) -> bool:
     """Return True if a function must be called as an operator of `torch.library`.
 
-    Graphs that are traced, modes such as FLOP counters, transforms and subclasses of `Tensor` see
-    operators only, and tensors on the meta device have no values to compute.  A view that negates
-    its memory, such as `x.conj().imag`, becomes a plain tensor in an operator; a kernel would read
-    the memory with the wrong sign.
+    Compiled graphs, modes such as FLOP counters, transforms and subclasses of `Tensor` see only
+    operators.  Tensors on the meta device have no values.  A view that negates its memory, such as
+    `x.conj().imag`, becomes a plain tensor inside an operator; a kernel that is called directly
+    would read the memory with the wrong sign.
     """
     if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():
         return True
@@ -49,8 +49,7 @@ def is_mapped(x: Tensor) -> bool:
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function whose result is a constant of a compiled graph.
 
-    This does what `torch.compiler.assume_constant_result` does.  The original would import the
-    whole compiler to set this attribute.
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports the whole compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,14 +1,14 @@
 """Forward-mode derivatives and the double backward pass, in linear memory.
 
-Both follow from one pass of directional derivatives.  With tangents t_q, t_k, t_v and
-X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap,
+Both use the directional derivatives of attention.  With tangents t_q, t_k, t_v and
+X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap, the tangents of L and O are
 
     t_L = rowsum(P ∘ X)                     t_O = (P ∘ X) v + P t_v - t_L ∘ O.
 
 The gradients satisfy <t_q, dQ> + <t_k, dK> + <t_v, dV> = <dO, t_O> + <dL, t_L> =: Φ.  Therefore
-the double backward pass with cotangents t of (dQ, dK, dV) is the gradient of Φ: t_O for dO, t_L for
-dL, and with dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL, W = X ∘ G - t_L dP + dO t_vᵀ,
-ω = rowsum(P ∘ W),
+the double backward pass with cotangents t of (dQ, dK, dV) is the gradient of Φ: t_O for dO, and t_L
+for dL.  The gradients of q, k and v follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL,
+W = X ∘ G - t_L dP + dO t_vᵀ, ω = rowsum(P ∘ W) and
 
     dΦ/dS = f' ∘ P ∘ (W - ω) + f'' ∘ P ∘ G ∘ scale (t_q kᵀ + q t_kᵀ)     dΦ/dX = P ∘ G.
 """
@@ -46,7 +46,7 @@ def tangent(
     tk_ = flatten_heads(t_k)
     tv_ = flatten_heads(t_v)
     out_, lse_ = group_queries(out, k), row_lse(lse, k)
-    # Nothing is written in place: `torch.func.jacfwd` maps the tangents, but not the inputs.
+    # Write nothing in place: `torch.func.jacfwd` maps the tangents, but not the inputs.
     t_out = [torch.zeros_like(out_[:, :, :0])]
     t_lse = [torch.zeros_like(lse_[:, :, :0])]
     for rows in tiles.queries():
@@ -82,8 +82,7 @@ def double_backward(
     """Return the gradients of q, dO, dL, k and v for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
 
     The arguments and results of the queries precede those of the keys, as `map_sequences` passes
-    them.  The names are those of the module docstring; `_i` marks a tile of queries and `_j` of
-    keys.
+    them.  Names are as in the module docstring; `_i` marks a tile of queries, `_j` a tile of keys.
     """
     t_out, t_lse = tangent(q, out, lse, t_q, k, v, t_k, t_v, spec=spec)
     if grad_lse is None:

@@ -11,20 +11,20 @@ from flashattn2.compilation import constant_in_graphs
 from flashattn2.spec import AttentionSpec
 
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
-#: Backends whose results have the strides of their inputs.
+#: Backends with Triton or Gluon kernels.  Their results have the memory layout of the inputs.
 KERNEL_BACKENDS = ("triton", "gluon")
 SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
-#: Triton's interpreter computes bfloat16 products incorrectly.  The tests correct the product and
-#: set this to True.
+#: True if Triton's interpreter may run bfloat16.  It computes bfloat16 products incorrectly; the
+#: tests correct the product and set this to True.
 IS_BFLOAT16_INTERPRETED = False
-#: The least number of queries and keys for which the Gluon kernels were measured to be faster.  At
-#: 512 their backward pass was slower, and no length between was measured.
+#: The smallest length for which the Gluon kernels were measured to be faster than the Triton
+#: kernels.  At length 512 their backward pass was slower; no length in between was measured.
 LEAST_GLUON_LENGTH = 2048
 
 
 class Method(NamedTuple):
-    """The selected backend and its options: the last arguments of both operators."""
+    """The selected backend and its options, which are the last arguments of both operators."""
 
     backend: str
     precision: str
@@ -43,7 +43,7 @@ def select_backend(
 ) -> tuple[Method, str]:
     """Return the method for `(batch, heads, seq, dim)` tensors and the reason for its selection.
 
-    Raises `ValueError` if the named backend does not support the input.
+    Raises `ValueError` if the named backend is unknown or does not support the input.
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -99,7 +99,7 @@ def _find_obstacle(
 
 @constant_in_graphs
 def _float32_precision() -> str:
-    """Return the precision of float32 products that torch's settings select."""
+    """Return the precision of float32 products that torch's setting selects: "ieee" or "tf32"."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -140,7 +140,7 @@ def _find_gluon_obstacle(q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool
     return obstacle
 
 
-# The following functions are constants of a compiled graph: a graph is compiled for one machine.
+# The following results are constants in a compiled graph, because it is compiled for one machine.
 @constant_in_graphs
 def _find_gluon_device_obstacle(device: torch.device) -> str | None:
     """Return the reason why Gluon kernels cannot run on a device, or None if they can."""

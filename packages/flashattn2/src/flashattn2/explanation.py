@@ -51,10 +51,10 @@ def explain(
 
     With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.
 
-    The arguments `attn_mask` and `dropout_p` are those of `sdpa`, which passes such a call to
+    With `attn_mask` or `dropout_p`, the explanation applies to `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
 
-    Raises the errors that the call itself would raise.
+    Raises the errors of the call for invalid arguments, except for the values of boundaries.
     """
     if attn_mask is not None or dropout_p:
         reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale, enable_gqa=True)
@@ -117,7 +117,7 @@ def find_torch_reason(
 
 
 def _find_tensor_reason(x: Tensor, query: Tensor) -> str | None:
-    """Return the reason why `sdpa` passes one of its tensors to torch, or None if it does not."""
+    """Return the reason why `sdpa` calls torch's own function for tensor `x`, or None."""
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
         return "sdpa passes tensors without four dense dimensions to torch's own function"
     if 0 in x.shape:

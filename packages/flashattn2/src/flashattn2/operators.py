@@ -1,9 +1,9 @@
 """The forward and backward pass as `torch.library` operators with fake kernels and autograd.
 
-Compiled and exported graphs contain these operators.  Eager calls run inside the functions of
-`autograd_functions.py`, which support higher derivatives, and call `forward` and `backward` without
-the operators: the dispatch of an operator in Python takes longer than the launch of a kernel.
-Dense inputs are `(batch, heads, seq, dim)`; packed sequences have the same form with batch 1 and
+Compiled and exported graphs contain these operators.  Eager calls go through the functions of
+`autograd_functions.py`, which support higher derivatives.  These functions call `forward` and
+`backward` directly, because dispatching an operator in Python takes longer than launching a kernel.
+Dense inputs are `(batch, heads, seq, dim)`.  Packed sequences are `(1, heads, total, dim)`, with
 the boundaries `cu_q` and `cu_k`.
 """
 
@@ -34,7 +34,10 @@ def forward(
     precision: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp."""
+    """Return the output and the log-sum-exp; raise ValueError for invalid boundaries.
+
+    The scalars are the fields of an `AttentionSpec` and of a `dispatch.Method`.
+    """
     if cu_q is not None and cu_k is not None:
         waits = backend not in KERNEL_BACKENDS
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
@@ -92,7 +95,7 @@ def backward(
     precision: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v; the scalars are those of `forward`."""
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
         from flashattn2.hopper import backward as gluon_backward
@@ -171,10 +174,11 @@ def map_sequences(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Apply the function to each packed sequence and concatenate its results.
+    """Apply the function to each packed sequence and concatenate its results along dimension 2.
 
-    Tensors on the query side are cut at `cu_q`, those on the key side at `cu_k`.  Dense inputs, and
-    packed inputs without a sequence, are passed to the function unchanged.
+    The rows of the query side are cut at `cu_q`, and the rows of the key side at `cu_k`.  Dense
+    inputs, and packed inputs without a sequence, are passed to the function unchanged.  Autocast is
+    disabled during the calls.
     """
     if autocast.is_enabled(key_side[0].device.type):
         with autocast.disabled(key_side[0]):
@@ -193,5 +197,5 @@ def map_sequences(
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of the log-sum-exp."""
+    """Return the dtype of the log-sum-exp: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -25,12 +25,12 @@ def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tenso
 
 
 def later(i: int, i_end: int, j: int, j_end: int) -> Tensor:
-    """Return a mask `[i_end - i, j_end - j]` that is True for keys after the query."""
+    """Return a mask `[i_end - i, j_end - j]` that is True if the key comes after the query."""
     return torch.arange(j, j_end) > torch.arange(i, i_end)[:, None]
 
 
 def tiles(length: int) -> list[tuple[int, int]]:
-    """Return (first, end) of each tile."""
+    """Return the row range `(start, stop)` of each tile."""
     return [(start, min(start + B, length)) for start in range(0, length, B)]
 
 
@@ -52,7 +52,7 @@ def forward_pass(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool) -> tuple[Tens
         m_i = torch.full_like(l_i, -torch.inf)  # running maximum of S
         for j, j_end in tiles(K.shape[-2]):
             if is_causal and j >= i_end:
-                break  # all keys of the tile are hidden, which saves half of the work
+                break  # all later tiles are hidden; skipping them saves half of the work
             S_ij = scores(Q_i, K[:, j:j_end], i, j, is_causal)
             m_new = torch.maximum(m_i, S_ij.amax(-1))
             P_ij = torch.exp(S_ij - m_new[..., None])

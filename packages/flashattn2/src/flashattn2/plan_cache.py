@@ -20,11 +20,11 @@ from flashattn2.validation import PLAIN_TYPES
 
 
 class Plan(NamedTuple):
-    """The validated result for every call of one signature."""
+    """The scores and backend of all calls with one signature."""
 
     spec: AttentionSpec
     method: Method
-    #: True if torch's CPU kernel computes everything.
+    #: True if torch's CPU kernel computes the whole result, except for sinks.
     is_cpu_kernel: bool
 
 
@@ -37,9 +37,10 @@ def look_up_plan(
 ) -> tuple[Hashable | None, Plan | None]:
     """Return the signature of a call and its stored plan.  See Note [Plan cache].
 
-    The signature contains the types of the options, because True, 1 and 1.0 have one hash.  It is
-    None if the call must not be cached: in a compiled graph, which is validated once, inside
-    `torch.jit.trace`, for tensor subclasses, under autocast and for options that cannot be hashed.
+    The signature contains the types of the options, because True, 1 and 1.0 are equal.  It is None
+    if the call must not be cached: in a compiled graph, which is validated once, inside
+    `torch.jit.trace`, under autocast, for tensor subclasses, for options that cannot be hashed, and
+    unless q is on a GPU or all tensors are on the CPU.
     """
     if is_dynamo_compiling() or _get_tracing_state() is not None:
         return None, None
@@ -68,9 +69,9 @@ def look_up_plan(
 
 
 def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> None:
-    """Store the plan under its signature, if there is one."""
-    # A signature on a CPU does not contain torch's float32 precision, which plans of the
-    # interpreted kernels depend on.
+    """Store the plan under its signature unless that is None; clear a full cache first."""
+    # Plans of interpreted kernels are not stored: they depend on torch's float32 precision, which a
+    # signature on a CPU does not contain.
     if signature is not None and (q.is_cuda or plan.method.backend not in KERNEL_BACKENDS):
         if len(PLANS) >= MAX_PLANS:
             PLANS.clear()

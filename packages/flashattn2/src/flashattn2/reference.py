@@ -25,8 +25,11 @@ def attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention from its definition, with the arguments of `flash_attention`.
 
-    Products are computed in the dtype of the inputs.  On CPUs with AMX, torch's product in bfloat16
-    may spread a NaN to the previous row; pass float32 inputs to see which rows depend on it.
+    Products, and the log-sum-exp, are computed in the dtype of the inputs.  On CPUs with AMX,
+    torch's product in bfloat16 may spread a NaN to the previous row; float32 inputs avoid this.
+
+    Raises:
+        ValueError, TypeError: If an argument is invalid.
     """
     check_dense(q, k, v)
     spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)

@@ -17,7 +17,7 @@ UNBOUNDED = -1
 #: bounds in int32, so each must stay below half of the int32 range.
 MAX_ROWS = 2**30
 
-#: The positive normal numbers of float32, in which the scores are computed.
+#: Bounds of `scale`, `softcap` and their ratio: normal numbers of float32, the dtype of scores.
 FLOAT32_RANGE = 2.0**-126, 2.0**127
 
 Window = int | tuple[int | None, int | None] | None
@@ -25,12 +25,15 @@ Window = int | tuple[int | None, int | None] | None
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The scores of an attention call: `softcap * tanh(scale * q @ k / softcap)` inside a band."""
+    """The scale, band and softcap of the scores of an attention call.
+
+    Inside the band, scores are `scale * q @ k` or `softcap * tanh(scale * q @ k / softcap)`.
+    """
 
     scale: float
-    #: Number of keys before its own position that a query sees, or `UNBOUNDED`.
+    #: Number of keys that a query sees before its own position, or `UNBOUNDED`.
     left: int = UNBOUNDED
-    #: Number of keys after its own position that a query sees, or `UNBOUNDED`.
+    #: Number of keys that a query sees after its own position, or `UNBOUNDED`.
     right: int = UNBOUNDED
     #: Scores are capped smoothly to (-softcap, softcap); 0 disables the cap.
     softcap: float = 0.0
@@ -42,10 +45,11 @@ class AttentionSpec:
     def key_ranges(
         self, first: int, last: int, shift: int, seq_k: int
     ) -> tuple[int, int, int, int]:
-        """Return `(start, all_start, all_stop, stop)` for the queries `first` to `last - 1`.
+        """Return the bounds of the keys that the queries `first` to `last - 1` see.
 
-        No query of the range sees a key outside `[start, stop)`.  Every query of the range sees all
-        keys in `[all_start, all_stop)`.  The `shift` is `seq_k - seq_q`.
+        In the result `(start, all_start, all_stop, stop)`, no query sees a key outside
+        `[start, stop)`, and every query sees all keys in `[all_start, all_stop)`.  Both ranges may
+        be empty.  The `shift` is `seq_k - seq_q`.
         """
         nearest = first + shift
         furthest = last - 1 + shift
@@ -73,8 +77,8 @@ class AttentionSpec:
 def make_spec(
     head_dim: int, is_causal: bool, scale: float | None, window: Window, softcap: float | None
 ) -> AttentionSpec:
-    """Validate the user's options and return them as an `AttentionSpec`."""
-    # The numbers 1 and 1.0 equal True, but may be a scale in the wrong position.
+    """Return the options as an `AttentionSpec`; raise TypeError or ValueError for invalid ones."""
+    # Reject 1 and 1.0, which equal True but may be a scale in the wrong position.
     if not isinstance(is_causal, (bool, torch.SymBool)):
         raise TypeError(f"expected is_causal to be True or False, got {is_causal!r}")
     if scale is None:
@@ -95,14 +99,15 @@ def make_spec(
 
 
 def _check_positive(name: str, value: float, default: str) -> None:
-    """Raise an error unless `value` is a positive, finite Python number that float32 represents.
+    """Raise TypeError unless `value` is a real number, and ValueError outside `FLOAT32_RANGE`.
 
-    A tensor is refused because it would lose its gradient and make the CPU wait for the GPU.
+    Tensors raise TypeError, because they would lose their gradient and make the CPU wait for the
+    GPU.
     """
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
     if not is_number or isinstance(value, bool):
         raise TypeError(f"expected {name} to be a float, or None for {default}, got {value!r}")
-    # A comparison, unlike math.isfinite, is possible for a symbolic value in a compiled graph.
+    # Symbolic values in a compiled graph support comparisons, but not math.isfinite.
     if not FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1]:
         raise ValueError(
             f"expected {name} to be positive and finite, within the normal range of float32, or "
@@ -111,7 +116,10 @@ def _check_positive(name: str, value: float, default: str) -> None:
 
 
 def _window_bounds(window: Window) -> tuple[int, int]:
-    """Return the window as `(left, right)`, with `UNBOUNDED` for a side without a bound."""
+    """Return `(left, right)`, with `UNBOUNDED` for a side without a bound.
+
+    Raises `ValueError` unless the window is None, an int or a pair of ints >= 0 or None.
+    """
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
         raise ValueError(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashattn2.spec import MAX_ROWS
 
-#: Tensor types without overridden behavior.  A subclass may return anything for its properties.
+#: Tensor types without overridden behavior.  A subclass may override any property or method.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -13,7 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise an error unless the tensors are matching `(batch, heads, seq, dim)` inputs.
 
-    Tensors without the dimension of heads, `(batch, seq, dim)`, are accepted too.
+    Tensors `(batch, seq, dim)`, without a head dimension, are also accepted.
     """
     check_tensors(q=q, k=k, v=v)
     if q.dim() not in (3, 4):
@@ -54,7 +54,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
 
 def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless `cu` is int32, has one dimension and is on the device of q."""
+    """Raise ValueError unless `cu` is a nonempty int32 vector on the device of q."""
     if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
         raise ValueError(
             f"expected {name} to be int32 of shape (sequences + 1,), such as "
@@ -65,11 +65,10 @@ def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
 
 
 def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
-    """Raise an error unless the boundaries `cu` rise from 0 to `total`.
+    """Raise ValueError unless `cu` starts at 0, never falls and ends at `total`.
 
-    On a GPU, the check is a device-side assertion unless the caller `waits` for values.
-
-    The operators call this function because a compiled graph has values only inside its operators.
+    On a GPU, the check is a device-side assertion unless `waits` is True.  The operators call this
+    function, because only operators can read values in a compiled graph.
     """
     rule = f"{name} must start at 0, never fall, and end at {total}, the number of rows"
     is_valid = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
@@ -81,7 +80,10 @@ def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> 
 
 
 def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
-    """Raise an error unless `sinks` is None or has one floating-point number per query head."""
+    """Raise an error unless `sinks` is None or has one floating-point number per query head.
+
+    Infinite sinks raise ValueError only if `has_readable_values` is True for them.
+    """
     if sinks is None:
         return
     check_tensors(sinks=sinks)
@@ -99,19 +101,19 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
 
 
 def has_readable_values(x: Tensor) -> bool:
-    """Return True for a plain CPU tensor outside of compiled graphs and transforms."""
+    """Return True if `x` is a plain CPU tensor outside of compiled graphs and transforms."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(x) in PLAIN_TYPES and x.is_cpu
 
 
 def is_jit_tracing() -> bool:
-    """Return True inside `torch.jit.trace`, whose result is valid only for the same lengths."""
+    """Return True if `torch.jit.trace` runs; a trace is valid only for the lengths it has seen."""
     return not torch.compiler.is_compiling() and torch.jit.is_tracing()
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise an error unless every argument is a strided tensor outside of `torch.jit.trace`."""
+    """Raise an error for arguments that are not strided tensors, and inside `torch.jit.trace`."""
     if is_jit_tracing():
         raise NotImplementedError(
             "torch.jit.trace is not supported, because the trace would be valid only for the "
@@ -152,7 +154,10 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless dtypes, devices and shapes of the three tensors match."""
+    """Raise ValueError unless dtypes, devices and shapes match and are supported.
+
+    The callers compare the batch and head dimensions of q with those of k.
+    """
     _check_same_kind(q, k, v)
     if q.dtype not in DTYPES:
         raise ValueError(f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}")
