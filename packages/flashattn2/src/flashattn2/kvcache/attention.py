@@ -35,28 +35,29 @@ def flash_attention_with_kvcache(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of new queries over the first keys of a cache.
+    """Compute attention of new queries over the keys of a cache, after appending `k` and `v`.
 
     The function has no gradient: call it under `torch.no_grad()`.  The Triton kernels do not wait
     for the values of `cache_seqlens`; other backends do.
 
     Args:
         q: Queries `(batch, heads, seq_q, dim)`, or packed `(total_q, heads, dim)` with
-            `cu_seqlens_q`.  The last query of a sequence is at its last key.
+            `cu_seqlens_q`.  The last query of a sequence is at the position of its last key.
         k_cache: Keys `(batch, kv_heads, capacity, dim)`, or `(pages, kv_heads, page_size, dim)`
             with a `block_table`.
         v_cache: Values with the shape of `k_cache`, except for the head dim.
-        k: New keys `(batch, kv_heads, new, dim)`.  They are written into the cache in place after
-            the first `cache_seqlens` keys, and are attended to as well.  They may be rows of the
-            cache.  Sequences may share full pages.  A new key that would overwrite another key, in
-            a shared page or in an expanded cache, is refused.
+        k: New keys `(batch, kv_heads, new, dim)`, which may be rows of the cache.  They are written
+            into the cache in place after the first `cache_seqlens` keys, and queries attend to them
+            as well.  Sequences may share full pages.  A new key must not overwrite another key, in
+            a shared page or in an expanded cache.
         v: New values, required with `k`.
-        cache_seqlens: Number of keys in the cache before `k`: one int, or int32 `(batch,)`.
+        cache_seqlens: Number of keys in the cache before `k`: an int for all sequences, or int32
+            `(batch,)`.
         block_table: int32 `(batch, max_pages)`.  Key `j` of sequence `b` is row `j % page_size` of
             page `block_table[b, j // page_size]`.
-        cu_seqlens_q: Boundaries of packed queries, int32 `(batch + 1,)`, for sequences of
+        cu_seqlens_q: Boundaries of packed queries, int32 `(batch + 1,)`, for sequences with
             different numbers of queries (prefill and decode in one call).  The keys of all queries
-            must be in the cache already: `k` and `v` are refused.
+            must be in the cache already, so `k` and `v` must be None.
 
     The remaining options are those of `flash_attention`.  The backend "aten" selects torch's CPU
     kernel for each sequence that it supports, and "auto" does so on a CPU.
@@ -68,8 +69,10 @@ def flash_attention_with_kvcache(
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
-            On a GPU, the Triton kernels check lengths and pages by a device-side assertion instead.
-        RuntimeError: If a tensor requires a gradient, or a `torch.func` transform is active.
+            On a GPU, the Triton backend checks the values of lengths, pages and boundaries by a
+            device-side assertion instead.
+        RuntimeError: If a tensor requires a gradient outside of `torch.no_grad()`, or if
+            forward-mode AD or a `torch.func` transform is active.
     """
     is_paged = block_table is not None
     new_rows = _signature_of_new_rows(k, v)
@@ -171,7 +174,7 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
-    """Return True if torch's CPU kernel alone computes attention over a contiguous cache."""
+    """Return True if one CPU kernel call computes attention of one query to a contiguous cache."""
     if method.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
@@ -189,8 +192,9 @@ def _call_cpu_kernel(
 ) -> tuple[Tensor, Tensor] | None:
     """Append the new rows and call torch's CPU kernel; return None for the general path.
 
-    The call copies each new row and reads the caches through views.  The log-sum-exp has the shape
-    `(batch, kv_heads, heads // kv_heads)`: few calls need it in another shape, which takes a copy.
+    The function copies each new row and reads the caches through views.  The log-sum-exp has the
+    shape `(batch, kv_heads, heads // kv_heads)`.  The caller reshapes it if requested, which takes
+    a copy.
     """
     if type(cache_seqlens) is not int:
         return None

@@ -22,10 +22,10 @@ def attend_sequences(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp over the first `counts[b]` keys of each sequence `b`.
 
-    Contiguous sequences of equal length are one batch; other sequences run one after another.  With
-    `bounds`, the queries are packed, and `bounds[b]` is the first query of sequence `b`.  The
-    backend is "torch" (tiled, for every device) or "aten" (torch's CPU kernel if it supports the
-    sequence).
+    If all counts are equal and the cache is contiguous, the sequences run as one batch, otherwise
+    one after another.  With `bounds`, the queries are packed and run one sequence after another;
+    `bounds[b]` is the index of the first query of sequence `b`.  The backend is "torch" (tiled, for
+    every device) or "aten" (torch's CPU kernel if it supports the sequence).
     """
     if autocast.is_enabled(q.device.type):
         with autocast.disabled(q):
@@ -49,7 +49,7 @@ def attend_sequences(
 
 
 def scatter_rows(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
-    """Write `rows` after the first `lengths` rows of each sequence of one cache."""
+    """Write `rows[b]` into the cache after the first `lengths[b]` rows of each sequence `b`."""
     new = torch.arange(rows.shape[2], device=rows.device)
     positions = lengths[:, None].long() + new  # [batch, new]
     if block_table is None:
@@ -67,7 +67,7 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
         return cache[b : b + 1, :, :count]
     pages = block_table[b, : -(-count // cache.shape[2])]
     if cache.is_cpu and count:
-        # This copies each row once; an index and a transposition would copy it twice.
+        # Copy each row once; indexing and transposing would copy it twice.
         return torch.cat([cache[page] for page in pages.tolist()], 1)[None, :, :count]
     return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :count]
 
@@ -75,7 +75,7 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp for sequences of one length."""
+    """Return the output and log-sum-exp for sequences of equal length."""
     batch, heads, seq_q, dim = q.shape
     if seq_q == 1 and spec.left != UNBOUNDED:
         # The query is at the last key, so a window is a slice of the keys.
@@ -85,7 +85,8 @@ def _attend(
     sees_all_keys = seq_q == 1 or spec.left == spec.right == UNBOUNDED
     if not (heads and sees_all_keys):
         return run(q, k, v, spec)
-    # Without a mask, the query heads of one key head are rows of one head: each key is read once.
+    # Without a mask, the query heads of one key head become rows of one head, so that each key is
+    # read once.
     spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
     rows = q.reshape(batch, k.shape[1], heads // k.shape[1] * seq_q, dim)
     out, lse = run(rows, k, v, spec)

@@ -1,6 +1,7 @@
 """Attention over a cache and appending to a cache as `torch.library` operators.
 
-The operators check the values of lengths and pages, because a compiled graph has values only there.
+The operators check the values of lengths and pages, because only operators can read values in a
+compiled graph.
 """
 
 import torch
@@ -30,7 +31,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp over the first `lengths + new` keys of each sequence.
 
-    The arguments `check_lengths` and `check_pages` are those of `check_values`.
+    The arguments `check_lengths` and `check_pages` are passed to `check_values`.
     """
     waits = _waits(backend, lengths)
     check_values(lengths, new, k_cache, block_table, waits, check_lengths, check_pages)
@@ -70,7 +71,7 @@ def append(
     backend: str,
     check_lengths: bool,
 ) -> None:
-    """Write the new rows after the first `lengths` rows of each sequence."""
+    """Write `k` and `v` into the caches after the first `lengths` rows of each sequence."""
     waits = _waits(backend, lengths)
     check_values(lengths, k.shape[2], k_cache, block_table, waits, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
@@ -96,5 +97,5 @@ def _(k_cache: Tensor, v_cache: Tensor, *others: object) -> None:
 
 
 def _waits(backend: str, lengths: Tensor) -> bool:
-    """Return False if the backend does not wait for the values of a GPU."""
+    """Return True if values are checked on the CPU, and False for device-side assertions."""
     return backend != "triton" or lengths.device.type == "cpu"

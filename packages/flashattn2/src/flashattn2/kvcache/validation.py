@@ -20,7 +20,10 @@ from flashattn2.validation import (
 
 
 def check_no_derivative(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError if a tensor requires a gradient or a transform is active."""
+    """Raise RuntimeError for a required gradient, forward-mode AD or an active transform.
+
+    In a compiled graph, only gradients are checked.
+    """
     needs_gradient = False
     if torch.is_grad_enabled():
         # A loop takes less time than `any` with a generator.
@@ -35,7 +38,7 @@ def check_no_derivative(*tensors: Tensor | None) -> None:
 
 
 def count_sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
-    """Return the number of sequences; raise an error unless `cu_seqlens_q` fits packed queries."""
+    """Return the number of sequences; raise an error if `cu_seqlens_q` is not a valid tensor."""
     if cu_seqlens_q is None:
         return q.shape[0] if q.dim() else 0
     check_tensors(cu_seqlens_q=cu_seqlens_q)
@@ -46,7 +49,7 @@ def count_sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
 def check_shapes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool, is_packed: bool, batch: int
 ) -> None:
-    """Raise ValueError unless the queries, packed or not, and the caches match."""
+    """Raise ValueError unless shapes, dtypes and devices of the queries and caches match."""
     if is_packed and q.dim() != 3:
         raise ValueError(
             f"expected q with cu_seqlens_q to be (total_q, heads, dim), got shape {tuple(q.shape)}"
@@ -78,7 +81,10 @@ def check_shapes(
 
 
 def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise ValueError unless both caches have the dtype of q, or autocast converts q to it."""
+    """Raise ValueError for unsupported dtypes, and unless q has the dtype of both caches.
+
+    Under autocast, q may also have a dtype that is converted to the dtype of the caches.
+    """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype in DTYPES:
             continue
@@ -107,7 +113,7 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_table(block_table: Tensor | None, q: Tensor, batch: int) -> None:
-    """Raise an error unless the block table is None or int32 with one row per sequence."""
+    """Raise an error unless the table is None or int32 `(batch, max_pages)` on the device of q."""
     if block_table is None:
         return
     check_tensors(block_table=block_table)
@@ -150,10 +156,10 @@ def check_new_rows(
 
 
 def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError if a new row would overwrite another one.
+    """Raise ValueError for expanded or overlapping caches, where new rows would overwrite others.
 
     The operator calls this function, because in a compiled graph only its tensors have memory.  The
-    fast path of a decoded token calls it too, so every additional statement slows decoding.
+    fast path of a decoded token also calls it, so every additional statement slows decoding.
     """
     if 0 in k_cache.stride() or 0 in v_cache.stride():
         for cache in (k_cache, v_cache):
@@ -165,7 +171,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
                 )
     distance = v_cache.data_ptr() - k_cache.data_ptr()
     if v.data_ptr() - k.data_ptr() == distance:
-        # Latent attention has values that are a part of the keys, in the caches and the new rows.
+        # In latent attention the values are a part of the keys, in the caches and in the new rows.
         return
     first = k_cache if distance >= 0 else v_cache
     strides = first.stride()
@@ -197,7 +203,7 @@ def copy_aliased_rows(
 
 
 def _addresses(x: Tensor) -> np.ndarray:
-    """Return an array with the addresses of a tensor on any device; its values are not readable."""
+    """Return an array at the addresses of `x`, on any device; do not read the array's values."""
     size = x.element_size()
     interface = {
         "version": 3,
@@ -217,9 +223,10 @@ def make_length_tensor(
     cache: Tensor,
     table: Tensor | None,
 ) -> Tensor:
-    """Return the lengths as an int32 tensor with one length per sequence, without waiting.
+    """Return the lengths as int32 `(batch,)`, without waiting for a GPU.
 
-    Raises `ValueError` for an int above the capacity; `check_values` checks a tensor.
+    Raises `ValueError` for an int outside of the capacity or a tensor of another dtype, shape or
+    device, and `TypeError` for other types.  `check_values` checks the values of a tensor.
     """
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         if not 0 <= cache_seqlens <= _capacity(cache, table) - new:
@@ -249,13 +256,12 @@ def check_values(
     check_lengths: bool,
     check_pages: bool,
 ) -> None:
-    """Raise ValueError for lengths above the capacity, and for wrong pages.
+    """Raise ValueError for lengths outside of the capacity, and for wrong pages.
 
     A page in use must exist, and none of the `new` keys may overwrite another key.
 
-    On a GPU, each check is a device-side assertion unless the caller `waits` for values.  A check
-    takes several kernels, so `check_lengths` and `check_pages` are False for values that were
-    checked before.
+    Each check is a device-side assertion unless `waits` is True.  A check launches several kernels,
+    so `check_lengths` and `check_pages` are False for values that were checked before.
     """
     if waits:
         lengths, table = lengths.cpu(), None if table is None else table.cpu()
@@ -280,8 +286,8 @@ def check_values(
             require(is_valid, _SHARED_PAGE_RULE, "page", table)
 
 
-#: Each sequence appends directly after its own keys.  If two entries of the table name one page
-#: that receives new keys, the new keys of one are therefore in rows that the other uses.
+#: Each sequence appends directly after its own keys.  If two entries of the table name a page that
+#: receives new keys, the new keys of one entry are therefore in rows that the other entry uses.
 _SHARED_PAGE_RULE = (
     "a page that receives new keys must belong to one sequence, because the new keys would "
     "overwrite those of another; copy a shared page before a sequence appends to it"
@@ -290,7 +296,7 @@ _SHARED_PAGE_RULE = (
 
 def _count_uses(table: Tensor, is_used: Tensor, pages: int) -> Tensor:
     """Return, for each entry of the table, the number of used entries that name its page."""
-    # Unused entries may have any number; they add 0 to the count of some page.
+    # Unused entries may contain any number; each adds 0 to the count of some page.
     index = table.long().clamp(0, pages - 1).flatten()
     counts = index.new_zeros(pages).scatter_add(0, index, is_used.long().flatten())
     return counts[index].view_as(table)
