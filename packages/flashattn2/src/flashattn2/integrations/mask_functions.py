@@ -1,8 +1,8 @@
 """The band and the packed sequences of a mask function of transformers.
 
 A mask function decides for two positions whether a query sees a key.  Known functions are
-recognized by their code and closures, in time linear in the sequence.  A function is never
-evaluated for pairs of positions of a model: attention under any other function is refused.
+recognized by their code and closures, in time linear in the sequence.  No function is evaluated for
+pairs of a model's positions: attention under an unknown function raises an error.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Pattern:
     right: int | None = None
     #: The number of each key's sequence, `(batch, seq_k)`; None for one sequence.
     sequence: Tensor | None = None
-    #: False if the band is correct only for a function that separates these sequences.
+    #: False if the band is correct only together with a function that separates these sequences.
     is_separated: bool = True
 
 
@@ -50,7 +50,7 @@ class Grid:
 
 
 def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
-    """Return the pattern that equals the mask function on the grid, or None if it is unknown."""
+    """Return the pattern that equals the mask function on the grid, or None if none is known."""
     pattern = recognize(function, grid)
     if pattern is None or not pattern.is_separated:
         return None
@@ -88,7 +88,7 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
 
 
 def _band(window: Any, left: int, right: int | None) -> Pattern | None:
-    """Return the band of a window; `left` and `right` are added to its size."""
+    """Return the band of a window, or None; `left` and `right` are added to the window's size."""
     if not isinstance(window, int) or window + left < 0:
         return None
     return Pattern(window + left, None if right is None else window + right)
@@ -120,10 +120,11 @@ def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
 
 
 def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> Pattern | None:
-    """Return the pattern of a function of positions that restart with each packed sequence.
+    """Return the pattern of a function of positions that restart in each packed sequence, or None.
 
-    The result has a sequence for each run of consecutive positions.  It is correct only together
-    with a function that separates the same sequences: `_intersect` compares the two.
+    The result has a sequence for each run of consecutive positions.  If there are several runs and
+    the band has a bound, the result is correct only together with a function that separates the
+    same sequences, which `_intersect` checks.
     """
     inner = recognize(function, grid)
     if inner is None or inner.sequence is not None or positions.shape[1:] != (grid.kv_length,):
@@ -140,7 +141,7 @@ def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> 
 
 
 def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
-    """Return the pattern of the keys that all patterns show, or None if it cannot be expressed."""
+    """Return the intersection of the patterns, or None if one is None or their sequences differ."""
     left: int | None = None
     right: int | None = None
     sequence: Tensor | None = None
@@ -159,7 +160,7 @@ def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
-    """Return the smaller of two bounds."""
+    """Return the smaller of two bounds, where None means no bound."""
     if first is None or second is None:
         return second if first is None else first
     return min(first, second)
@@ -169,12 +170,12 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 def _known_codes() -> dict[Any, str]:
     """Return a map from the code of each known mask function of transformers to its name.
 
-    Each mask function must have the expected mask for an example.  If another version of
-    transformers changes the meaning of a function, its masks are unknown.
+    A function is known only if it gives the expected mask for an example.  If another version of
+    transformers changes the meaning of a function, the function is therefore unknown.
     """
     from transformers import masking_utils
 
-    # The examples are on the CPU, also if `torch.set_default_device` has selected another device.
+    # The examples are on the CPU, even if `torch.set_default_device` has selected another device.
     k = torch.arange(6, device="cpu")[None]
     q = k.mT
     positions = torch.tensor([0, 1, 0, 1, 2, 0], device="cpu")

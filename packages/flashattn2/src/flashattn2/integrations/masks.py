@@ -43,7 +43,7 @@ class Rule:
     is_plain: bool
     #: True if a batch entry has several sequences.
     is_packed: bool = False
-    #: The name of the model's configuration, for error messages.
+    #: The model, as error messages name it.
     owner: str = "this model"
     #: The reason why attention under this mask raises an error.  Creating the mask raises no error,
     #: because models also create masks that no layer uses.
@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def is_bounded(self) -> bool:
-        """Return True if a query's position decides which keys it sees."""
+        """Return True if the band has a bound, so that a query's position matters."""
         return self.left is not None or self.right is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rule":
@@ -70,7 +70,7 @@ class AttentionMask(Tensor):
 
     sequence: Tensor
     rule: Rule
-    # `__torch_dispatch__` sees every operator, also those that C++ calls.
+    # `__torch_dispatch__` sees every operator, including operators that C++ code calls.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -125,9 +125,10 @@ class AttentionMask(Tensor):
         )
 
     def span(self) -> tuple[int, int | None, int | None]:
-        """Return the number of visible keys, and the band relative to the last query and key.
+        """Return `(count, left, right)`: the number of keys to pass, and the window over them.
 
-        `flash_attention` aligns the last query with the last of these keys.
+        `flash_attention` aligns the last query with the last key that is passed, so the bounds of
+        the rule are shifted.  Raises ValueError if no such window equals the mask.
         """
         rule, seq_k = self.rule, self.shape[3]
         if not rule.is_bounded:
@@ -173,7 +174,7 @@ class AttentionMask(Tensor):
             if query_number.shape[1] != rule.seq_q:
                 raise self._misaligned()
         else:
-            # All queries see all keys, so a query belongs to the sequence of any key.
+            # All queries of a batch entry see all keys of its only sequence: use that number.
             query_number = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
         keys = number.flatten().ge(0).nonzero().squeeze(1)
         queries = query_number.flatten().ge(0).nonzero().squeeze(1)
@@ -184,7 +185,10 @@ class AttentionMask(Tensor):
         return Packing(queries, keys, *bounds)
 
     def check_positions(self, position_ids: Tensor) -> None:
-        """Raise ValueError if the positions restart within a sequence of the mask."""
+        """Raise ValueError if the positions restart within a sequence of the mask.
+
+        Positions of another shape than `(1, seq_q)` or `(batch, seq_q)` are not checked.
+        """
         batch, _, seq_q, _ = self.shape
         shape = tuple(position_ids.shape)
         if seq_q < 2 or shape not in ((1, seq_q), (batch, seq_q)):
@@ -226,7 +230,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> AttentionMask | None:
-    """Cut the mask along one dimension; None if the cut has a step."""
+    """Return the mask cut along one dimension, or None unless the step is 1."""
     dim %= 4
     start, end, step = slice(start, end, step).indices(mask.shape[dim])
     end = max(start, end)
@@ -261,7 +265,7 @@ def _view(mask: AttentionMask, size: Any) -> AttentionMask | None:
 
 
 _aten = torch.ops.aten
-#: Operations that return another mask.  A handler returns None for arguments that it refuses.
+#: Operations that return another mask.  A handler returns None for unsupported arguments.
 HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _copy,
     _aten.alias.default: _copy,

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-# Import the function by name, so that `sdpa` may replace the attribute of `torch.nn.functional`.
+# Import the function by name, so that it remains torch's own function if a user replaces the
+# attribute of `torch.nn.functional` by `sdpa`.
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn2.attention import flash_attention
@@ -28,14 +29,16 @@ def sdpa(
     fewer heads only with `enable_gqa`.
 
     A call with an `attn_mask`, dropout, other dimensions or another argument that flashattn2 does
-    not support runs torch's own function, without an error.  `explain(..., attn_mask=...,
-    dropout_p=...)` returns the reason.
+    not support runs torch's own function, without an error.  For a mask or dropout,
+    `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
+
+    Raises ValueError if `key` and `value` have different numbers of rows.
     """
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
     reason = find_torch_reason(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
-    # torch refuses a number as `is_causal`.
+    # If `is_causal` is not a bool, torch's own function raises its error.
     if reason is not None or not isinstance(is_causal, (bool, torch.SymBool)):
         return scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
@@ -57,7 +60,7 @@ def sdpa(
 def _check_lengths(key: Tensor, value: Tensor) -> None:
     """Raise ValueError for a different number of keys and values.
 
-    torch's CPU kernel does not check it, and would read beyond the shorter tensor.
+    torch's CPU kernel does not compare them, and would read beyond the shorter tensor.
     """
     is_dense = key.layout == value.layout == torch.strided
     if is_dense and min(key.dim(), value.dim()) >= 2 and key.shape[-2] != value.shape[-2]:

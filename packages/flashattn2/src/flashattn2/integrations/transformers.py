@@ -41,9 +41,9 @@ def register() -> None:
 # Without the cache, a second call would wrap the method of transformers again.
 @functools.cache
 def _refuse_tables_of_classes() -> None:
-    """Make models that look up their attention in a table of classes raise a clear error.
+    """Make models that look up their attention in a table of classes raise ValueError.
 
-    Falcon and GPT-J are such models: they would raise `KeyError: 'linear_memory'`.
+    Otherwise such models, for example Falcon and GPT-J, would raise `KeyError: 'linear_memory'`.
     """
     from transformers import PreTrainedModel
 
@@ -84,8 +84,8 @@ def attention(
     second result is None instead of the attention weights.
 
     Raises:
-        ValueError: If the mask was not made by `make_mask`, is missing without defining the
-            visible keys, or cannot be followed; and for dropout and unsupported options.
+        ValueError: If the mask was not made by `make_mask` or is not supported, if it is missing
+            and the visible keys are undefined, and for dropout and unsupported options.
     """
     if dropout:
         raise ValueError(
@@ -160,7 +160,7 @@ def _attend(
     position_ids: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Compute attention under a mask of `make_mask`."""
+    """Compute attention under a mask of `make_mask`; raise ValueError if it is not supported."""
     if mask.rule.refusal:
         raise ValueError(f'{mask.rule.refusal}; use attn_implementation="sdpa"')
     batch, heads, seq_q, _ = query.shape
@@ -216,10 +216,10 @@ def make_mask(
     config: Any = None,
     **_: Any,
 ) -> AttentionMask:
-    """Return the mask that transformers requests, as a description of the hidden keys.
+    """Return the mask that transformers requests, as a description of the visible keys.
 
-    A mask that is not a band over packed or padded sequences is returned with the reason; attention
-    under such a mask raises ValueError.
+    If the mask is not a band over packed or padded sequences, the result contains the reason, and
+    attention under it raises ValueError.
     """
     from transformers import masking_utils
 
