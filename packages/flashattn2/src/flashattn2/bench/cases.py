@@ -1,7 +1,7 @@
 """The cases: `flash` (batch 1), `train` (a full GPU), `packed` and `decode`.
 
-The FLOPs of every implementation are 4 · batch · heads · seq² · dim forward, half of that if
-causal, and 2.5 times that backward.
+The FLOPs of every implementation are 4 · batch · heads · seq² · dim for the forward pass, half as
+many if causal, and 2.5 times as many for the backward pass.
 """
 
 import datetime
@@ -36,7 +36,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
-    """Yield the row of the machine and those of the cases."""
+    """Yield the row of the machine and the rows of the cases."""
     if device not in DEVICES:
         raise ValueError(
             f"expected device to be one of {', '.join(DEVICES)}, got {device!r}: other devices "
@@ -81,7 +81,7 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
-    """Yield rows for a batch and heads that fill the GPU: 16384 tokens of width 2048."""
+    """Yield rows for a batch that fills a GPU, 16384 tokens of width 2048, or a small CPU batch."""
     if device != "cuda":
         attentions = causal(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)
@@ -104,7 +104,7 @@ def compare(
     quick: bool,
     is_causal: bool = True,
 ) -> Iterator[Row]:
-    """Yield the rows of all implementations of one shape, and the peak memory of both passes."""
+    """Yield the rows of all implementations for one shape, with the peak memory of both passes."""
     batch, heads, seq, dim = shape
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     labels: Row = {
@@ -132,7 +132,7 @@ def compare(
 def prepare_passes(
     attentions: dict[str, Attention], inputs: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[dict[str, dict[str, Callable[[], Any]]], dict[str, str]]:
-    """Return the passes of each implementation after one run of each, and the failures."""
+    """Run each pass of each implementation once; return the passes, and the reasons of failures."""
     leaves = tuple(x.requires_grad_() for x in inputs)
 
     def prepare(attention: Attention) -> dict[str, Callable[[], Any]]:
@@ -157,8 +157,8 @@ def prepare_passes(
 def packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
-    The lengths are those of documents: many are short and a few are long.  A CPU has no rows,
-    because torch has no such function there.
+    As for documents, many sequences are short and a few are long.  On a CPU there are no rows,
+    because torch has no `varlen_attn` there.
     """
     if device != "cuda":
         return

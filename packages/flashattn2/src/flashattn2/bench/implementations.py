@@ -32,7 +32,7 @@ def causal(device: str, quick: bool) -> dict[str, Attention]:
 
 
 def fused_kernels(is_causal: bool) -> dict[str, Attention]:
-    """Return the kernels of a GPU for training in half precision, ours first."""
+    """Return the GPU kernels for training in half precision, ours first."""
     ours = functools.partial(flash_attention, is_causal=is_causal)
     return {
         "ours": ours,

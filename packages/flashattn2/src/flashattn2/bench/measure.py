@@ -11,7 +11,7 @@ import torch
 
 
 def time_ms(run: Callable[[], Any], device: str) -> float:
-    """Return the median time by Triton's `do_bench` on a GPU, or the time of one run on a CPU."""
+    """Return the milliseconds of one run: the median of `do_bench` on a GPU, one run on a CPU."""
     if device == "cuda":
         from triton.testing import do_bench
 
@@ -20,14 +20,14 @@ def time_ms(run: Callable[[], Any], device: str) -> float:
 
 
 def graph_ms(run: Callable[[], Any]) -> float:
-    """Return the median time of one run in a replayed CUDA graph."""
+    """Return the median milliseconds of one run in a replayed CUDA graph."""
     from triton.testing import do_bench_cudagraph
 
     return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
 
 
 def elapsed_ms(run: Callable[[], Any], passes: int, device: str) -> float:
-    """Return the total time of all passes."""
+    """Return the total milliseconds of all passes."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -39,7 +39,7 @@ def elapsed_ms(run: Callable[[], Any], passes: int, device: str) -> float:
 
 
 def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
-    """Return the peak of allocated bytes during a run, beyond those allocated before.
+    """Return the peak of allocated bytes during a run, minus the bytes allocated before.
 
     On a CPU the profiler counts every allocation and release, including those inside torch's
     kernels, so the result is reproducible.

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in cases.measured_rows(arguments.device, arguments.quick, arguments.cases):
         rows.append(row)
         if arguments.json:
-            # Written after every row, so that an interrupted run keeps its measurements.
+            # Write the file after every row, so that an interrupted run keeps its measurements.
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
@@ -39,5 +39,5 @@ def table(rows: list[Row]) -> str:
 
 
 def _cell(value: float | int | str) -> str:
-    """Return one cell of the table."""
+    """Return the text of one cell, with four significant digits for floats."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

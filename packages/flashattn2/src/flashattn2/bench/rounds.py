@@ -1,8 +1,8 @@
 """Times of several implementations of one shape, measured in interleaved rounds.
 
-A `ratio_p50` is the median of an implementation's times divided by those of ours in the same round,
-so that it does not depend on changes of the machine's speed.  The rows of an implementation that
-fails contain the reason instead of times.
+A `ratio_p50` is the median ratio of an implementation's time to our time in the same round, so that
+changes of the machine's speed do not affect it.  The rows of an implementation that fails contain
+the reason instead of times.
 """
 
 import statistics
@@ -21,7 +21,7 @@ class Rate(NamedTuple):
 
 
 def attempt(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call each function once; return the results, and the reasons of those that fail."""
+    """Call each function once; return the results, and the error messages of failed calls."""
     results = {}
     failures = {}
     for name, function in functions.items():
