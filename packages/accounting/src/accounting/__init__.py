@@ -34,7 +34,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need torch, or most of the package, on first access."""
+    """Import the names of `_LAZY`, which need torch or most of the package, on first access.
+
+    Raises `ModuleNotFoundError` with the install command if torch is missing.
+    """
     if name in _LAZY:
         from importlib import import_module
 

@@ -33,7 +33,10 @@ class Breakdown:
         return sum(part.total for part in self.parts)
 
     def __getitem__(self, name: str) -> Breakdown:
-        """Return the part with this name, or with a path such as `"attention/query"`."""
+        """Return the part with this name, or with a path such as `"attention/query"`.
+
+        Raises `KeyError` that lists the known names if there is no such part.
+        """
         if not isinstance(name, str):
             raise TypeError(f"expected the name of a part of {self.name!r}, got {name!r}")
         first, _, rest = name.partition("/")
@@ -44,7 +47,7 @@ class Breakdown:
         raise KeyError(f"{self.name!r} has no part {first!r}; its parts are {known}")
 
     def __contains__(self, name: object) -> bool:
-        """Return True if `self[name]` is a part."""
+        """Return True if `self[name]` finds a part."""
         first, _, rest = str(name).partition("/")
         return any(part.name == first and (not rest or rest in part) for part in self.parts)
 
@@ -65,7 +68,7 @@ class Breakdown:
             yield from part.leaves()
 
     def lines(self, depth: int = 0) -> Iterator[tuple[int, str, int | float, str]]:
-        """Yield the depth in the tree, name, value and derivation of this node and all parts."""
+        """Yield (depth, name, value, derivation) of this node and of all nodes below it."""
         product = " × ".join(f"{readable(value)} {name}" for name, value in self.factors)
         yield depth, self.name, self.total, "; ".join(filter(None, (product, self.note)))
         for part in self.parts:
@@ -83,7 +86,7 @@ class Breakdown:
     __str__ = explain
 
     def shares(self, show: Callable[[float], str]) -> list[str]:
-        """Return one line per part, the largest first: its name, value and percentage."""
+        """Return a line per part, largest first: its name, value (by `show`) and percentage."""
         whole = float(self.total) or 1.0
         parts = sorted(self.parts, key=lambda part: -float(part.total))
         values = [show(float(part.total)) for part in parts]
@@ -118,14 +121,20 @@ def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Bre
 
 
 def plain(value: Number) -> int | float:
-    """Convert a fraction to an integer if it is whole, and to a float otherwise."""
+    """Convert a fraction to an integer if it is whole, and to a float otherwise.
+
+    An integer or a float is returned unchanged.
+    """
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value
 
 
 def readable(value: Number) -> str:
-    """Format an integer as 12,345, a fraction as 7/8 and a float with six digits."""
+    """Format a whole number as 12,345, another fraction as 7/8 and a float with six digits.
+
+    A whole float of 1e15 or more also has six digits.
+    """
     if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)
     if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e15):

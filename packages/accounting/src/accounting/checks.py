@@ -30,10 +30,11 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
     """Check the arguments of a function against the types that it declares, before it runs.
 
     An integer must be at least 1, or at least 0 if its default is 0. A float must be greater than
-    0, a bool must be True or False, and a `Literal` must be one of its values. `limits` maps an
-    argument to its smallest value or to a tuple of its allowed values. `forwarded` lists the
-    keywords that `**kwargs` accepts. Any other keyword raises a `TypeError` that suggests the
-    nearest name.
+    0, or at least 0 if its default or its limit is 0. A bool must be True or False, and a `Literal`
+    must be one of its values. `limits` maps an argument to its smallest value (for a float, only 0)
+    or to a tuple of its allowed values. Integers of other libraries become Python integers.
+    `forwarded` lists the keywords that `**kwargs` accepts. Any other keyword raises a `TypeError`
+    that suggests the nearest name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -106,9 +107,9 @@ def named(kind: type[R]) -> type[R]:
 
 
 def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
-    """Return an integer from `least` to `most`; numpy's and torch's are converted, bools refused.
+    """Return `value` as an int from `least` to `most`; integers of numpy and torch are accepted.
 
-    Raises `TypeError` or `ValueError` otherwise.
+    Raises `TypeError` for a bool or another type, and `ValueError` for an integer out of range.
     """
     try:
         if isinstance(value, bool):
@@ -126,7 +127,10 @@ def whole(name: str, value: object, *, least: float = 1, most: float = math.inf)
 def number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
 ) -> float:
-    """Return a finite number up to `most` that is above `least`, or equal to it if not `open`."""
+    """Return `value` as a finite float above `least`, or equal to it if not `open`, up to `most`.
+
+    Raises `TypeError` if it is not a number, and `ValueError` if it is not finite or out of range.
+    """
     if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {value!r}")
     try:
@@ -142,7 +146,7 @@ def number(
 
 
 def flag(name: str, value: object) -> bool:
-    """Return True or False; refuse other values, even if they are truthy or falsy."""
+    """Return a bool; raise `TypeError` for any other value, even if it is truthy or falsy."""
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be True or False, got {value!r}")
     return value
@@ -174,7 +178,7 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return layer indices in order and without duplicates; refuse indices from `most` on."""
+    """Return layer indices sorted and without duplicates; raise `ValueError` for one >= `most`."""
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
     ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))
@@ -190,7 +194,7 @@ def instance(name: str, value: object, kind: type | tuple[type, ...], expected: 
 
 
 def choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` if a value is not allowed; the message suggests the nearest one."""
+    """Raise `ValueError` if a value is not allowed; suggest the nearest allowed one."""
     known = tuple(allowed)
     for option in known:
         # 1 == True in Python, but neither is accepted in place of the other.
@@ -210,7 +214,7 @@ def nearest(value: object, known: Iterable[object]) -> str:
 
 
 def _typed(name: str, value: Any, rule: Rule) -> Any:
-    """Return a value of the declared type; integers of other libraries become Python's."""
+    """Check a value against its rule and return it, with other libraries' integers as ints."""
     kind = rule.kind
     declared = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     if declared.endswith(" | None"):

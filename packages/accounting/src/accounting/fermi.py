@@ -15,7 +15,7 @@ TOKENS_PER_WORD = 1.4
 WORDS_PER_PAGE = 400
 PAGES_PER_BOOK = 300
 TOKENS_PER_ESSAY = 1_400  # a thousand words
-# NVIDIA H200 data sheet: dense FP8 rate (rounded) and memory bandwidth.
+# NVIDIA H200 data sheet: dense FP8 rate (rounded), memory bandwidth and power.
 H200_FP8_FLOPS = 1.98e15
 H200_BANDWIDTH_BYTES_PER_SECOND = 4.8e12
 H200_WATTS = 700.0
@@ -57,7 +57,8 @@ def chinchilla(
     """Return the parameters and tokens that minimize A/N^alpha + B/D^beta for C = 6ND.
 
     N = G (C/6)^(beta/(alpha+beta)), D = (C/6)/N with G = (alpha A / beta B)^(1/(alpha+beta)). The
-    constants are those of Hoffmann et al. 2022, approach 3.
+    constants are those of Hoffmann et al. 2022, approach 3. `flops_per_parameter_token` replaces
+    the 6.
     """
     g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
     effective = flops / flops_per_parameter_token
@@ -103,7 +104,7 @@ def weight_bytes(parameters: float, *, bytes_per_parameter: float = 2.0) -> floa
 
 @checks.entry()
 def devices_for_bytes(size_bytes: float, *, memory_bytes: float = 100e9) -> int:
-    """Return the number of devices needed to store data.
+    """Return the number of devices needed to store `size_bytes` bytes.
 
     The default is 100 GB of an H200's 141 GB, which leaves room for other tensors.
     """
@@ -136,7 +137,10 @@ def tokens_per_minute(weights_bytes: float, **memory: float) -> float:
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
-    """Return the bytes per token over all layers: one vector per layer, or two for a KV cache."""
+    """Return the bytes per token over all layers, with `tensors` vectors per layer.
+
+    A KV cache has two vectors per layer, a key and a value.
+    """
     return layers * heads * head_dim * bytes_per_value * tensors
 
 
@@ -226,7 +230,7 @@ def watts_above_landauer(
 def carbon_usd(
     tonnes_co2: float = GPT3_TONNES_CO2, *, usd_per_tonne: float = CO2_USD_PER_TONNE
 ) -> float:
-    """Return the social cost of an emission."""
+    """Return the social cost of an emission in USD."""
     return tonnes_co2 * usd_per_tonne
 
 
@@ -243,11 +247,11 @@ def burgers(
 
 @checks.entry()
 def device_hours(tokens: float, *, hours_per_trillion_tokens: float) -> float:
-    """Return the device-hours of a run at a known rate."""
+    """Return the device-hours for `tokens` at a known rate per trillion tokens."""
     return tokens / 1e12 * hours_per_trillion_tokens
 
 
 @checks.entry()
 def price_of_training(hours: float, *, usd_per_hour: float) -> float:
-    """Return the rental cost of known device-hours."""
+    """Return the rental cost of `hours` device-hours."""
     return hours * usd_per_hour

@@ -1,10 +1,11 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and twice that in the backward pass.
-Attention costs `2(qk + v)` per head and pair of query and key that the mask lets through. The
-number of pairs is S² for full attention, S(S+1)/2 for causal attention, and w(w+1)/2 + (S-w)w for a
-window of w keys. Recurrent layers also count the operations that write and read their state. As in
-`torch.utils.flop_counter`, norms, activation functions and softmax are not counted.
+Attention costs `2(qk + v)` per head and unmasked pair of query and key, where `qk` and `v` are the
+widths of a query and of a value. A sequence of S tokens has S² pairs for full attention, S(S+1)/2
+for causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and
+read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
+functions and softmax are not counted.
 """
 
 import math
@@ -36,7 +37,7 @@ def flops(
     recompute: Recompute = "none",
     flash: bool = False,
 ) -> Breakdown:
-    """Return the operations for `batch` sequences of `seq` tokens, by part.
+    """Return the FLOPs for `batch` sequences of `seq` tokens, by part.
 
     - `phase="forward"` and `"training"` (three times the forward) compute logits for every token,
       `"prefill"` only for the last token.
@@ -44,11 +45,12 @@ def flops(
       itself. MLA decodes from the latent: its up-projection is absorbed into queries and outputs.
     - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
       pairs that the masks of the model (causal, windows) let through.
-    - `recompute` and `flash` add recomputed operations, so that the total is what the hardware
-      executes: `recompute="selective"` repeats the attention, `"full"` the forward of the blocks,
-      and `flash` the scores in the backward.
+    - `recompute` and `flash` add the recomputed operations of training, so the total includes all
+      operations that the hardware executes. `recompute="selective"` repeats the attention, `"full"`
+      repeats the forward of the blocks, and `flash` repeats the scores in the backward.
 
-    Raises `ValueError` if a phase does not apply to the model, or for too few learned positions.
+    Raises `ValueError` if `phase` does not apply to the model, if `recompute` is set in a phase
+    other than training, or if `seq` exceeds the learned positions.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
@@ -94,7 +96,10 @@ def flops(
 
 @checks.entry()
 def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
-    """Return the (query, key) pairs per sequence, in a full layer and in a windowed layer."""
+    """Return the numbers of (query, key) pairs per sequence in a full and in a windowed layer.
+
+    With causal attention, an index limits the pairs of a full layer to its selected keys.
+    """
     if attention == "full" or not model.causal:
         # An encoder's windows extend to both sides; its other layers have all pairs.
         band = seq * seq
@@ -130,10 +135,10 @@ def mfu(
 ) -> float:
     """Return the model FLOPs utilization: useful operations as a fraction of the peak.
 
-    Pass `peak` as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions differ:
-    PaLM counts full attention and reports one value with and one without attention (Chowdhery et
-    al. 2022, appendix B). For the hardware utilization, pass the operations of `flops` with
-    `recompute` and `flash` to `utilization`.
+    Pass the peak as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions
+    differ: PaLM counts full attention and reports one value with and one without attention
+    (Chowdhery et al. 2022, appendix B). For the hardware utilization, pass to `utilization` the
+    FLOP/s that follow from `flops` with `recompute` and `flash`.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
@@ -141,7 +146,7 @@ def mfu(
 
 
 def attention_operations(work: Breakdown) -> int | float:
-    """Return the operations of attention and of its index in a result of `flops`.
+    """Return the operations of the parts "attention" and "index" of `work`, a result of `flops`.
 
     Recomputed operations are not included.
     """
@@ -156,7 +161,10 @@ def utilization(
     dtype: str = "bf16",
     peak_flops: float | None = None,
 ) -> float:
-    """Return the achieved operations per second and device as a fraction of the dense peak."""
+    """Return the achieved operations per second and device as a fraction of the dense peak.
+
+    Raises `ValueError` unless exactly one of `hardware` and `peak_flops` is passed.
+    """
     if (hardware is None) == (peak_flops is None):
         raise ValueError("expected either hardware or peak_flops, got both or neither")
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
@@ -176,8 +184,8 @@ def _parts(model: Transformer, rows: Mapping[str, int], passes: int) -> Iterator
             if mixer.name == part:
                 seen = {"tokens": rows["tokens"], "layers": len(mixer.layers)}
                 leaves.append(product("scan", UNIT, passes=passes, **seen, ops=mixer.scan))
-        # `attention` is the product of queries and keys; its weight matrices are listed as
-        # projections.
+        # The part `attention` contains the products of queries, keys and values, so its weight
+        # matrices are listed as `projections`.
         yield total("projections" if part == "attention" else part, UNIT, *leaves)
     if model.lm_head and model.tied:
         sizes = {"ops": 2, "rows": model.embedding_dim, "columns": model.vocab_size}
@@ -186,7 +194,7 @@ def _parts(model: Transformer, rows: Mapping[str, int], passes: int) -> Iterator
 
 
 def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of tokens, layers and experts that a matrix multiplies."""
+    """Return the factors of a matrix's operations: its tokens, layers, and experts per token."""
     seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
@@ -244,7 +252,7 @@ def _recomputed(
     flash: bool,
     rows: Mapping[str, int],
 ) -> Iterator[Breakdown]:
-    """Yield the recomputed operations; `cores` are attention and the index of one forward pass."""
+    """Yield the recomputed operations; `cores` are attention and index of one forward pass."""
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(
             2 * matrix.entries * math.prod(_times(matrix, rows).values())

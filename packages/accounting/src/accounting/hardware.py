@@ -1,8 +1,8 @@
 """Accelerators: peaks, memory, links and power, each with its source.
 
 The entries are in hardware.toml. Peaks are derived from the clock rate, the number of units and
-their width. Rates are dense; some data sheets print the rate with structured sparsity, which is
-twice as high. Bandwidths are bytes per second in one direction.
+their width, or are the published ones. Rates are dense; some data sheets print the rate with
+structured sparsity, which is twice as high. Bandwidths are bytes per second in one direction.
 """
 
 import re
@@ -18,7 +18,7 @@ from accounting import checks
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection of a device: bandwidth in one direction and the latency of a message."""
+    """A connection of a device: bytes per second in one direction, and seconds of latency."""
 
     name: str
     bandwidth: float
@@ -79,7 +79,7 @@ def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
     If `hardware` is a path to a `*.toml` file, the file must contain one table in the format of
-    hardware.toml. A `Hardware` is returned unchanged.
+    hardware.toml. A `Hardware` is returned unchanged. Raises `ValueError` for an unknown name.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
 
 
 def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
-    """Return a device; it copies fields and peaks of the known device that `like` names."""
+    """Return the device of an entry; a device named by `like` supplies missing fields and peaks."""
     if "peaks" in entry:
         raise ValueError("expected peaks as published = { bf16 = ... }, got peaks")
     fields = {key: value for key, value in entry.items() if key not in _DERIVED}
@@ -139,7 +139,7 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
 
 
 def _peaks(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the peaks of an entry: those of its cores, replaced by its published figures."""
+    """Return the peaks of an entry: published figures, and for other dtypes those of its cores."""
     peaks = {}
     for cores in entry.get("cores", ()):
         for dtype, fma_per_clock in cores["fma"].items():

@@ -18,11 +18,12 @@ def kv_cache(
 ) -> Breakdown:
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
-    A layer with a window stores at most one window. MLA stores the latent and the single key that
-    carries the position. A recurrent layer stores its state, also in `dtype`. An encoder has no
-    cache. Scales of quantized caches are not counted. Key and value heads are split over `tensor`
-    devices until each device has one head; additional devices store copies. All devices store the
-    latent. Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads.
+    A layer with a window stores at most one window. MLA stores the latent, the single key that
+    carries the position, and the key of its index. A recurrent layer stores its state, also in
+    `dtype`. An encoder has no cache. Scales of quantized caches are not counted. Key and value
+    heads are split over `tensor` devices until each device has one head; additional devices store
+    copies. All devices store the whole cache of MLA. Raises `ValueError` if `tensor` is neither a
+    divisor nor a multiple of the key heads, or if `seq` exceeds the learned positions.
     """
     if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
         raise ValueError(
@@ -57,12 +58,12 @@ def kv_cache(
 
 @checks.entry()
 def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
-    """Return the number of cached values, independent of their dtype."""
+    """Return the number of cached values, which is the cache size for a dtype of one byte."""
     return kv_cache(model, seq=seq, batch=batch, dtype="int8")
 
 
 def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
-    """Return a suffix, the number of layers and the cached tokens, without and with a window."""
+    """Return (suffix, layers, cached tokens) for the layers without and for those with a window."""
     windowed = len(model.windowed_layers)
     groups = [("", len(model.attention_layers or ()) - windowed, seq)]
     if model.window:

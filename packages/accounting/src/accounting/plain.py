@@ -10,8 +10,8 @@ from math import ceil
 def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int) -> int:
     """Return the number of parameters.
 
-    Query and output projections are (d, d). Key and value projections are narrower by kv_heads /
-    heads. A gated MLP has three matrices.
+    Query and output projections are (d, d). Key and value projections are narrower by a factor of
+    kv_heads / heads. A gated MLP has three matrices.
     """
     attention = 2 * d * d + 2 * d * (d // heads * kv_heads)
     mlp = 3 * d * d_ff
@@ -25,9 +25,9 @@ def flops(
     """Return the FLOPs of one training step with causal attention.
 
     Each matrix entry costs one multiply and one add per token in the forward pass, and twice that
-    in the backward pass. Attention multiplies each query with the keys up to its own position,
-    which makes s(s + 1)/2 pairs, and each probability with a value: two products of width d over
-    all heads.
+    in the backward pass. Attention multiplies each query with the keys up to its position, which
+    makes s(s + 1)/2 pairs, and then each probability with a value. Each product has
+    width d over all heads.
     """
     matrices = layers * (2 * d * d + 2 * d * (d // heads * kv_heads) + 3 * d * d_ff) + vocab * d
     pairs = batch * seq * (seq + 1) // 2
@@ -36,10 +36,10 @@ def flops(
 
 
 def states(count: int, ranks: int, zero: int) -> int:
-    """Return the bytes of weights, gradients and Adam in mixed precision: 2 + 2 + 12 per parameter.
+    """Return the bytes per rank of weights, gradients and Adam states in mixed precision.
 
-    ZeRO shards the optimizer from stage 1, gradients from stage 2 and weights from stage 3
-    (Rajbhandari et al. 2020, section 5).
+    Without sharding, these are 2, 2 and 12 bytes per parameter. ZeRO shards the optimizer from
+    stage 1, gradients from stage 2 and weights from stage 3 (Rajbhandari et al. 2020, section 5).
     """
     shard = ceil(count / ranks)
     weights = 2 * (shard if zero >= 3 else count)
@@ -70,12 +70,18 @@ def cache(layers: int, d: int, heads: int, kv_heads: int, tokens: int, bytes: in
 
 
 def ring(payload: float, ranks: int) -> float:
-    """Return the bytes that one device sends in a ring all-reduce: two phases of (n-1)/n each."""
+    """Return the bytes that one device sends in a ring all-reduce of `payload` bytes.
+
+    Each of the two phases sends (n-1)/n of the payload.
+    """
     return 2 * (ranks - 1) * payload / ranks
 
 
 def data_parallel(count: int, ranks: int, zero: int) -> float:
-    """Return the bytes of 16-bit gradients that one device sends per step without accumulation."""
+    """Return the bytes of 16-bit gradients and weights that one device sends per step.
+
+    A step has one micro-batch, without gradient accumulation.
+    """
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:
         return ring(2 * count, ranks)  # all-reduce of the gradients

@@ -28,11 +28,11 @@ class Plan:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    #: ZeRO stage: data ranks shard the optimizer from stage 1 on, gradients from 2 on, and weights
-    #: at 3 (FSDP). Stage 0 is DDP with `gradient_as_bucket_view=True`. In a pipeline, stage 3 means
-    #: FSDP2 under torch's schedules, which store a stage's weights and gradients unsharded during a
-    #: step. Stage 2 in a pipeline assumes a trainer that reduces gradients after each micro-batch.
-    #: torch's schedules do not, so a search does not propose it.
+    #: ZeRO stage: the `data * context` replicas shard the optimizer from stage 1 on, gradients from
+    #: 2 on, and weights at 3 (FSDP). Stage 0 is DDP with `gradient_as_bucket_view=True`. In a
+    #: pipeline, stage 3 means FSDP2 under torch's schedules, which store a stage's weights and
+    #: gradients unsharded during a step. Stage 2 in a pipeline assumes a trainer that reduces
+    #: gradients after each micro-batch. torch's schedules do not, so a search does not propose it.
     zero: int = 0
     #: Micro-batches per step and data rank, for the pipeline or for gradient accumulation.
     microbatches: int = 1
@@ -101,7 +101,7 @@ class Plan:
         return self.replicas // self.expert
 
     def keeps_weights_whole(self) -> bool:
-        """Return True if a stage stores unsharded weights during a step: FSDP2 in a pipeline.
+        """Return True for FSDP2 in a pipeline, whose stages store unsharded weights during a step.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
         `ValueError` if the memory of the schedule is not modeled.
@@ -158,10 +158,11 @@ class Plan:
             )
 
     def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
-        """Return the layers of a stage; if the division is uneven, the first stages have one more.
+        """Return the layers of a stage, whose chunks are as equal as possible.
 
-        If the division is even when embedding and head count as one layer each, the first and the
-        last chunk have one layer less than the other chunks.
+        If the division is uneven, the first chunks have one more layer. If it becomes even when
+        embedding and head count as one layer each, the first and the last chunk instead have one
+        layer less than the other chunks. Raises `ValueError` for a stage outside the pipeline.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
@@ -197,9 +198,9 @@ class Plan:
         )
 
     def in_flight(self, stage: int) -> int:
-        """Return how many micro-batches a stage stores activations of at once.
+        """Return the largest number of micro-batches whose activations a stage stores at once.
 
-        With interleaved stages, it is the number of micro-batches times chunks.
+        With interleaved stages, each chunk of a micro-batch counts as one.
         """
         return in_flight(
             self.schedule, self.pipeline, self.virtual_stages, self.microbatches, stage
@@ -224,7 +225,7 @@ def in_flight(
 
 @lru_cache(maxsize=1024)
 def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: bool) -> Transformer:
-    """Return some layers of a model, with its embedding if `first` and its head if `last`."""
+    """Return a model of the layers `indices`, with embedding if `first` and head if `last`."""
     local_index = {layer: index for index, layer in enumerate(indices)}
 
     def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
@@ -270,7 +271,7 @@ def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: boo
     )
 
 
-#: Allowed values of the fields of a `Plan` that are names or stages.
+#: Allowed values of the fields `zero`, `schedule` and `recompute` of a `Plan`.
 CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("gpipe", "1f1b", "interleaved"),
@@ -279,7 +280,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def even(layers: int, chunks: int) -> bool:
-    """Return True if all chunks have the same number of layers.
+    """Return True if all chunks can have the same number of layers.
 
     The embedding and the head may count as one layer each, as in `Plan.stage_layers`.
     """
@@ -287,7 +288,10 @@ def even(layers: int, chunks: int) -> bool:
 
 
 def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
-    """Check and return a plan; None means a single device."""
+    """Return the plan, or the plan of a single device for None.
+
+    Raises `ValueError` if it is not valid for the model, the batch or the sequence.
+    """
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
     plan.check(model, batch=batch, seq=seq)
@@ -295,7 +299,7 @@ def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Pl
 
 
 def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
-    """Return by name the sizes of a model that the tensor-parallel degree must divide."""
+    """Return the sizes that the tensor-parallel degree must divide, keyed by their names."""
     sizes = {"heads": model.heads}
     if model.mlp_layers:
         sizes["d_ff"] = model.d_ff

@@ -52,7 +52,7 @@ class Precision:
     name: str
     weights: str
     gradients: str
-    #: Dtype of a copy of the weights that the optimizer updates; None if it updates the weights.
+    #: Dtype of the master copy that the optimizer updates; None if it updates the weights directly.
     master: str | None = None
     #: One dtype per tensor of optimizer state: two for Adam, one for SGD with momentum, none for
     #: plain SGD.
@@ -61,7 +61,7 @@ class Precision:
     #: Dtype of the residual stream, if it differs from the dtype of the activations.
     stream: str | None = None
     logits: str = "fp32"
-    #: Dtype of the copies of the matrices that autocast makes, or that FSDP gathers.
+    #: Dtype to which autocast copies the matrices, or in which FSDP gathers them; None for no cast.
     cast_weights: str | None = None
     #: Dtype in which linear layers multiply, if it differs from the dtype of the activations.
     matmuls: str | None = None
@@ -82,7 +82,7 @@ class Precision:
 
     @property
     def wire_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of communicated tensors; weights are sent as their cast copies."""
+        """Return the dtypes in which weights (cast copies), gradients and activations are sent."""
         weights = self.cast_weights or self.weights
         return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
 
@@ -115,7 +115,10 @@ PRECISIONS: dict[str, Precision] = {
 
 @checks.entry()
 def recipe(precision: str | Precision) -> Precision:
-    """Return the recipe with this name; a `Precision` is returned unchanged."""
+    """Return the recipe with this name, or a `Precision` unchanged.
+
+    Raises `ValueError` for an unknown name.
+    """
     if isinstance(precision, Precision):
         return precision
     checks.choice("precision", precision, PRECISIONS)

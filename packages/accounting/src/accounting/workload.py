@@ -65,11 +65,11 @@ class Workload:
 
     @property
     def kind(self) -> Precision:
-        """Return the recipe of dtypes."""
+        """Return the recipe that `precision` names."""
         return recipe(self.precision)
 
     def tokens(self, plan: Plan) -> int:
-        """Return the tokens of a micro-batch on one device."""
+        """Return the number of tokens of a micro-batch on one device."""
         return self.batch // (plan.data * plan.microbatches) * (self.seq // plan.context)
 
 
@@ -78,7 +78,10 @@ WORKLOAD = tuple(Workload.__dataclass_fields__)
 
 
 def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
-    """Return `work` with the fields in `run` replaced, or a new `Workload` if it is None."""
+    """Return `work` with the fields in `run` replaced, or a new `Workload` if `work` is None.
+
+    `defaults` apply only to a new `Workload`.
+    """
     if work is None:
         return Workload(**defaults | dict(run))
     checks.instance("work", work, Workload, "a Workload or None")

@@ -21,7 +21,7 @@ from accounting.hardware import HARDWARE
 from accounting.precision import PRECISIONS
 from accounting.search.answer import plan_for
 
-#: Options that fix fields of a plan.
+#: Options that fix a field of a plan, each with the field, its type and its help text.
 AXES = {
     "tp": ("tensor", int, "tensor parallel"),
     "pp": ("pipeline", int, "pipeline stages"),
@@ -36,7 +36,7 @@ AXES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 if a model does not fit in memory, and 2 for invalid options."""
+    """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"plan": _plan, "serve": _serve, "diff": _diff}
     try:

@@ -29,7 +29,7 @@ class Difference:
 def differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
-    """Yield each cost of two models, followed by those of its parts."""
+    """Yield each cost of two models, followed by the costs of its parts."""
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, readable),
         ("active", lambda model: parameters(model, active=True), readable),
@@ -48,14 +48,17 @@ def differences(
 
 @checks.entry()
 def amount(text: str) -> float:
-    """Parse `1T`, `300B`, `4M` or a plain number."""
+    """Parse a number with or without a suffix K, M, B or T, such as `300B`."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0.0)
     return float(text[:-1]) * scale if scale else float(text)
 
 
 @checks.entry()
 def read_model(text: str) -> Transformer:
-    """Read a model from the path of a config.json, or from `name=value` sizes with commas."""
+    """Read a model from the path of a config.json, or from comma-separated `name=value` sizes.
+
+    Raises `ValueError` for a name that is unknown, missing or repeated.
+    """
     # Unlike `Path.exists`, this accepts text of any length.
     if "=" not in text or os.path.exists(text):
         return Transformer.from_hf(text)
@@ -96,7 +99,7 @@ def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
 
 @checks.entry()
 def stored_dtype(text: str) -> str:
-    """Return the dtype of the weights that a config.json states, or bf16 if it is not quantized.
+    """Return fp8 if `text` is the path of a config.json that states it, and bf16 otherwise.
 
     With fp8, tables, norms and scales also count as fp8. Other quantization methods raise
     `ValueError`.

@@ -26,7 +26,7 @@ from accounting.time.step import group_link
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: its layers, and the bytes of its weights and of one cache per device."""
+    """A pipeline stage: its layers, and bytes per device of weights and one sequence's cache."""
 
     model: Transformer
     weight_bytes: float
@@ -49,20 +49,20 @@ def serving(
 ) -> dict[str, float]:
     """Return memory and time of inference, with tensor parallelism in each of `pipeline` stages.
 
-    Weights and cache have the same layout. Every device of a stage stores a copy of the tensors
-    that tensor parallelism does not split: norms, routers, latents, and key heads if there are
-    fewer than devices. Bytes are summed over all devices. A tenth of the memory is left free.
-    `sequences_at_once` is the number of caches of `seq` tokens that fit beside the weights.
+    Weights and cache are split over the same devices. Every device of a stage stores a copy of the
+    tensors that tensor parallelism does not split: norms, routers, latents, and key heads if they
+    are fewer than the devices. Bytes are summed over all devices. A tenth of the memory is left
+    free. `sequences_at_once` is the number of caches of `seq` tokens that fit beside the weights.
     `devices_needed` is the smallest number of devices with enough memory for `batch` sequences, or
     0 if no number suffices. `bytes_per_token` is the memory traffic of a decode step with one
     sequence.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16 or
-    fp16.
-    `_low` is the roofline of all stages at the full peak and bandwidth, and `_high` adds the widest
-    known error of training steps. Raises `ValueError` if `pipeline` does not divide `gpus`, or if
-    the tensor-parallel degree does not divide the model.
+    fp16. Times have two bounds: `_low` is the roofline of all stages at the full peak and
+    bandwidth, and `_high` adds the widest known error of training steps. `tokens_per_second_low`
+    follows from the `_high` time, and vice versa. Raises `ValueError` if `pipeline` does not divide
+    `gpus`, if the tensor-parallel degree does not divide the model, or if the model has no cache.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -192,9 +192,10 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
 
 
 def _read_parameters(model: Transformer, ranks: int, tokens: int = 1) -> int:
-    """Return the number of parameters, without tables, that a device reads for some tokens.
+    """Return the number of parameters that a device reads to process `tokens` tokens.
 
-    If tokens choose experts independently of each other, some experts are not chosen.
+    Tables do not count, except for a tied head. Tokens are assumed to choose experts independently
+    of each other, so some experts are not read.
     """
     read = 0.0
     for matrix in matrices(model):

@@ -1,4 +1,4 @@
-"""A Hugging Face configuration, whose fields are the names in a family's formulas."""
+"""A Hugging Face configuration, whose fields a family's formulas refer to by name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ _ACTIVATIONS = {
 
 
 def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """Return a configuration in which each alias of a field is replaced by its first name.
+    """Return the configuration with each aliased field also stored under its first name.
 
     Raises `ValueError` if both names are present with different values, because the order of fields
     in the file would decide which value transformers uses.
@@ -46,9 +46,10 @@ def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, A
 
 
 class Config:
-    """The names in formulas: functions, `let` definitions and fields of the configuration.
+    """The values of names in formulas: functions, `let` definitions and configuration fields.
 
-    A missing field raises a `ValueError` that names it.
+    A missing field without a default raises a `ValueError` that names it. A null field also raises
+    `ValueError`, unless its default is 0, False or an empty string.
     """
 
     def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
@@ -102,19 +103,28 @@ class Config:
         return default if value is None else self.positive(name, value)
 
     def first_of(self, *names: str) -> Any:
-        """Return the first of several fields that the file has, or the first with a default."""
+        """Return the first field that the file sets, or otherwise the first default of a field.
+
+        Raises `ValueError` if there is neither.
+        """
         for name in names:
             if self.content.get(name) is not None:
                 return self.content[name]
         return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
     def sliding(self, default: bool) -> bool:
-        """Return True if `layer_types` gives the layer a window; without it, return `default`."""
+        """Return True if `layer_types` assigns a window to the current layer.
+
+        Returns `default` if the configuration has no `layer_types`.
+        """
         kind = self._kind()
         return default if kind is None else bool(kind == "sliding_attention")
 
     def attends(self, default: bool) -> bool:
-        """Return True if `layer_types` gives the layer attention; without it, return `default`."""
+        """Return True if `layer_types` assigns attention to the current layer.
+
+        Returns `default` if the configuration has no `layer_types`.
+        """
         kind = self._kind()
         return default if kind is None else kind in _ATTENTION
 
@@ -122,7 +132,10 @@ class Config:
         return self.types[self.layer] if self.types else None
 
     def value(self, entry: Any) -> Any:
-        """Evaluate a formula; a number or a bool is returned as it is."""
+        """Evaluate a formula; return a number or a bool unchanged.
+
+        Raises `ValueError` if the evaluation fails.
+        """
         if not isinstance(entry, str):
             return entry
         try:
@@ -147,7 +160,10 @@ class Config:
         return tuple(indices)
 
     def arguments(self, table: Table) -> Table:
-        """Evaluate a family's table of formulas to keyword arguments of `Transformer`."""
+        """Evaluate a family's table of formulas into keyword arguments of `Transformer`.
+
+        Raises `ValueError` if `layer_types` has the wrong length or an unknown entry.
+        """
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         if self.typed and len(self.types) != self.layers:
             raise ValueError(
@@ -182,7 +198,8 @@ class Config:
     def _derived_size(self, key: str, entry: Any) -> Table:
         """Return `{key: size}`, or an empty dictionary if `Transformer` has to derive the size.
 
-        `Transformer` derives sizes whose table entry is 0 or whose field is None.
+        `Transformer` derives a size if its table entry is 0 or its field is None. The entry for
+        `heads` is always returned. Any other size of 0 raises `ValueError`.
         """
         size = self.value(entry)
         if entry != 0 and size is not None:
@@ -190,7 +207,10 @@ class Config:
         return {key: size} if key == "heads" else {}
 
     def record(self, kind: type, entry: Table) -> Any:
-        """Return `Experts`, a `Window` or an `MLA`, or None if the model does not have it."""
+        """Return the record `Experts`, `Window` or `MLA`, or None if the model does not have it.
+
+        Raises `ValueError` if a width or rank is 0, or if `layer_types` requires a missing window.
+        """
         if not self.value(entry.get("if", True)):
             return self._absent(kind)
         layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
@@ -205,7 +225,7 @@ class Config:
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
 
     def _absent(self, kind: type) -> None:
-        """Return None; raise `ValueError` if the record is a window that layer_types requires."""
+        """Return None; raise `ValueError` if the record is a window that `layer_types` requires."""
         if kind is Window and "sliding_attention" in self.types:
             raise ValueError(
                 f"layer_types of this {self.family} config.json has sliding_attention, but "
@@ -222,7 +242,7 @@ class Config:
         return value
 
     def mixer(self, entry: Table) -> Mixer:
-        """Return a recurrent mixer: the formulas of mixers.toml with the sizes of the family."""
+        """Return a recurrent mixer: the formulas of mixers.toml for the sizes of the family."""
         name, layers = entry["like"], self.where(entry["where"])
         about = mixer_tables()[name]
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
@@ -245,7 +265,7 @@ class Config:
         )
 
     def matrices(self, row: Table) -> Iterator[Matrix]:
-        """Yield an additional matrix, table or vector of a family, and its bias."""
+        """Yield an additional matrix, table or vector of a family, and its bias if it has one."""
         if not self.value(row.get("if", True)):
             return
         once = row.get("once", False)
@@ -270,7 +290,8 @@ class Config:
 def activation(name: str) -> str:
     """Return the kind of activation function: `silu`, `gelu`, `gelu_new` or `relu`.
 
-    Functions of one kind save the same tensors for the backward.
+    Functions of one kind save the same number of tensors for the backward. Raises `ValueError` for
+    an unknown name.
     """
     for known, names in _ACTIVATIONS.items():
         if name in names:
@@ -294,7 +315,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
-#: Sizes that `Transformer` derives if they are missing, and the number of heads. All are positive.
+#: Sizes that `Transformer` derives if they are missing, and `heads`; a file must not set them to 0.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "same": _same, "pair": _pair, "count": _count}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

@@ -12,7 +12,10 @@ from accounting.model.formulas import Table
 
 
 def family_arguments(content: Mapping[str, Any], family: str) -> Table:
-    """Return the keyword arguments of `Transformer` for a configuration of a known family."""
+    """Return the keyword arguments of `Transformer` for a configuration of a known family.
+
+    Raises `ValueError` if the family's table refuses the configuration or its class is unknown.
+    """
     table = merged_table(family)
     config = Config(content, family, table)
     for condition, message in table.get("refuse", ()):
@@ -32,7 +35,10 @@ def class_named(content: Mapping[str, Any]) -> str:
 
 
 def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
-    """Return the table entries for the head that the class in `architectures` builds."""
+    """Return the table entries for the head that the class in `architectures` builds.
+
+    Raises `ValueError` for a class that the table does not list.
+    """
     name = class_named(content)
     known: dict[str, Table] = {}
     for endings, more in table["heads_known"].items():
@@ -47,7 +53,7 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
 
 
 def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """Yield a family's class names with an ending; for an empty ending, yield an empty name.
+    """Yield the spelled class names of a family with an ending, or "" for an empty ending.
 
     A class name starts with the name of its family, or with a name that the table lists.
     """

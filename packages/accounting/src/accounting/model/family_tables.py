@@ -43,7 +43,10 @@ def mixer_tables() -> Table:
 
 @cache
 def merged_table(name: str, base: bool = False) -> Table:
-    """Return the table of a family merged with its base tables; its own entries take precedence."""
+    """Return a family's table merged with its base tables, whose entries it overrides.
+
+    With `base`, `name` is a base table even if a family has the same name.
+    """
     entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
     merged: Table = {}
     for base_name in entries.get("like", ()):

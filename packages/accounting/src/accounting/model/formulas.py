@@ -20,7 +20,7 @@ def tables(name: str) -> Table:
 
 
 def value(entry: Any, names: Mapping[str, Any]) -> Any:
-    """Evaluate a formula; a number or a bool is returned as it is.
+    """Evaluate a formula; return a number or a bool unchanged.
 
     Names in `names` take precedence over the functions.
     """

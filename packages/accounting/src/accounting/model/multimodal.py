@@ -9,17 +9,21 @@ from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
 
-# The parameters of each part of a `Transformer`, from its keyword arguments.
+# A function from keyword arguments of a `Transformer` to the number of parameters in each part.
 PartSizes = Callable[[Table], dict[str, int]]
 
 # Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-# Families whose head has the sizes of the whole file instead of those of the language model.
+# Families whose head has the sizes at the top of the file; the language model must have the same.
 _OUTER_HEAD = ("ovis2",)
 
 
 def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
-    """Return the part of a multimodal configuration that describes its language model, if any."""
+    """Return the configuration of a multimodal model's language model, or None without one.
+
+    It is a nested configuration, or the file itself for classes that are `flat` in towers.toml.
+    Raises `ValueError` if the sizes of the head differ from those of the language model.
+    """
     for field in _NESTED:
         inner = content.get(field)
         if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
@@ -38,10 +42,13 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 
 def has_head(content: Mapping[str, Any]) -> bool:
-    """Return True if the class in `architectures` has the head of its language model."""
+    """Return True if the class in `architectures` has the head of its language model.
+
+    Raises `ValueError` if the class is neither a known base model nor a class for generation.
+    """
     family = content["model_type"]
     name = class_named(content)
-    # The base models that are grouped by their language model may contain its head.
+    # Base models in `by_language_model` may contain the head, so they are refused below.
     groups = ("tied_by_default", "untied_by_default", "by_either")
     known = any(family in MULTIMODAL[group] for group in groups)
     if known and spelled(name) == spelled(f"{family}_model"):
@@ -55,7 +62,11 @@ def has_head(content: Mapping[str, Any]) -> bool:
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return the `tie_word_embeddings` that applies to a multimodal class's language model."""
+    """Return the `tie_word_embeddings` that overrides the language model's, as a dictionary.
+
+    The dictionary is empty if the language model's field applies. Raises `ValueError` if the rule
+    of the class is unknown and the two fields are not given and equal.
+    """
     field = "tie_word_embeddings"
     family = content["model_type"]
     outer_value = content.get(field)
@@ -77,7 +88,7 @@ def vision_tower(content: Mapping[str, Any], width: int, part_sizes: PartSizes) 
     """Yield the parts of a vision tower of a known kind and of its projector.
 
     The parts are tables, because text tokens do not multiply them. Every tensor-parallel rank
-    stores them.
+    stores them. An unknown kind of tower has no parts.
     """
     family, vision = str(content["model_type"]), content.get("vision_config")
     table = TOWERS.get(family, {})

@@ -7,7 +7,7 @@ from accounting import checks
 
 @dataclass(frozen=True)
 class Matrix:
-    """One kind of parameter: its size, how it is sharded, and which tokens it applies to.
+    """One kind of parameter: its size, its sharding, and the tokens to which it applies.
 
     Parameters, FLOPs and shards are computed from these records. `part`, such as `attention`, and
     `name` appear in results.
@@ -36,8 +36,8 @@ class Matrix:
     routed: bool = False
     #: Pipeline stage of a matrix outside the blocks: `first` or `last`.
     where: str = "first"
-    #: Tokens that the matrix multiplies: all `tokens`; only the `last` token if a single prediction
-    #: is needed; or one vector per `sequence`.
+    #: Inputs that the matrix multiplies: all tokens (`tokens`), only the last token if a single
+    #: prediction is needed (`last`), or one vector per sequence (`sequence`).
     applies_to: str = "tokens"
     #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
     #: is not a patch.
@@ -50,12 +50,12 @@ class Matrix:
 
     @property
     def entries(self) -> int:
-        """Return the entries of one copy in one layer."""
+        """Return the number of entries in one copy of one layer."""
         return self.rows * self.columns
 
     @property
     def size(self) -> int:
-        """Return the entries of all copies in all layers."""
+        """Return the number of entries in all copies of all layers."""
         return self.times * self.copies * self.entries
 
     def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
@@ -68,7 +68,7 @@ class Matrix:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """Multi-head latent attention, which compresses keys and values to a latent (DeepSeek-V2)."""
+    """Multi-head latent attention, which compresses keys and values into a latent (DeepSeek-V2)."""
 
     #: Width of the latent from which keys and values are computed.
     kv_rank: int

@@ -21,6 +21,7 @@ def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> 
     """Return the keyword arguments of the `Transformer` that a configuration describes.
 
     `part_sizes` returns the parameters of each part of a `Transformer` with the given arguments.
+    Raises `ValueError` for an unknown or unsupported family.
     """
     family = content.get("model_type")
     if not isinstance(family, str | None):
@@ -60,7 +61,11 @@ def _reason(family: str | None) -> str:
 
 
 def content_of(config: object) -> dict[str, Any]:
-    """Return the fields of a configuration: a folder, a file, its content, or a config object."""
+    """Return the fields of a configuration: a folder, a file, its content, or a config object.
+
+    Raises `FileNotFoundError` if the file does not exist, `ValueError` if it is not a JSON object,
+    and `TypeError` for any other argument.
+    """
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str) and config.lstrip().startswith("{"):

@@ -1,4 +1,4 @@
-"""A transformer described by all sizes that determine its cost, and its matrices.
+"""A transformer, described by the sizes that determine its cost, and the list of its matrices.
 
 The sizes cover grouped-query and latent attention, recurrent mixers, experts and windows in some
 layers, and individual biases and norms. The defaults describe a Llama-like decoder: RMSNorm, rotary
@@ -46,7 +46,7 @@ class Transformer:
 
     #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
-    #: `silu`, `gelu`, `relu`, or `gelu_new`, which transformers computes with several operators.
+    #: `silu`, `gelu`, `relu`, or `gelu_new` (several operators in Hugging Face transformers).
     activation: str = "silu"
     #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
@@ -73,18 +73,18 @@ class Transformer:
     head_bias: bool = False
     #: True if each head has a learned logit that is included in the softmax (gpt-oss).
     sinks: bool = False
-    #: True if a gate with the width of the attention output is computed from the same input
-    #: (Qwen3-Next).
+    #: True if the attention output is multiplied by a gate of the same width that is computed from
+    #: the input of attention (Qwen3-Next).
     output_gate: bool = False
 
     mla: MLA | None = None
     experts: Experts | None = None
     window: Window | None = None
-    #: Layers with attention; the default is all layers.
+    #: Layers with attention; the default is all layers, or none if `heads` is 0.
     attention_layers: tuple[int, ...] | None = None
     #: Layers with a dense MLP; the default is all layers without experts.
     mlp_layers: tuple[int, ...] | None = None
-    #: Recurrent layers.
+    #: Kinds of recurrent layers, each with the layers that contain it.
     mixers: tuple[Mixer, ...] = ()
     #: False for encoders, in which each token attends to all tokens.
     causal: bool = True
@@ -100,8 +100,8 @@ class Transformer:
 
         Raises `ValueError` that names a missing field or an unknown family. Raises
         `FileNotFoundError` with the download command if the argument is the name of a model on the
-        hub. The class in `architectures` decides which parts exist, such as the head or a pooler;
-        without it, a decoder has a head.
+        hub. The class in `architectures` decides which parts exist, such as the head or a pooler.
+        Without this field, a decoder has a head.
         """
         return cls(**transformer_arguments(content_of(config), _part_sizes))
 
@@ -209,9 +209,9 @@ class Transformer:
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
     def check_positions(self, seq: int) -> None:
-        """Raise `ValueError` if a model of text has fewer positions than a sequence has tokens.
+        """Raise `ValueError` if the position table of a text model has fewer than `seq` rows.
 
-        Encoders of images are not checked, because they may interpolate their table.
+        Image encoders are not checked, because they may interpolate their table.
         """
         # The positions of Electra are narrower than its layers, so they are an additional table. A
         # vision tower also has positions, but no text token uses them.
@@ -235,7 +235,7 @@ class Transformer:
 
     @property
     def norm_vectors(self) -> int:
-        """Return the number of vectors per norm: a weight, and a bias if it has one."""
+        """Return the vectors per norm: 0 for `none`, 1 for a weight, 2 for a weight and a bias."""
         return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
 
 
@@ -255,7 +255,7 @@ _PARTS = tables("model/matrices.toml")
 
 
 def _part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the parameters of each part of a `Transformer` with these arguments."""
+    """Return the number of parameters in each part of a `Transformer` with these arguments."""
     sizes: Counter[str] = Counter()
     for matrix in matrices(Transformer(**arguments)):
         sizes[matrix.part] += matrix.size
@@ -264,7 +264,7 @@ def _part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def matrices(model: Transformer) -> tuple[Matrix, ...]:
-    """Return all matrices of a model with at least one entry, one record per kind of matrix."""
+    """Return the nonempty matrices of a model, one record per kind of matrix."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers
