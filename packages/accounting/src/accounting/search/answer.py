@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def plan(self) -> Plan:
-        """Return the layout."""
+        """Return the best plan."""
         return self.best.plan
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,11 +136,13 @@ def plan_for(
     """Return the fastest plan that fits in memory, and the cost of training on `tokens` with it.
 
     `batch` is in sequences of `seq` tokens; the default is about 4 million tokens. Fields of `Plan`
-    that are passed are fixed, and the search varies all other fields. As in `plans_that_fit`, the
-    memory is that of `training_memory` with `fused_gate=True`. `usd_per_hour` is the price
-    of one device; the default is that of the hardware. The failure rate per device-hour is that of
-    the 54-day run of Llama 3 405B. `time_limit` and `progress` are those of `plans_that_fit`.
-    Raises `ValueError` if no plan fits.
+    that are passed are fixed, and the search varies all other fields. As in `plans_that_fit`,
+    `training_memory` with `fused_gate=True` computes the memory. `memory_bytes` replaces the memory
+    of the device. `usd_per_hour` is the price of one device; the default is the hardware's price.
+    The default `precision` is `megatron_bf16`, or `mixed_fp16` if the device lists no bf16.
+    Failures per device-hour are as frequent as in the 54-day run of Llama 3 405B. `time_limit` and
+    `progress` are passed to `plans_that_fit`. Raises `ValueError` if no plan fits, and
+    `TimeoutError` if none is found within `time_limit` seconds.
     """
     device = find(hardware)
     if memory_bytes is not None:
@@ -152,7 +154,7 @@ def plan_for(
     kind = recipe(precision)
     if batch is None:
         batch = max(TOKENS_PER_STEP // seq, 1)
-        # Round up to a multiple of the devices, or of a fraction of them if the batch is small.
+        # Round up to a multiple of `gpus`, or of gpus / gcd(gpus, 8) if the batch is small.
         unit = gpus if batch > gpus else gpus // math.gcd(gpus, 8)
         batch = -(-max(batch, unit) // unit) * unit
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
@@ -246,7 +248,7 @@ def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> st
     try:
         plan = Plan(**usual | dict(fixed))
         plan.check(model, seq=seq)
-        # The number of ranks that share weights is unknown at this point.
+        # The number of ranks that share weights is unknown at this point, so assume at least two.
         replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
     except ValueError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""A lower bound of the memory of a plan, from the sizes of its stages.
+"""A lower bound on the memory of a plan, from the sizes of its stages.
 
 The bound is `training_memory` without three terms: the rounding of shards, the logits that GPipe
 saves for every micro-batch but one, and the moments of FSDP2 in a pipeline that are rarely the
@@ -18,7 +18,7 @@ from accounting.search.time_bound import ROUNDING
 
 
 class MemoryBound:
-    """Lower bounds of the bytes on the fullest device."""
+    """Lower bounds on the bytes of the fullest device."""
 
     def __init__(self, space: Space, table: StageTable) -> None:
         self._space = space
@@ -103,7 +103,7 @@ class MemoryBound:
         return self._other_states(stage, candidate) + max(moments)
 
     def _other_states(self, stage: StageSizes, candidate: Candidate) -> float:
-        """Return the bytes of weights and optimizer."""
+        """Return the bytes of weights and optimizer state."""
         layout, expert, zero = candidate
         whole = stage.parameters.dense + stage.parameters.routed / expert
         shard = _shard(stage, layout)
@@ -126,11 +126,11 @@ class MemoryBound:
         )
 
     def _sequences(self, layout: Layout) -> int:
-        """Return the sequences of a micro-batch."""
+        """Return the number of sequences in a micro-batch."""
         return self._space.work.batch // (layout.data * layout.microbatches)
 
     def _stored_tokens(self, stage: StageSizes, layout: Layout) -> float:
-        """Return the tokens on a device whose activations a stage stores at once."""
+        """Return the number of tokens whose activations a device of the stage stores at once."""
         stored = self._in_flight(stage, layout) / layout.virtual_stages
         return self._sequences(layout) * self._space.work.seq / layout.context * stored
 
@@ -142,7 +142,7 @@ class MemoryBound:
         return self._block(layout.tensor, layout.context, self._sequences(layout))
 
     def _compute_temporary(self, tensor: int, context: int, sequences: int, is_last: bool) -> float:
-        """Return the bytes that exist only in a backward."""
+        """Return the bytes of tensors that exist only in a backward."""
         temporary = end_of_model if is_last else temporary_gradients
         work = replace(self._space.work, batch=sequences)
         plan = self._plan(tensor, context)
@@ -165,7 +165,7 @@ class MemoryBound:
 
 
 def _shard(stage: StageSizes, layout: Layout) -> float:
-    """Return the parameters per device of a stage that ZeRO shards over all replicas."""
+    """Return the parameters per device of a stage if ZeRO shards them over all replicas."""
     return (stage.parameters.dense + stage.parameters.routed) / layout.replicas
 
 

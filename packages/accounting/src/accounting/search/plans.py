@@ -1,8 +1,8 @@
 """Search for the fastest plans that fit in memory, and for the fewest devices.
 
-The search is a branch and bound over the plans of `search/space.py`. It takes plans in the order of
-a lower bound of their step time, computes them in full, and stops when the next bound exceeds the
-step time of its results. Layouts and plans whose least memory exceeds the device are skipped.
+The search is a branch and bound over the plans of `search/space.py`. It computes plans in full, in
+the order of a lower bound on their step time. It stops when the next bound exceeds the step time of
+the slowest result. Layouts and plans whose memory bound exceeds the device are skipped.
 """
 
 import bisect
@@ -70,18 +70,19 @@ def plans_that_fit(
       per stage,
     - context-parallel degrees that leave at least 1024 tokens of a sequence per rank,
     - expert-parallel degrees, all kinds of recomputation, and all sizes of a micro-batch,
-    - ZeRO stages 0 to 3, without stage 2 in a pipeline and stage 3 with interleaved chunks.
+    - ZeRO stages 0 to 3, except stage 2 in a pipeline and stage 3 with interleaved chunks.
 
     Every degree divides the number of devices and the sizes of the model. Plans with tensor
     parallelism are sequence-parallel, and ZeRO-3 reshards after the forward.
 
     A tenth of the memory is left for buffers and fragmentation. `memory_bytes` replaces the memory
-    of the device. Memory is that of `training_memory` with `fused_gate=True`: one kernel computes
+    of the device. `training_memory` computes the memory with `fused_gate=True`: one kernel computes
     the gated product of an MLP, which saves fewer activations than the default of
-    `training_memory`. After `time_limit` seconds, the plans found so far are returned, or
-    `TimeoutError` is raised if there are none. `progress` is called with the number of plans that
-    were computed in full and the number of all plans. Raises `ValueError` if the fixed degrees do
-    not divide the devices.
+    `training_memory`. The list is empty if no plan fits. After `time_limit` seconds, the plans
+    found so far are returned, or `TimeoutError` is raised if there are none. `progress` is called
+    with the number of plans that were computed in full and the number of all plans. Raises
+    `ValueError` if the fixed degrees do not divide the devices, or for `expert` above 1 in a
+    model without experts.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
@@ -109,7 +110,7 @@ def plans_that_fit(
         if fitting_plan is not None:
             bisect.insort(fitting, fitting_plan, key=lambda plan: plan.step_seconds)
             if len(fitting) >= most:
-                # Bounds are lower by the same fraction.
+                # Bounds are reduced by the same fraction.
                 slowest = fitting[most - 1].step_seconds * (1 - ROUNDING)
     return fitting[:most]
 
@@ -136,7 +137,7 @@ def _ascending(
 ) -> Iterator[tuple[float, Candidate]]:
     """Yield the candidates of all layouts with their bounds, the smallest bound first.
 
-    The candidates of a layout are created when no other bound is smaller than that of the layout.
+    The candidates of a layout are created when no other bound is smaller than the layout's bound.
     """
     order = itertools.count()
     heap: list[tuple[float, int, Layout | Candidate]] = [
@@ -165,7 +166,7 @@ def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> Fittin
 
 
 def least_memory(space: Space) -> float | None:
-    """Return the least memory of a device over all plans, or None if no plan is valid."""
+    """Return the least bytes per device over all plans, or None if no plan is valid."""
     memory = MemoryBound(space, StageTable(space))
     least = math.inf
     plans = _ascending(
@@ -183,7 +184,10 @@ def least_memory(space: Space) -> float | None:
 
 
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
-    """Raise `ValueError` if the fixed degrees do not divide the devices or the model."""
+    """Raise `ValueError` if the fixed degrees do not divide the devices.
+
+    Also raise `ValueError` for `expert` above 1 in a model without experts.
+    """
     product = math.prod(fixed.get(name) or 1 for name in DEGREES)
     if devices % product:
         degrees = " x ".join(name for name in DEGREES if name in fixed)
@@ -212,10 +216,11 @@ def fewest_devices(
 ) -> int:
     """Return the smallest number of data-parallel devices on which the model trains.
 
-    Each device processes `batch` sequences, so more devices need less memory for model states, but
-    not for activations. `memory_bytes` is the memory of a device. `activation_bytes` is added to
-    the memory that a device needs; the fraction `sharded_activations` of it is divided by the
-    number of devices. Raises `ValueError` if `most` devices do not suffice.
+    Each device processes `batch` sequences, so with more devices each one needs less memory for
+    model states, but not for activations. `memory_bytes` is the memory of a device.
+    `activation_bytes` is added to the memory that a device needs; the fraction
+    `sharded_activations` of it is divided by the number of devices. Raises `ValueError` if `most`
+    devices do not suffice.
     """
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 

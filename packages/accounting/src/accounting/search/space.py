@@ -18,7 +18,7 @@ MOST_CHUNKS = 8
 
 
 class Layout(NamedTuple):
-    """Fields of a plan without its ZeRO stage and expert degree; fields as in `Plan`."""
+    """A plan without its ZeRO stage and expert degree; the fields are defined in `Plan`."""
 
     tensor: int
     pipeline: int
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that store the same dense weights."""
+        """Return the number of ranks that store the same dense weights."""
         return self.data * self.context
 
 
@@ -66,7 +66,7 @@ class Space:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """All layouts whose degrees divide the devices, the batch and the model."""
+        """Return all layouts whose degrees divide the devices, the batch and the model."""
         return [
             layout
             for tensor in self._tensor_degrees()
@@ -76,7 +76,7 @@ class Space:
 
     @cached_property
     def count(self) -> int:
-        """Number of plans."""
+        """Return the number of plans."""
         return sum(len(self.options(layout)) for layout in self.layouts)
 
     def data_degrees(self) -> list[int]:
@@ -88,7 +88,7 @@ class Space:
         return sorted({layout.data for layout in space.layouts})
 
     def options(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return the expert degrees and ZeRO stages of the plans of a layout."""
+        """Return the pairs (expert degree, ZeRO stage) of the plans of a layout."""
         return self._cached_options(layout.replicas, layout.pipeline, layout.schedule)
 
     def candidates(self, layout: Layout) -> Iterator[Candidate]:
@@ -97,7 +97,7 @@ class Space:
             yield Candidate(layout, expert, zero)
 
     def plan(self, candidate: Candidate) -> Plan | None:
-        """Return the plan of a candidate, or None if its memory is not modeled."""
+        """Return the plan of a candidate, or None if it is invalid or its memory is not modeled."""
         layout, expert, zero = candidate
         try:
             plan = Plan(
@@ -115,7 +115,7 @@ class Space:
 
     @property
     def reshards(self) -> bool:
-        """True if FSDP frees gathered weights after the forward, which needs less memory."""
+        """Return True if FSDP frees gathered weights after the forward, which needs less memory."""
         return bool(self.fixed.get("reshard_after_forward", True))
 
     def sequence_parallel(self, tensor: int) -> bool:
@@ -147,7 +147,7 @@ class Space:
         return list(default)
 
     def _tensor_degrees(self) -> list[int]:
-        """Return the tensor-parallel degrees whose groups are inside a node."""
+        """Return the fixed tensor-parallel degree, or all degrees with groups inside a node."""
         node = self.device.devices_per_node
         inside = [
             tensor
@@ -195,7 +195,7 @@ class Space:
         return True
 
     def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
-        """Yield the context- and data-parallel degrees of `replicas` ranks."""
+        """Yield the pairs of context- and data-parallel degrees whose product is `replicas`."""
         seq = self.work.seq
         usual = (c for c in divisors(replicas) if c == 1 or seq >= c * LEAST_TOKENS_PER_RANK)
         for context in self._choices("context", usual):
@@ -213,7 +213,7 @@ class Space:
         return [m for m in self._choices("microbatches", divisors(batch)) if batch % m == 0]
 
     def _options(self, replicas: int, pipeline: int, schedule: str) -> list[tuple[int, int]]:
-        """Return the expert degrees and ZeRO stages for a number of replicas."""
+        """Return the pairs (expert degree, ZeRO stage) for a number of replicas."""
         count = self.model.experts.count if self.model.experts else 1
         experts = divisors(math.gcd(replicas, count))
         zeros = CHOICES["zero"] if replicas > 1 else (0,)

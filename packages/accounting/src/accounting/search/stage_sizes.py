@@ -22,7 +22,7 @@ from accounting.time.step import attention_flops
 
 
 class TokenCalls(NamedTuple):
-    """The calls of a collective per micro-batch, for one token per device."""
+    """One collective: its calls per micro-batch, and their payload for one token per device."""
 
     axis: str
     operation: str
@@ -37,7 +37,7 @@ class StageParameters(NamedTuple):
     layers: int
     dense: int
     routed: int
-    #: Parameters with a copy in the dtype of the arithmetic, experts included.
+    #: Parameters, experts included, that autocast copies to `cast_weights`.
     cast: float
     #: Parameters outside the blocks.
     ends: int
@@ -54,7 +54,7 @@ class StageCosts(NamedTuple):
     #: Bytes of saved activations per token of a micro-batch.
     activation_bytes: float
     rates: StageRates
-    #: Seconds of attention per sequence, before tensor and context parallelism divide them.
+    #: Seconds of attention per sequence, before tensor and context parallelism divide this time.
     attention: float
 
 

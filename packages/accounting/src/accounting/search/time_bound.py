@@ -1,4 +1,4 @@
-"""A lower bound of the step time of a plan, from the sizes of its stages.
+"""A lower bound on the step time of a plan, from the sizes of its stages.
 
 The bound is `step_time` without three terms: the reduction of a tied embedding in a pipeline, the
 rounding of shards, and the part of the bubble that waits for context parallelism.
@@ -21,14 +21,14 @@ ROUNDING = 1e-9
 
 
 class Traffic(NamedTuple):
-    """Seconds of some collectives, and the bytes that a device sends in a ring."""
+    """Seconds of some collectives, and the bytes that a device sends for them in rings."""
 
     seconds: float
     wire: float
 
 
 class TimeBound:
-    """Lower bounds of the modeled seconds of a step."""
+    """Lower bounds on the modeled seconds of a step."""
 
     def __init__(self, space: Space, table: StageTable) -> None:
         self._space = space
@@ -68,7 +68,7 @@ class TimeBound:
         return [stage for stage in self._table.stages(layout) if stage.is_inner]
 
     def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
-        """Return the seconds of traffic that compute does not hide, with their bubble."""
+        """Return the seconds of traffic that compute does not hide, plus its part of the bubble."""
         layout, expert, zero = candidate
         results = []
         for stage in self._inner(layout):
@@ -96,7 +96,7 @@ class TimeBound:
         return min(exposed for wire, exposed in results if wire >= most)
 
     def _compute_busy(self, layout: Layout, expert: int) -> tuple[float, float]:
-        """Return the seconds of the slowest stage without communication, and its compute."""
+        """Return the slowest stage's seconds without communication, and its seconds of compute."""
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq
         results = []
@@ -163,7 +163,7 @@ def _idle(layout: Layout) -> float:
 
 
 def _updated(stage: StageSizes, candidate: Candidate) -> float:
-    """Return the parameters that a device of a stage updates."""
+    """Return the number of parameters that a device of a stage updates."""
     layout, expert, zero = candidate
     if zero:
         return (stage.parameters.dense + stage.parameters.routed) / layout.replicas

@@ -44,17 +44,17 @@ class Collective:
 
     @property
     def wire(self) -> int | float:
-        """Return the bytes that one device of a ring sends."""
+        """Return the bytes that one device of a ring sends in all calls."""
         return plain(self.wire_fraction * self.count * self.call_bytes)
 
     @property
     def wire_total(self) -> int | float:
-        """Return the bytes that all devices of one group send."""
+        """Return the bytes that all devices of one group send in all calls."""
         senders = 1 if self.operation == "send" else self.ranks
         return plain(senders * self.wire_fraction * self.count * self.call_bytes)
 
     def seconds(self, link: Link) -> float:
-        """Return the time of all calls by the faster of ring and double binary tree."""
+        """Return the time of all calls; see `seconds` of this module."""
         return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
 
 
@@ -73,7 +73,8 @@ def ring_wire(operation: str, ranks: int, payload: float) -> float:
 def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
     """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
 
-    The time is that of the faster of ring and double binary tree.
+    A collective uses a ring or a double binary tree, whichever is faster. A `send` is one message
+    per call.
     """
     payload = count * call_bytes
     wire_seconds = ring_wire(operation, ranks, payload) / link.bandwidth

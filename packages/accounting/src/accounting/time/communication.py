@@ -49,7 +49,8 @@ def token_collectives(
     """Return the collectives of tensor, expert, context and pipeline parallelism.
 
     Their payload is proportional to `column_bytes`, the size of one feature of all tokens of a
-    micro-batch on a device. The number of their calls is proportional to the micro-batches.
+    micro-batch on a device. The number of their calls is proportional to the number of
+    micro-batches.
     """
     stage_model = plan.stage_model(model, stage)
     stream = column_bytes * model.d_model
@@ -62,12 +63,12 @@ def token_collectives(
 
 
 def _sent_bytes(model: Transformer, plan: Plan, column_bytes: Fraction) -> Fraction:
-    """Return the bytes of the stream, or of its part of the sequence, for the next stage."""
+    """Return the bytes that a device sends per call: the stream, or its shard of the sequence."""
     return column_bytes * model.d_model / (plan.tensor if plan.sequence_parallel else 1)
 
 
 class StateCalls(NamedTuple):
-    """The calls per step that data parallelism makes over all weights or all gradients."""
+    """A collective over all weights or all gradients of a device, and its calls per step."""
 
     name: str
     operation: str
@@ -79,7 +80,7 @@ class StateCalls(NamedTuple):
 def state_calls(
     zero: int, pipeline: int, microbatches: int, reshard_after_forward: bool
 ) -> list[StateCalls]:
-    """Return the calls of data parallelism for a ZeRO stage."""
+    """Return the collectives of data parallelism for a ZeRO stage."""
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     reductions = microbatches if zero >= 2 else 1
     gathers = reductions * (2 if reshard_after_forward else 1)
@@ -121,8 +122,8 @@ def _states(
 def _tensor(
     stage_model: Transformer, model: Transformer, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
-    """Yield the all-reduces of tensor parallelism: per attention and MLP, forward and backward."""
-    # Each attention, mixer and MLP ends with an all-reduce; parallel blocks share a single one.
+    """Yield the collectives of tensor parallelism, with or without sequence parallelism."""
+    # Each attention, mixer and MLP ends with an all-reduce; a parallel block has a single one.
     mixing_layers = {i for m in stage_model.mixers for i in m.layers} | set(
         stage_model.attention_layers or ()
     )

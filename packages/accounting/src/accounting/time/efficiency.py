@@ -2,8 +2,8 @@
 
 A product of (m, k) by (k, n) takes the time of its operations at a fraction of the peak, plus the
 time to move its three matrices through memory. Large products therefore approach that fraction of
-the peak, and thin ones are bound by bandwidth. All other operations are bound by bandwidth: norms,
-activations, residual sums, and an unfused softmax.
+the peak, and thin products are bound by bandwidth. All other operations are bound by bandwidth:
+norms, activations, residual sums, and an unfused softmax.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ BANDWIDTH_FRACTION = 0.8
 #: Number of times that a training step moves a tensor of the residual stream per layer: two norms,
 #: two residual sums, inputs and outputs of attention, forward and backward.
 STREAM_PASSES = 34
-#: The same for a hidden tensor of the MLP, per matrix of the MLP.
+#: Number of times that a training step moves a hidden tensor of the MLP, per matrix of the MLP.
 HIDDEN_PASSES = 8
 #: Number of passes over unfused scores: product of queries and keys, mask, softmax, dropout and
 #: product with values, forward and backward.
@@ -34,7 +34,7 @@ SCORE_PASSES = 14
 
 
 class StageRates(NamedTuple):
-    """The seconds of a stage per token and per micro-batch, forward and backward.
+    """Seconds of the forward and backward of a stage, per token or per micro-batch.
 
     Attention is not included.
     """
@@ -47,7 +47,7 @@ class StageRates(NamedTuple):
     elementwise: float
     #: Matrices outside the experts that are read per micro-batch.
     dense_weights: float
-    #: The same for the matrices of all experts; expert parallelism divides it.
+    #: Matrices of all experts that are read per micro-batch; expert parallelism divides this time.
     routed_weights: float
 
 
@@ -93,7 +93,7 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
 def stage_seconds(
     model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
 ) -> tuple[float, float, float]:
-    """Return the seconds of a micro-batch of `tokens` on a stage: forward and backward.
+    """Return the seconds of the forward and backward of a micro-batch of `tokens` on a stage.
 
     The three numbers are the arithmetic of the matrix products without attention, their memory
     traffic, and the memory traffic of the operations between them. `model` is the stage's model.
@@ -108,7 +108,10 @@ def stage_seconds(
 
 
 def _elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
-    """Return the number of values per token that norms, activations, sums and the loss move."""
+    """Return the number of values per token that operations between matrix products move.
+
+    These are norms, activations, residual sums, unfused scores and the loss.
+    """
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
     hidden = len(model.mlp_layers or ()) * model.d_ff
     if model.experts:

@@ -23,7 +23,7 @@ RESTART_HOURS = 5 / 60
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Expected duration of a run, and its failures."""
+    """Expected duration of a run, and its expected number of failures."""
 
     #: Hours of work between two checkpoints.
     interval_hours: float

@@ -1,8 +1,8 @@
 """The smallest batch for which a sharded MLP on a mesh is compute-bound.
 
 FSDP over X devices gathers weights, and tensor parallelism over Y devices gathers activations. Each
-may use several axes (M_X, M_Y) of a torus. Per layer, with B tokens, widths D and F, C FLOP/s and W
-bytes/s per axis,
+may use several axes (M_X, M_Y) of a torus. Per layer, with B tokens, widths D and F, N = X Y
+devices, C FLOP/s per device and W bytes/s per axis,
 
     T_math = 4 B D F / (N C),   T_fsdp = 4 D F / (Y W M_X),   T_tp = 4 B D / (X W M_Y)
 
@@ -40,7 +40,7 @@ class MeshBatch:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of the whole batch."""
+        """Return the number of tokens in the whole batch."""
         return self.per_device * self.fsdp * self.tensor
 
 
@@ -81,7 +81,7 @@ def best_mesh(
     The communication is summed, and X need not be an integer.
 
     At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
-    (M_X M_Y F).
+    (M_X M_Y F). Y is clamped to [1, `devices`]. Raises `ValueError` if no batch is compute-bound.
     """
     alpha = flops_per_second / axis_bytes_per_second
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))

@@ -44,7 +44,7 @@ class Published:
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
-    #: True if constants of the model were fitted to this source.
+    #: True if constants of the time model were fitted to this source.
     fitted: bool = False
 
 
@@ -144,8 +144,9 @@ class Interval:
 
 #: Device, dtype of the matrix products, and `dense` or `MoE`.
 Group = tuple[str, str, str]
-#: The half-width of an interval is this quantile of the errors of known sources. Few known sources
-#: understate the errors of a new source, so about 80 % of its runs are expected inside.
+#: The half-width of an interval is this quantile of the errors of known sources. A few known
+#: sources understate the errors of a new source, so the interval is expected to contain about 80 %
+#: of the runs of a new source.
 ERROR_QUANTILE = 0.9
 #: A group with fewer sources than this uses the widest known interval.
 LEAST_SOURCES = 3
@@ -157,7 +158,7 @@ class Ratio:
 
     source: str
     group: Group
-    #: The ratio with all constants of the model.
+    #: The ratio with all constants of the time model.
     usual: float
     #: The ratio without constants that were fitted to the source of the run.
     held_out: float
@@ -178,7 +179,7 @@ def ratios() -> tuple[Ratio, ...]:
 
 
 def group_of(model: Transformer, hardware: str, precision: str | Precision) -> Group:
-    """Return the properties on which errors may depend: device, dtype, and dense or MoE."""
+    """Return the properties on which errors may depend; see `Group`."""
     return hardware, recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
@@ -196,7 +197,7 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
 
 
 def _without_constants(device: Hardware) -> Hardware:
-    """Return a device without the power factor and with the bf16 fraction of the peak in fp8."""
+    """Return a device without power factor, whose fp8 products reach the fraction of bf16."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
@@ -206,7 +207,7 @@ def _without_constants(device: Hardware) -> Hardware:
 
 
 def mean_log_ratio(seen: Iterable[Ratio]) -> float:
-    """Return the logarithm of the learned factor, with equal weight per source."""
+    """Return the log of the learned factor: the mean of `usual` with equal weight per source."""
     by_source: dict[str, list[float]] = {}
     for ratio in seen:
         by_source.setdefault(ratio.source, []).append(ratio.usual)
@@ -214,7 +215,10 @@ def mean_log_ratio(seen: Iterable[Ratio]) -> float:
 
 
 def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
-    """Return the errors of each source's runs, predicted from all other sources."""
+    """Return the absolute log errors of each source's runs, predicted from all other sources.
+
+    A single source is predicted with a factor of 1.
+    """
     errors: dict[str, list[float]] = {}
     for source in dict.fromkeys(ratio.source for ratio in seen):
         others = [ratio for ratio in seen if ratio.source != source]
@@ -224,9 +228,9 @@ def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
 
 
 def half_width(errors: Mapping[str, Sequence[float]]) -> float:
-    """Return the `ERROR_QUANTILE` of the errors of all runs, with equal weight per source.
+    """Return the quantile `ERROR_QUANTILE` of the errors of all runs, equally weighted by source.
 
-    `errors` are logarithms of factors, by source.
+    `errors` are logarithms of factors, by source. Raises `ValueError` if there are none.
     """
     weighted = sorted((e, 1 / len(listed)) for listed in errors.values() for e in listed)
     goal, reached = ERROR_QUANTILE * len(errors), 0.0
@@ -240,7 +244,7 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
     """Return the factor that multiplies modeled seconds, and its interval, for a group.
 
-    Both are computed from the runs of the group if these have at least `LEAST_SOURCES` sources.
+    Both are computed from the runs of the group if they come from at least `LEAST_SOURCES` sources.
     Otherwise the factor is computed from all runs, and the interval from the source with the widest
     errors.
     """
@@ -256,7 +260,7 @@ def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
 
 @lru_cache
 def coverage(group: Group | None = None) -> tuple[int, int, int]:
-    """Return the numbers of covered runs, runs and sources of a group.
+    """Return the number of covered runs, of all runs, and of sources in a group.
 
     A run is covered if the interval that is learned for the group from all other sources contains
     it. Without a group, all runs are compared with the widest interval of the other sources.
@@ -282,9 +286,10 @@ def predicted(
 ) -> Interval:
     """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is that of runs with this device, this dtype, and dense or MoE. Without these
-    arguments, or with too few sources, it is the widest known interval. `basis` of the result says
-    which runs the interval comes from, and how many held-out runs such intervals contained.
+    The interval is that of runs with this device, dtype and kind of model (dense or MoE). If one of
+    the three arguments is missing, or too few sources have such runs, it is the widest known one.
+    `basis` of the result names the runs behind the interval, and counts the held-out runs that such
+    intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:

@@ -1,4 +1,4 @@
-"""The roofline model, which shows if an operation is bound by compute or by memory.
+"""The roofline model, which shows whether an operation is bound by compute or by memory.
 
 The intensity of an operation is its FLOPs per byte of memory traffic. An operation is bound by
 compute if its intensity is at least the ridge, `peak / bandwidth`.
@@ -67,7 +67,7 @@ def roofline(
     """Return the roofline of an operation on a device.
 
     The operation is given by its `flops` and `bytes`, or as the product of an (m, k) and a (k, n)
-    matrix by `shape` = (m, k, n).
+    matrix by `shape` = (m, k, n). Raises `ValueError` unless exactly one of the two is passed.
     """
     device = find(hardware)
     if shape is not None:

@@ -41,14 +41,17 @@ def step_time(
     overlap: Mapping[str, float] = OVERLAP,
     **run: Any,
 ) -> Breakdown:
-    """Return the seconds of one step: compute, bandwidth-bound operations, communication, bubble.
+    """Return the seconds of one step, by part.
+
+    The parts are compute, bandwidth-bound operations, bubble, exposed communication and optimizer.
 
     `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in the dtype of activations. With
     `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
     fraction of the compute time that can hide its traffic. The result is the modeled time;
     `accounting.time.published.predicted` adds the factor and interval of published runs. Raises
-    `ValueError` if the device does not list a dtype of the recipe.
+    `ValueError` if the device does not list a dtype of the recipe, or if the plan is not valid for
+    the model or the batch.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -65,7 +68,7 @@ def step_time(
     for axis, fraction in overlap.items():
         checks.choice("an axis of overlap", axis, OVERLAP)
         checks.number(f"overlap of {axis}", fraction, most=1, open=False)
-    # Sharded weights are also gathered during the forward, so all compute can hide them.
+    # ZeRO-3 also gathers weights during the forward, so all compute can hide its data traffic.
     overlap = {**OVERLAP, **overlap}
     can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     unused_compute, blocking_seconds = compute, 0.0
@@ -117,7 +120,7 @@ def _stage_seconds(
 
 
 def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
-    """Return the FLOPs of attention on one device of a stage, with recomputation."""
+    """Return the FLOPs of attention per step on one device of a stage, with recomputation."""
     stage_model = plan.stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
@@ -133,7 +136,7 @@ def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) 
 
 
 def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
-    """Return the seconds in which the optimizer reads and writes all model states once."""
+    """Return the seconds that the optimizer takes to read and write all model states once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
     count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
@@ -158,7 +161,10 @@ def _updated_parameters(model: Transformer, plan: Plan) -> int:
 def collectives_on(
     model: Transformer, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
-    """Yield each collective of the inner stage with the most traffic, and the link of its group."""
+    """Yield each collective of the inner stage with the most traffic, and the link of its group.
+
+    A pipeline of one or two stages has no inner stage, so its last stage is used.
+    """
     inner = [stage for stage in distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq, **work.kind.wire_dtypes}
     collectives = max(
@@ -181,9 +187,9 @@ def group_link(
 ) -> Link:
     """Return the link of a group of `ranks` devices that are `stride` devices apart.
 
-    `operation` is that of a `Collective`. For a ring collective, k members in a node use k network
-    ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends its bytes
-    through its own port; an all-to-all sends only the bytes that leave the node.
+    `operation` is a value of `Collective.operation`. For a ring collective, k members in a node use
+    k network ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends
+    its bytes through its own port; an all-to-all sends only the bytes that leave the node.
     """
     hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link
@@ -199,7 +205,8 @@ def group_link(
     if operation == "send":
         return network
     if operation == "all_to_all":
-        # Seconds are wire / bandwidth, and (ranks - 1) / ranks of the payload is on the wire.
+        # Seconds are computed as wire / bandwidth. The wire has (ranks - 1) / ranks of the payload,
+        # but only (ranks - inside) / ranks leaves the node.
         bandwidth = network.bandwidth * (ranks - 1) / (ranks - inside)
         return replace(network, bandwidth=min(bandwidth, link.bandwidth))
     ports = min(inside, ranks)
@@ -222,5 +229,8 @@ def bucket_overhead_seconds(
 
 @checks.entry()
 def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """Return the bucket size sqrt(s o w), which minimizes the overhead at n = sqrt(s / (w o))."""
+    """Return the bucket bytes with the least overhead: sqrt(s o w), for n = sqrt(s / (w o)).
+
+    The symbols are those of `bucket_overhead_seconds`.
+    """
     return math.sqrt(model_bytes * latency * bandwidth)
