@@ -1,10 +1,11 @@
 """The tensors that a forward pass in eager torch saves for the backward pass.
 
-A linear layer saves its input, a norm its input and one or two statistics per token, an activation
-its input (ReLU its output), a product both factors, softmax its output, and flash attention q, k,
-v, the output and the log-sum-exp. A tensor that two operations save counts once; activations.toml
-lists all of them. With dropout, GELU and plain attention in 16 bits, the sum is the `sbh(34 +
-5as/h)` of Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1.
+A linear layer saves its input. A norm saves its input and one or two statistics per token. An
+activation saves its input, but ReLU saves its output. A product saves both factors, and softmax its
+output. Flash attention saves q, k, v, the output and the log-sum-exp. A tensor that two operations
+save counts once; activations.toml lists all tensors. With dropout, GELU and plain attention in 16
+bits, the sum is the `sbh(34 + 5as/h)` of Korthikanti et al. 2022, "Reducing Activation
+Recomputation", equation 1.
 """
 
 from fractions import Fraction
@@ -83,8 +84,8 @@ def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdow
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
     The result is for a micro-batch on one device. The cross-entropy saves the log-softmax in the
-    dtype of the logits. Its gradient and the gradient of the logits are allocated at the start of
-    the backward, where many training steps peak.
+    dtype of the logits. The gradients of the log-softmax and of the logits are allocated at the
+    start of the backward, where many training steps peak.
     """
     kind = work.kind
     if not model.vocab_size or not model.lm_head:
@@ -122,10 +123,10 @@ def _sizes(model: Transformer, kind: Precision, fused_norm: bool) -> Table:
     size = bytes_of(kind.activations)
     wide = bytes_of(kind.stream) if kind.stream else size
     return {
-        # A norm that consists of several operators computes in fp32, and saves its input and
-        # result.
         "size": size,
         "wide": wide,
+        # A norm that consists of several operators computes in fp32, and saves its input and
+        # result.
         "normed": wide if fused_norm else max(wide, Fraction(4)),
         "d": model.d_model,
         "fused_norm": fused_norm,
@@ -149,7 +150,7 @@ def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
         "per_rank": lambda width: Fraction(width) / plan.tensor,
         "n": len(model.attention_layers or ()),
         "h": model.heads,
-        # If there are fewer key heads than devices, each device stores one copy.
+        # If there are fewer key heads than devices, each device stores a copy of one head.
         "g": model.heads if model.mla else max(model.kv_heads, plan.tensor),
         "qk": model.qk_dim,
         "v": model.v_head_dim,
@@ -167,7 +168,7 @@ def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
 
 
 def _masked_layers(model: Transformer, work: Workload) -> int:
-    """Return the number of layers with a mask; transformers omits it if a window exceeds `seq`."""
+    """Return the number of layers with a mask; transformers omits masks of windows above `seq`."""
     is_cut = model.window is not None and work.seq >= model.window.size
     return len(model.windowed_layers) if work.transformers and is_cut else 0
 

@@ -12,7 +12,10 @@ from accounting.workload import Workload
 
 
 def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the activations of the end of the model; GPipe saves them for every micro-batch."""
+    """Return the bytes of `head_activations` on the last stage of the plan.
+
+    In a GPipe pipeline, all of them except gradients exist for every micro-batch.
+    """
     end = head_activations(model, plan, work)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
     parts = (
@@ -51,7 +54,7 @@ def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """Return a copy of a part in which each leaf is multiplied by a named factor."""
+    """Return a copy of a part whose leaves are multiplied by a named factor, or None if it is 0."""
     ((label, count),) = factor.items()
     if not count:
         return None

@@ -60,7 +60,7 @@ class FsdpStage:
         if self.plan.microbatches > in_flight:
             moments += self.backward(in_flight, accumulated=True, whole=False)
         if in_flight > 1:
-            # No forward runs between the last backwards.
+            # No forward runs between the last backward passes, so the weights stay unsharded.
             moments += self.backward(in_flight - 1, accumulated=True, whole=True)
         return max(moments, key=lambda moment: moment.total)
 
@@ -82,8 +82,8 @@ class FsdpStage:
         moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
             # In the head no block is gathered yet. The complete gradient of the head is computed
-            # before it is added to the accumulated one. At that moment the gradient of the logits
-            # exists, and the log-softmax is freed, which has the same size.
+            # before it is added to the accumulated one. At that moment the log-softmax is freed,
+            # and the gradient of the logits, which has the same size, exists.
             ends = self._gathered(self.layers if whole else 0)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])
@@ -95,7 +95,7 @@ class FsdpStage:
         """Return the moments at the end of a backward: in the first block, and in the embedding."""
         gathered = self._gathered(self.layers, self.plan.reshard_after_forward and not whole)
         inside = Fraction(alive - 1) + Fraction(1, self.layers)
-        # The gradients of the first block come last.
+        # The gradients of the first block are computed last.
         grown = self._gradients(
             True, missing=0 if accumulated else self.ends * bool(self.table) + self.block
         )

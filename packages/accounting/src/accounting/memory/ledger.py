@@ -25,13 +25,13 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 
 
 class Ledger(LiveMemory):
-    """A context around a training step that lists the live tensors.
+    """A context manager around a training step that lists the live tensors.
 
-    A compiled module runs eagerly inside the context, so the list is that of its eager step.
+    A compiled module runs eagerly inside the context, so the list describes its eager step.
     `table()` returns the list, and an out-of-memory error receives it as a note. Tensors of all
-    devices count. A tensor that existed before counts only once an operator returns it or a view of
-    it, so pass weights and optimizer state to `hold`. `rounding` is the granularity of the
-    allocator in bytes.
+    devices count. A tensor that existed before the context is not counted until an operator returns
+    it or a view of it, so pass weights and optimizer state to `hold`. `rounding` is the granularity
+    of the allocator in bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -47,7 +47,7 @@ class Ledger(LiveMemory):
     def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
         """Return the live bytes by kind, module and operator as text, the largest first.
 
-        `blocks` replaces the live blocks, for example by those at the peak. `rows` is the maximum
+        `blocks` replaces the live blocks, for example by `at_peak`. `rows` is the maximum
         number of rows.
         """
         sizes: Counter[tuple[str, str, str]] = Counter()
@@ -126,16 +126,17 @@ def fits(
     arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and trains all
     parameters that require gradients; None traces forward and backward only. `device` provides the
     memory with which the peak is compared. `loss` computes a scalar from the output; the default is
-    the output's `.loss`, or else the sum of its first tensor. The output is released before the
-    backward, as in `loss(module(sample)).backward()`. A loop that keeps it in a variable needs its
-    bytes in addition, such as the logits of a language model. `autocast` is the dtype of mixed
-    precision. `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are
-    plain attributes of the module have the label `attributes`.
+    the output's `.loss`, or otherwise the sum of its first tensor. The output is released before
+    the backward, as in `loss(module(sample)).backward()`. A loop that keeps the output in a
+    variable, such as the logits of a language model, needs its bytes in addition. `autocast` is the
+    dtype of mixed precision. `rounding` is the granularity of the allocator, 512 bytes on CUDA.
+    Tensors that are plain attributes of the module have the label `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
-    or if a copy of the module would behave differently: because of sharded parameters, sparse
-    tensors, `torch.compile`, hooks on gradients, hooks that close over tensors, modules or
-    containers, or parameters of another module.
+    or runs an operator whose memory is hidden, such as a fused LSTM. Also raises `ValueError` for
+    modules that a fake copy cannot represent: those with lazy or sharded parameters, sparse
+    tensors, `torch.compile`, hooks on gradients, or hooks that close over tensors, modules or
+    containers, and those that read parameters of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -150,7 +151,7 @@ def fits(
             "expected a module without lazy parameters; call it once to materialize them"
         )
     # The first backward creates autograd's threads, one per device. Fake tensors create fake GPUs,
-    # whose threads can abort a process at exit.
+    # whose threads can abort a process at exit, so a backward runs before there are fake tensors.
     torch.ones(1, requires_grad=True).backward()
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     _refuse_compiled(module)
@@ -168,7 +169,7 @@ def fits(
     ledger.hold("weights", *shadow.parameters(), *shadow.buffers())
     ledger.hold("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
     ledger.hold("attributes", *fakes.copies)
-    # Tensors that the module replaces during the step are freed, as in a real step.
+    # Without other references, tensors that the module replaces during the step are freed.
     fakes.forget()
     try:
         with mode, ledger:
@@ -264,21 +265,23 @@ class _FakeCopies(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the fake copy of a tensor that is copied or cloned, and run other functions."""
+        """Return the fake copy of a tensor that is copied or cloned; otherwise run the function."""
         # `nn.Parameter` is copied by cloning its data.
         if func in (Tensor.__deepcopy__, Tensor.clone):
             return self.fakes.of(args[0])
         return func(*args, **(kwargs or {}))
 
 
-# Packed weights are not tensors, and the fake kernels of LSTMs return an empty workspace.
+# Operators with hidden memory: packed weights are not tensors, and the fake kernels of LSTMs return
+# an empty workspace.
 _HIDE_MEMORY = ("quantized.", "aten.mkldnn_rnn_layer.", "aten._cudnn_rnn.", "aten.miopen_rnn.")
 
 
 class _FakeLedger(Ledger):
-    """A ledger of fake tensors that counts also the real tensors which a step reads.
+    """A ledger of fake tensors that also counts the real tensors that a step reads.
 
-    It refuses a step that reads parameters of another module.
+    Raises `ValueError` if the step reads parameters of another module, runs an operator with hidden
+    memory, or creates a sparse tensor.
     """
 
     def __torch_dispatch__(
@@ -361,7 +364,7 @@ def _copy_with(fakes: _FakeTensors, module: nn.Module) -> nn.Module:
 
 
 def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
-    """Build an optimizer of the trained parameters from its class."""
+    """Build an optimizer of the trainable parameters from its class; return None for None."""
     if isinstance(optimizer, optim.Optimizer):
         raise TypeError(
             f"expected optimizer to be a class, a functools.partial of one, or None, got an "

@@ -27,7 +27,7 @@ from accounting import checks
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block of memory: its size, operator, and enclosing module classes, outermost first."""
+    """One block of memory: bytes, operator, enclosing module classes (outermost first), phase."""
 
     nbytes: int
     operator: str
@@ -177,7 +177,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a sparse tensor or a wrapper such as DTensor consists of.
 
-    For a plain tensor, the result is the tensor itself.
+    For a plain tensor, the list contains the tensor itself.
     """
     if tensor.layout in _PARTS:
         return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
@@ -190,7 +190,10 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state by one step with zero gradients."""
+    """Create the optimizer state by one step with zero gradients.
+
+    The step discards existing gradients, and weight decay changes the parameters.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -204,7 +207,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def training_step_memory(
     model: torch.nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
 ) -> LiveMemory:
-    """Return the live memory of one training step, with parameters and optimizer state."""
+    """Run one training step and return its live memory, with parameters and optimizer state.
+
+    Optimizer state counts from the start if it exists; see `make_state`.
+    """
     memory = LiveMemory()
     memory.add(model.parameters(), "parameter")
     memory.add(model.buffers(), "buffer")

@@ -36,9 +36,10 @@ def peak_memory(
 
     Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
     of the backward, and activations are freed before the optimizer runs. The backward of each block
-    frees its activations and allocates its gradients. The peak is therefore at the start of the
-    backward, in a block (the last, the last but one or the first), at the sum of the two gradients
-    of a tied table, or in the optimizer.
+    frees its activations and allocates its gradients. The peak is therefore at the end of the
+    forward, at the start of the backward, in the final norm, in a block (the last, the last but
+    one, the second or the first), at the sum of the two gradients of a tied table, or in the
+    optimizer.
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
@@ -46,8 +47,8 @@ def peak_memory(
     recomputation.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
-    one group per block and one for the ends. The ends stay gathered during the backward together
-    with the whole gradient of the head, while one block computes, the next is gathered, and the
+    one group per block and one for the ends. During the backward the ends and the whole gradient of
+    the head stay unsharded. Meanwhile one block computes, the next one is gathered, and the
     previous one is reduced.
     """
     work = workload(work, run)
@@ -110,14 +111,15 @@ class _Step:
             yield self._moment("in the final norm", cast, ends, saved, norm, temporary, gradients=0)
 
     def blocks(self) -> Iterator[Breakdown]:
-        """Yield the moments inside the blocks, from the last one to the first."""
+        """Yield the moments inside the blocks, from the last block to the first."""
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
         last_gradients = self.parameters - _first_block_and_table(model)
         block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
         keys = None if self.work.flash else self.work.seq
         for part, alive in _inside(model, block, self.tokens, self.kind, keys):
-            # In its MLP a block has no gradients yet; in its attention it has most of them.
+            # The backward reaches the MLP first, without gradients of its block; in attention, most
+            # exist.
             block_gradients = unsharded.block_gradients if part == "attention" else None
             gradients = (unsharded.head_gradient, block_gradients)
             last = unsharded.gathered(2, *gradients)
@@ -140,7 +142,7 @@ class _Step:
     def _middle_blocks(
         self, part: str, alive: Breakdown, block_gradients: Breakdown | None
     ) -> Iterator[Breakdown]:
-        # The last of the middle blocks has most activations, and the first most gradients.
+        # The last middle block has the most activations, and the first has the most gradients.
         middle_blocks = {"last block but one": 1, "second block": self.model.layers - 2}
         unsharded = self.unsharded
         gradients = (unsharded.head_gradient, block_gradients, unsharded.reduced_gradients)
@@ -171,7 +173,10 @@ class _Step:
         return self._moment("in the optimizer", roots, gradients=self.parameters)
 
     def _roots(self, foreach: bool) -> Breakdown:
-        """Return Adam's square roots: of all second moments, or those of the largest tensor."""
+        """Return Adam's square roots of all second moments.
+
+        Without `foreach`, only two tensors of the largest size exist at once.
+        """
         count = self.parameters if foreach else 2 * self._largest_tensor()
         shard = split(count, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)

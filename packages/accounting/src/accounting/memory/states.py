@@ -23,10 +23,11 @@ def model_states(
     zero: int = 0,
     precision: str | Precision = "mixed_bf16",
 ) -> Breakdown:
-    """Return the bytes of weights, gradients and optimizer of `count` parameters on `data` ranks.
+    """Return the bytes per rank of weights, gradients and optimizer state of `count` parameters.
 
-    Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3,
-    with each shard rounded up to an integer (Rajbhandari et al. 2020, section 5).
+    With N = `data` ranks, P = `count` and w, g, o bytes per parameter, they are (w + g + o)P,
+    (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3, with each shard rounded
+    up to an integer (Rajbhandari et al. 2020, section 5).
     """
     kind = recipe(precision)
     shard = split(count, data)
@@ -50,7 +51,7 @@ def model_states(
 
 
 def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
-    """Return the parameters per device before ZeRO: those outside the experts, and the experts'."""
+    """Return the parameters per device before ZeRO shards them: outside and inside experts."""
     dense = routed = 0
     for matrix in matrices(plan.stage_model(model, stage)):
         if matrix.routed:
@@ -69,7 +70,7 @@ def _device_size(matrix: Matrix, model: Transformer, plan: Plan) -> int:
 def cast_weights(
     model: Transformer, plan: Plan, kind: Precision, stage: int = 0
 ) -> Breakdown | None:
-    """Return the bytes of the copies of all matrices that autocast creates and the graph stores.
+    """Return the bytes of the matrix copies that autocast creates and the graph saves, if any.
 
     FSDP has no such copies, because it gathers its weights in the dtype of the copies.
     """
@@ -87,10 +88,11 @@ def cast_weights(
 
 
 def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Breakdown | None:
-    """Return the temporary tensors while the two gradients of a tied table are added, if any.
+    """Return the temporary tensors while a tied table's two gradients are added; None if untied.
 
-    The gradient of the head, the gradient of the embedding, and their sum exist at once. The sum
-    becomes the stored gradient, unless ZeRO shards the gradients.
+    The gradient of the head, the gradient of the embedding, and their sum exist at once. If ZeRO
+    shards the gradients, the sum is temporary too. Otherwise the sum becomes the stored gradient
+    and is not included.
     """
     if not (model.tied and model.lm_head):
         return None
@@ -107,7 +109,7 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
-    """Return the bytes of weights, gradients and optimizer on a device of a stage."""
+    """Return the bytes of weights, gradients and optimizer state on a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)
 
     def states(count: int, ranks: int) -> Breakdown:
@@ -127,10 +129,10 @@ def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) ->
 
 
 def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
-    """Return one stage per group of stages with the same kinds of layers and the same ends.
+    """Return the first stage of each group of stages with the same kinds of layers and ends.
 
-    It is the first stage of its group. Later stages have at most as many micro-batches in flight,
-    so one of the returned stages is the fullest.
+    Later stages of a group have at most as many micro-batches in flight, so one of the returned
+    stages is the fullest.
     """
     return list(stages_by_kind(model, plan).values())
 
@@ -148,7 +150,7 @@ def stages_by_kind(model: Transformer, plan: Plan) -> dict[Hashable, int]:
 
 @lru_cache
 def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
-    """Return for each layer which components it has, such as attention, MLP, experts or window."""
+    """Return flags per layer: True for each component that it has, such as attention or window."""
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
         model.mlp_layers or (),
@@ -163,7 +165,10 @@ def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
 
 @lru_cache
 def one_layer(model: Transformer) -> Transformer:
-    """Return the largest kind of layer of `model` as a model of one layer without a window."""
+    """Return a model of one layer, the largest of `model`, without a window.
+
+    It has the embedding and the head of `model`.
+    """
     kinds = _layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
     layers = (part_of(model, (layer,), first=True, last=True) for layer in first.values())
@@ -205,7 +210,7 @@ def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:
 
 
 def _blocks_parameters(model: Transformer, plan: Plan) -> int:
-    """Return the parameters per device of all blocks, if `model` is the model of a stage."""
+    """Return the parameters per device of all blocks of `model`, the model of a stage."""
     return sum(
         _device_size(matrix, model, plan) for matrix in matrices(model) if matrix.layers is not None
     )

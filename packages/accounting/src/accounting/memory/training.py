@@ -91,7 +91,8 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while
     it prefetches the next, and stores the gradients of one block in addition to the copy that it
-    reduces.
+    reduces. Without `reshard_after_forward`, all blocks stay gathered. The result is None if
+    weights are not sharded.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None
