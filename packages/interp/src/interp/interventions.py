@@ -29,11 +29,12 @@ from interp.tap import record
 def steering_vector(
     model: nn.Module, site: str, positive: Prompt, negative: Prompt, *, position: int = -1
 ) -> Tensor:
-    """Return the mean difference of a site's activations at one position, (d_model,).
+    """Return the mean activation of `positive` minus the mean of `negative` prompts, (d_model,).
 
-    `positive` and `negative` are token ids (n, seq), or the model's keyword arguments; the numbers
-    and lengths of the two sets of prompts may differ. Raises ValueError if the position is padding
-    or beyond a prompt, and if the activations of a repeated run differ, as with dropout.
+    Activations are recorded at one site and one position. `positive` and `negative` are token ids
+    (n, seq), or the model's keyword arguments; the numbers and lengths of the two sets of prompts
+    may differ. Raises ValueError if the position is padding or beyond a prompt, and if the
+    activations of a repeated run differ, as with dropout.
     """
     means = []
     for prompt in (positive, negative):
@@ -59,7 +60,10 @@ def steering_vector(
 
 
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return a replacement that adds `scale * vector` to an activation (..., d_model)."""
+    """Return a replacement that adds `scale * vector` to an activation (..., d_model).
+
+    `vector` is (d_model,). The replacement raises ValueError for an activation of another size.
+    """
 
     def add(activation: Tensor) -> Tensor:
         if vector.shape != activation.shape[-1:]:
@@ -75,14 +79,15 @@ def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
 def knock_out_attention(
     queries: Sequence[int], keys: Sequence[int], *, heads: Sequence[int] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return a replacement for patterns in which `queries` do not attend to `keys`.
+    """Return a replacement for patterns that stops `queries` from attending to `keys`.
 
-    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights, including that
-    of an attention sink (gpt-oss), are scaled to a sum of 1. This is equivalent to a score of -inf
-    before the softmax. `heads` selects the affected heads.
+    Patterns are (batch, heads, seq, seq), after the softmax. The remaining weights, including the
+    weight of an attention sink (gpt-oss), are scaled to a sum of 1. This is equivalent to a score
+    of -inf before the softmax. `heads` selects the affected heads; None selects all.
 
-    Raises ValueError if a query would have neither a key nor a sink, and for calls with a cache,
-    and for queries, keys or heads that the pattern does not have.
+    Raises ValueError if an argument is not a sequence of indices. The replacement raises ValueError
+    for a query that would attend to no key and no sink, for calls with a cache, and for indices
+    outside the pattern.
     """
     query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
     head_index = None if heads is None else _indices(heads, "heads")
@@ -106,7 +111,7 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # The weight that is missing from a row is that of its sink, unless it is a rounding error.
+        # A row's sum is less than 1 by the weight of its sink, or by a rounding error.
         sink = 1 - wide.sum(-1, keepdim=True)
         sink = sink.where(sink > 4 * torch.finfo(pattern.dtype).eps, 0.0)
         total = remaining.sum(-1, keepdim=True) + sink
@@ -134,7 +139,7 @@ def _indices(values: Sequence[int], what: str) -> Tensor:
 
 
 def _require_within(index: Tensor, count: int, what: str, reason: str) -> None:
-    """Raise ValueError unless indices are below `count`; negative indices count from the end."""
+    """Raise ValueError unless -count <= index < count holds for every index."""
     if not bool(((-count <= index) & (index < count)).all()):
         raise ValueError(
             f"expected {what} within 0 and {count - 1}, got {index.tolist()}; {reason}"
@@ -200,7 +205,10 @@ class SparseAutoencoder:
         return features @ self.w_dec + self.b_dec
 
     def unexplained_variance(self, x: Tensor) -> Tensor:
-        """Return the squared reconstruction error divided by the variance of activations."""
+        """Return the squared reconstruction error divided by the variance of `x` (..., d_model).
+
+        Both are summed over all activations; the result is a scalar.
+        """
         # Sums of squares overflow in half precision.
         flat = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
         error = (flat - self.decode(self.encode(flat))).square().sum()
@@ -209,10 +217,11 @@ class SparseAutoencoder:
     def replace(
         self, *, ablate: Sequence[int] = (), keep_error: bool = True
     ) -> Callable[[Tensor], Tensor]:
-        """Return a replacement of activations by their reconstruction without ablated features.
+        """Return a function that replaces activations by their reconstruction.
 
-        `keep_error=True` adds the reconstruction error of the unchanged features, so that only the
-        ablated features have an effect. Raises ValueError for features that do not exist.
+        The features with indices in `ablate` are set to 0. `keep_error=True` adds the
+        reconstruction error of the unchanged features, so that only the ablated features have an
+        effect. Raises ValueError for features that do not exist.
         """
         index = _indices(ablate, "features to ablate")
         shape = tuple(self.w_enc.shape)

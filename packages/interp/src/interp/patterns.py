@@ -1,11 +1,12 @@
-"""Recording of the attention patterns of any model, where they are computed.
+"""Recording of the attention patterns of any model.
 
     with record_patterns(model) as patterns:
         model(tokens)
     patterns["model.layers.0.self_attn"]          # (batch, heads, seq_q, seq_k)
 
 Calls of torch functions are intercepted, and their outputs do not change. The output of a softmax
-over keys is a pattern; that of `scaled_dot_product_attention` is recomputed from its arguments.
+over keys is recorded as a pattern. The pattern of `scaled_dot_product_attention` is recomputed from
+the arguments of the call.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
 class Patterns(dict[str, Tensor]):
-    """Attention patterns (batch, heads, seq_q, seq_k) by name of the module that computed them.
-
-    They are in the order of the calls.
-    """
+    """Attention patterns (batch, heads, seq_q, seq_k) by name of the module, in order of calls."""
 
     def __missing__(self, name: str) -> Tensor:
         raise KeyError(
@@ -40,12 +38,14 @@ class Patterns(dict[str, Tensor]):
 def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
     """Record the pattern of the latest call of each attention of `model` while the block runs.
 
-    A softmax over the last of four dimensions and `scaled_dot_product_attention` are recorded. A
-    sink in the softmax is the last column (gpt-oss). Custom kernels and compiled graphs are not
-    visible: RuntimeError is raised at the end if no attention was seen. `nn.MultiheadAttention`
-    does not use its inference fast path meanwhile, which rounds differently. A module that computes
-    two patterns in one call raises ValueError, because the name of the module does not tell them
-    apart.
+    Three functions are intercepted: a softmax over the last of four dimensions,
+    `scaled_dot_product_attention` and `multi_head_attention_forward`. If the softmax includes a
+    sink (gpt-oss), the sink is the last column. Custom kernels and compiled graphs are not visible.
+    `nn.MultiheadAttention` does not use its inference fast path, whose rounding differs, while the
+    block runs. `detach=False` records tensors that are attached to the graph.
+
+    Raises RuntimeError on exit if no attention was recorded. Raises ValueError if a module computes
+    two patterns in one call, because both would have the name of this module.
     """
     patterns = Patterns()
     inside: list[_Call] = []
@@ -96,7 +96,10 @@ class _Call:
 
 
 class _AttentionObserver(TorchFunctionMode):
-    """A mode that passes patterns to `store`, without changing arguments or results."""
+    """A mode that passes patterns to `store` and does not change arguments or results.
+
+    Calls are ignored while `inside`, the stack of running modules, is empty.
+    """
 
     def __init__(self, store: Callable[[Tensor], None], inside: Sequence[object]) -> None:
         super().__init__()
@@ -139,7 +142,8 @@ def sdpa_pattern(
 ) -> Tensor:
     """Return the pattern of `scaled_dot_product_attention` for its arguments, before dropout.
 
-    It is computed in float32 or float64. A query without visible keys has a row of zeros.
+    The pattern is computed in float32 or float64 and returned in the dtype of `query`. A query
+    without visible keys has a row of zeros.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     if enable_gqa:
@@ -160,10 +164,10 @@ def sdpa_pattern(
 
 
 def _unpack_groups(module: nn.Module, pattern: Tensor) -> Tensor:
-    """Return the pattern of a single query with one head per query head.
+    """Unpack the pattern of a single query to (batch, query heads, 1, seq_k).
 
-    For one query and a mask, transformers calls SDPA with the query heads that share a key head as
-    the queries of this head.
+    For one query and a mask, transformers passes the query heads that share a key head to SDPA as
+    several queries of one head. Other patterns are returned unchanged.
     """
     groups = getattr(module, "num_key_value_groups", 1)
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)

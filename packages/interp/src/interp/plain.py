@@ -1,15 +1,15 @@
 """A minimal implementation of transformer circuits: QK, OV, composition, logit lens, ablation.
 
 In a two-layer attention-only transformer (Elhage et al. 2021), a head is two matrices on the
-residual stream. W_QK determines its attention pattern, W_OV the vectors that it moves, and the
-outputs of all heads are added to the stream.
+residual stream. W_QK determines the attention pattern, and W_OV determines the vectors that the
+head moves. The outputs of all heads are added to the stream.
 
     stream   x_0 = W_E[t] + W_pos
     head     A = softmax(x W_QK x^T / sqrt(d_head)),  adds A x W_OV^T
     logits   W_U x_2
 
-Vectors are columns, as in the paper: W_QK scores query x and key y by x^T W_QK y, W_OV maps x to
-W_OV x. This file computes with dense matrices, and the package with their thin factors.
+Vectors are columns, as in the paper: W_QK scores query x and key y by x^T W_QK y, and W_OV maps x
+to W_OV x. This file multiplies dense matrices; the rest of the package uses their thin factors.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def streams(
 
 
 def logits(w: Weights, tokens: Tensor, ablated: frozenset[tuple[int, int]] = frozenset()) -> Tensor:
-    """Return the logits of the token after each token, (seq, vocabulary)."""
+    """Return the next-token logits at each position, (seq, vocabulary)."""
     return streams(w, tokens, ablated)[-1] @ w.unembed.T
 
 
 def lens(w: Weights, tokens: Tensor) -> Tensor:
-    """Return the logits of each layer's stream, (layers + 1, seq, vocabulary)."""
+    """Return the logits of each stream in `streams`, (layers + 1, seq, vocabulary)."""
     return torch.stack([x @ w.unembed.T for x in streams(w, tokens)])
 
 
@@ -87,6 +87,7 @@ def composition(w: Weights, kind: str) -> Tensor:
     """Return ||W_2 W_1|| / (||W_2|| ||W_1||) for each head 1 of layer 0 and head 2 of layer 1.
 
     Head 2 reads the output of head 1 in its queries ("q"), its keys ("k") or its values ("v").
+    The result is (heads of layer 0, heads of layer 1).
     """
     qk, ov = qk_circuits(w)[1], ov_circuits(w)
     second = {"q": qk.mT, "k": qk, "v": ov[1]}[kind]
@@ -100,7 +101,10 @@ def composition(w: Weights, kind: str) -> Tensor:
 
 
 def copying(w: Weights) -> Tensor:
-    """Return sum(l) / sum(|l|) of the eigenvalues l of W_U W_OV W_E; 1 for pure copying."""
+    """Return sum(l) / sum(|l|) of the eigenvalues l of W_U W_OV W_E per head, (layers, heads).
+
+    The score is 1 for pure copying.
+    """
     values = torch.linalg.eigvals(w.unembed @ ov_circuits(w) @ w.embed.T)
     score: Tensor = values.sum(-1).real / values.abs().sum(-1)
     return score

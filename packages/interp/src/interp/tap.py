@@ -5,8 +5,8 @@
     with patch(model, {"blocks.3.mlp": torch.zeros_like}):
         model(tokens)
 
-Hooks are removed when the block ends, also after an exception. A name without a match and a patch
-that never ran are errors.
+Hooks are removed when the block ends, also after an exception. A name that matches no module and a
+patch that never ran raise errors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from interp.hook_points import bind_hook, hook_points
 
-#: A tensor, or a function of the old value. With `names="transformer_lens"`, the function may have
-#: a second argument `hook`.
+#: A tensor, or a function from the old value to the new value. With `names="transformer_lens"`, the
+#: function may have a second argument `hook`.
 Replacement = Tensor | Callable[..., Tensor | None]
 
 
@@ -43,13 +43,14 @@ def record(
 ) -> Iterator[Record]:
     """Record copies of the activations of the latest call of each module at `sites`.
 
-    A site is a module's name for its output, or `name:input`. `*` matches one part of a dotted name
-    and `**` one or more parts. If a module has several inputs or outputs, the first tensor is
-    recorded. `detach=False` records the tensors of the graph instead of copies. With
+    A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
+    dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
+    tensor is recorded. `detach=False` records the tensors themselves, attached to the graph. With
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    With `detach=False`, raises RuntimeError at the end if the model changed a tensor in place.
+    Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
+    exit if the model changed a recorded tensor in place.
     """
     seen = Record()
     versions: dict[str, int] = {}
@@ -83,17 +84,18 @@ def patch(
 ) -> Iterator[None]:
     """Replace activations while the block runs, by tensors or by functions of the old values.
 
-    Sites and `names` are those of `record`. A function receives a copy, which it may change in
-    place, and returns the new value. The new value must broadcast to the shape of the old one, and
-    is converted to its dtype and device. Nested contexts act in the order of entry: a `record`
-    inside a `patch` sees the patched value.
+    Sites and `names` are the same as in `record`. A function receives a copy of the old value,
+    which it may change in place, and returns the new value. The new value must broadcast to the
+    shape of the old value, and is converted to the old dtype and device. Nested contexts act in the
+    order of entry: a `record` inside a `patch` records the patched value.
 
-    With `names="transformer_lens"`, hook functions of TransformerLens are accepted too: a function
-    with an argument `hook` receives an object with `name` and `layer()`, and may return None after
-    it has changed or read the old value.
+    With `names="transformer_lens"`, hook functions of TransformerLens are accepted too. A function
+    with an argument `hook` receives an object with `name` and `layer()`, and may return None to
+    keep the old value, including its changes in place.
 
-    Raises ValueError for a wrong shape and for two replacements of a site, and RuntimeError at the
-    end if a patch never ran.
+    Raises ValueError for a wrong shape, a site that matches no module, and two replacements of a
+    site. Raises TypeError if a function does not return a tensor, and RuntimeError on exit if a
+    patch never ran.
     """
     reached: set[str] = set()
 
@@ -140,14 +142,18 @@ def patch(
 def _points(
     model: nn.Module, patterns: tuple[str, ...], names: str | None
 ) -> dict[str, tuple[str, int]]:
-    """Return the site of each matching name, and the number of heads it is split into, or 0."""
+    """Return (site, number of heads) by matching name; 0 means that heads are not split."""
     if names is None:
         return {site: (site, 0) for site in expand_sites(model, patterns)}
     return hook_points(model, patterns, names)
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Return the sites that match the patterns, in the model's order."""
+    """Return the sites that match each pattern, in the model's order.
+
+    Raises ValueError for a pattern without a match, for a second name of a shared module, and for a
+    suffix other than ":input".
+    """
     names = {module: name for name, module in model.named_modules()}
     sites = []
     for pattern in patterns:
@@ -176,7 +182,10 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 def installed_hooks(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
-    """Call each action with its site's tensor; a returned tensor replaces it."""
+    """Call each action with the tensor of its site; if it returns a tensor, use that one instead.
+
+    The hooks are removed on exit.
+    """
     handles = []
     try:
         for site, action in actions.items():
