@@ -1,6 +1,6 @@
-"""Benchmarks that compare structured computations with direct ones.
+"""Benchmarks that compare structured computations (ours) with direct ones (the peer's).
 
-The two computations alternate (A B A B ...). `ratio` is the peer's time divided by ours, and
+The two computations alternate (A B A B ...). `ratio` is the peer's time divided by our time, and
 `error` is the largest difference divided by the largest result. If the peer would compute many
 heads or forward passes of equal cost, it computes only a sample, and its time is scaled up.
 """
@@ -43,7 +43,10 @@ Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run all benchmarks at GPT-2 small's sizes, or at small sizes if `quick`; return all rows."""
+    """Run the benchmarks of copying and patching; return one row per case.
+
+    The models have the size of GPT-2 small, or a small size if `quick`.
+    """
     torch.manual_seed(0)
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
@@ -92,7 +95,7 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """Compare K-composition of all pairs of heads by time and by the largest tensor created.
 
     The size of the largest tensor and the FLOPs of our matrix products are determined on the meta
-    device. `products_ms` is the time of these FLOPs at the rate of one large product.
+    device. `products_ms` is the time that these FLOPs take at the rate of one large product.
     """
     ours = partial(composition_scores, kind="k")
     plain = partial(peer, ov, qk)
@@ -109,7 +112,7 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
 
 
 def _product_rate() -> float:
-    """Return the GFLOP/s of a float32 product of two large square matrices."""
+    """Return the rate of a float32 product of two large square matrices on the CPU, in GFLOP/s."""
     size = 2048
     matrix = torch.randn(size, size)
     seconds = min(_timed(lambda: matrix @ matrix)[1] for _ in range(5))
@@ -134,9 +137,9 @@ def beside_transformer_lens() -> Row:
 def describing(*, quick: bool = False) -> Row:
     """Describe a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
 
-    `memory` is the peak memory over that of the model, which the peak includes. It is right only
-    in a new process. `gflops` are the rates of the calls of the model and of its description with
-    the longest text and with shorter texts, and the rate of one large product.
+    `memory` is the peak memory, including the model, divided by the memory of the model. This
+    number is correct only in a new process. The columns `*_gflops` are rates: of all calls (of the
+    model and its decoder) with the longest text, with shorter texts, and of one large product.
     """
     transformers = importlib.import_module("transformers")
     hidden, inner, layers, positions = (64, 96, 2, 64) if quick else (2048, 5632, 22, 2048)
@@ -182,7 +185,10 @@ def describing(*, quick: bool = False) -> Row:
 
 @contextmanager
 def _timed_calls(*kinds: type[nn.Module]) -> Iterator[list[tuple[int, int, float]]]:
-    """Yield a list that receives the length, the tokens and the seconds of each call of `kinds`."""
+    """Yield a list to which each call of a module in `kinds` adds (length, tokens, seconds).
+
+    `tokens` is the number of tokens of all rows.
+    """
     calls: list[tuple[int, int, float]] = []
     starts: list[float] = []
 
@@ -207,7 +213,7 @@ def _timed_calls(*kinds: type[nn.Module]) -> Iterator[list[tuple[int, int, float
 
 
 class _Largest(TorchDispatchMode):
-    """A mode that records the size in bytes of the largest tensor that an operator creates."""
+    """A mode that records the bytes of the largest tensor that an operator creates (not views)."""
 
     bytes = 0
 
@@ -221,7 +227,10 @@ class _Largest(TorchDispatchMode):
 
 
 def copying(model: Decoder, *, sample: int = 36) -> Row:
-    """Compare the eigenvalues of W_U W_OV W_E of all heads over the whole vocabulary."""
+    """Compare `copying_eigenvalues` with a separate product over the vocabulary for each head.
+
+    The peer computes about `sample` heads, evenly spaced, and its time is scaled up.
+    """
     ov = model.ov()
     embed, unembed = model.embed.weight, model.unembed.weight
     layers, heads = ov.batch_shape
@@ -245,7 +254,11 @@ def copying(model: Decoder, *, sample: int = 36) -> Row:
 
 
 def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:
-    """Compare patching of every stream (":input") or head at every position."""
+    """Compare batched patching with one forward pass per patch.
+
+    Patched are every stream (`part=":input"`) or every head of a part, at every position. The peer
+    computes about `sample` patches, evenly spaced, and its time is scaled up.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.embed.num_embeddings, (2, 1, length), generator=generator)
     clean, corrupted = tokens.to(model.embed.weight.device)
@@ -287,7 +300,10 @@ def _sizes(ov: LowRank) -> Row:
 def _compared(
     case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, scaled: float = 1.0
 ) -> Row:
-    """Time both computations alternately; return a row with times, ratios and our error."""
+    """Time both computations alternately; return a row with times, ratios and our error.
+
+    `scaled` is the factor from the peer's sample to all results.
+    """
     times: list[tuple[float, float]] = []
     _timed(ours)
     for _ in range(pairs):

@@ -1,4 +1,4 @@
-"""Hook names of TransformerLens for a `Decoder`, for `record` and `patch` with `names=`."""
+"""TransformerLens's hook names for the sites of a `Decoder`, as used by `record` and `patch`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class HookPoint:
 def bind_hook(
     function: Callable[..., Tensor | None], name: str
 ) -> Callable[[Tensor], Tensor | None]:
-    """Return a function of the activation alone, which passes a `HookPoint` as `hook`.
+    """Return a function of the activation alone that passes a `HookPoint` to `function` as `hook`.
 
-    As in TransformerLens, `function` may return None, and the activation is then used as it is. A
-    function without a parameter `hook` is returned unchanged.
+    As in TransformerLens, `function` may return None to keep the activation, including its changes
+    in place. A function without a parameter `hook` is returned unchanged.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -55,9 +55,11 @@ def bind_hook(
 def hook_points(
     model: nn.Module, patterns: Iterable[str], names: str
 ) -> dict[str, tuple[str, int]]:
-    """Return the site of each hook name that matches, and the number of heads it is split into.
+    """Return (site, number of heads) by hook name, for all hook names that match the patterns.
 
-    The number is 0 for sites without heads. Raises ValueError for unknown names.
+    The number is 0 if the activation is not split into heads. Raises ValueError for a pattern
+    without a match, for `names` other than "transformer_lens", and for a model that is not a
+    `Decoder`.
     """
     blocks = getattr(model, "blocks", None)
     # Decoder is not imported, because the module that defines it imports `interp.tap`.

@@ -29,7 +29,11 @@ def require_prompt(prompt: object) -> None:
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
-    """Return the token ids of a prompt."""
+    """Return the token ids of a prompt, (n, seq).
+
+    Raises TypeError if `prompt` is not a `Prompt`, and ValueError if it has a cache or no
+    `input_ids`.
+    """
     require_prompt(prompt)
     if isinstance(prompt, Tensor):
         return prompt
@@ -43,7 +47,10 @@ def tokens_of(prompt: Prompt) -> Tensor:
 
 
 def mask_of(prompt: Prompt) -> Tensor:
-    """Return booleans (n, seq), False at padding; all are True without an `attention_mask`."""
+    """Return booleans (n, seq), False at padding; all are True without an `attention_mask`.
+
+    Raises ValueError for a mask that is not (n, seq) or not of zeros and ones.
+    """
     mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
     if mask is None:
         return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
@@ -58,7 +65,7 @@ def mask_of(prompt: Prompt) -> Tensor:
 
 
 def require_zeros_and_ones(mask: Tensor) -> None:
-    """Raise ValueError unless each row of a mask is 1 at some tokens and 0 at padding."""
+    """Raise ValueError unless a mask consists of zeros and ones, with at least one 1 per row."""
     is_valid = ((mask == 0) | (mask == 1)).all() & (mask != 0).any(-1).all()
     if not bool(is_valid):
         raise ValueError(
@@ -71,7 +78,11 @@ def require_zeros_and_ones(mask: Tensor) -> None:
 def split_pairs(
     clean: Prompt, corrupted: Prompt, metric: Metrics
 ) -> list[tuple[Prompt, Prompt, Metric]]:
-    """Return the pairs of a batch of prompts, each with its metric."""
+    """Return (clean, corrupted, metric) for each pair in a batch of prompts.
+
+    Raises ValueError for prompts of different or wrong shapes, for a wrong number of metrics, and
+    for padding at the end of a prompt if all pairs have the same metric.
+    """
     clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
     count = len(clean_tokens)
     is_empty = not clean_tokens.numel()
@@ -94,7 +105,7 @@ def split_pairs(
 
 
 def _require_no_padding_at_the_end(prompt: Prompt) -> None:
-    """Raise ValueError if one metric for all pairs could read padding at position -1."""
+    """Raise ValueError if a prompt ends with padding, which a metric of position -1 would read."""
     if not bool(mask_of(prompt)[:, -1].all()):
         raise ValueError(
             "a prompt ends with padding, which a metric of the last position would read; pad on "
@@ -103,7 +114,7 @@ def _require_no_padding_at_the_end(prompt: Prompt) -> None:
 
 
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:
-    """Return one prompt of a batch, with a batch dimension of 1."""
+    """Return one prompt of a batch as keyword arguments, with a batch dimension of 1."""
     count = len(tokens_of(prompt))
     arguments = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
     # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
@@ -127,16 +138,19 @@ class MeanOverPairs:
 
     @property
     def standard_error(self) -> Tensor:
-        """The standard error of `values` over pairs of prompts, of the shape of `values`."""
+        """The standard error of `values` over pairs of prompts, with the shape of `values`.
+
+        Raises ValueError for the result of a single pair.
+        """
         return self.standard_error_of(lambda result: result.values)
 
     def standard_error_of(self, quantity: Callable[[Any], Tensor]) -> Tensor:
-        """Return the standard error of `quantity(result)`, of the shape of the quantity.
+        """Return the standard error of `quantity(result)`, with the shape of the quantity.
 
-        `quantity` is a function of a result, such as `lambda result: result.recovered`. Its
-        standard error cannot be computed from `standard_error`, because the numerator and the
-        denominator of a ratio vary together. It is estimated by the jackknife: the quantity is
-        recomputed without each pair in turn. For a mean, the estimate is the usual standard error.
+        `quantity` is a function of a result, such as `lambda result: result.recovered`. The
+        standard error of this ratio cannot be computed from `standard_error`, because numerator and
+        denominator vary together. The jackknife is used instead: the quantity is recomputed once
+        per pair, without this pair. For a mean, the estimate is the usual standard error.
 
         Raises ValueError for the result of a single pair. Source: Efron 1982, "The Jackknife, the
         Bootstrap and Other Resampling Plans".
@@ -155,7 +169,11 @@ class MeanOverPairs:
 
 
 def mean_over_pairs(results: Sequence[Result]) -> Result:
-    """Return a result whose numbers are means over several results, which become its `pairs`."""
+    """Return a result with the means of all floats and float tensors of several results.
+
+    `results` become the `pairs` of the new result. Its remaining fields are copied from the first
+    result. A single result is returned unchanged.
+    """
     if len(results) == 1:
         return results[0]
     numbers: dict[str, Any] = {"pairs": tuple(results)}
@@ -174,7 +192,7 @@ def has_argument(model: nn.Module, argument: str) -> bool:
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
-    """Return the model's output for a prompt, without filling a cache."""
+    """Return the model's output for a prompt, with `use_cache=False` if `forward` accepts it."""
     require_prompt(prompt)
     arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
     if has_argument(model, "use_cache"):
@@ -186,7 +204,8 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
 def measure(metric: Metric, streams: Tensor) -> Tensor:
     """Evaluate the metric on n final residual streams; return one number per stream, (n,).
 
-    Raises ValueError for another shape, and if the number of one stream depends on another stream.
+    Booleans and integers are converted to floating point. Raises ValueError if the metric returns
+    another shape, or if the number of one stream depends on another stream.
     """
     # Metrics may change their argument in place, and callers use the streams again.
     result = metric(streams.clone())
@@ -207,7 +226,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
 
 
 def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
-    """Return True if the metric of the first of two streams has a gradient in the second one.
+    """Return True if the metric of the first stream has a nonzero gradient in the second stream.
 
     Return False for metrics without a gradient, such as an accuracy or a result of numpy.
     """

@@ -34,6 +34,8 @@ def encode(tokenizer: Tokenizer, texts: str | Sequence[str]) -> TextPrompt:
 
     If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
     Padding has token id 0. Delete `position_ids` for models that do not accept them, such as Bloom.
+
+    Raises ValueError if there is no text, or if a text has no tokens.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     rows = [_ids_of(tokenizer, text) for text in texts]
@@ -59,9 +61,13 @@ def pairs_of(
 ) -> tuple[TextPrompt, TextPrompt, list[Metric]]:
     """Return clean prompts, corrupted prompts and one metric per pair, for all patching functions.
 
-    `table` is a DataFrame or a mapping with the columns "clean" and "corrupted", texts of the same
-    number of tokens, and "right" and "wrong", the answers as texts of one token or as token ids. A
-    metric is the difference of the logits of the two answers at the last position.
+    `table` is a DataFrame or a mapping with four columns. "clean" and "corrupted" are texts; the
+    two texts of a row have the same number of tokens. "right" and "wrong" are the answers, as texts
+    of one token or as token ids. A metric is logit(right) - logit(wrong) at the last position.
+    `norm` and `unembed` are the model's final norm and its unembedding, as in `logit_difference`.
+
+    Raises ValueError for columns or pairs of different lengths, and for answers that are not one
+    token of the vocabulary.
     """
     columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
     rows = {name: len(column) for name, column in columns.items()}

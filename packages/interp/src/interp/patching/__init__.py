@@ -9,23 +9,23 @@ in the corrupted run and a' for its value in the clean run.
 
     effect = m(corrupted run with a := a') - m(corrupted run)
 
-`patch_streams` does so for each layer and position of the residual stream, and `patch_parts` for
-the queries, keys, values, outputs or MLPs of each layer, head and position. `drop_heads` ablates
-heads at all positions, for `interp.patch`.
+`patch_streams` runs one patch per layer and position of the residual stream. `patch_parts` runs one
+per layer, head and position of queries, keys, values, outputs or MLPs. Both return the metric after
+each patch and in both runs. `drop_heads` ablates heads at all positions, for `interp.patch`.
 
 **Restarts.** A patch in layer l does not change the blocks before l. The corrupted run is therefore
 recorded once, and a patch restarts at the recorded input of block l. Over all layers, this halves
 the number of block calls.
 
-**Batching.** All patches run as one batch. Patches of layer 0 start it, those of layer l join it at
-block l, and each block is called once per batch:
+**Batching.** All patches run as one batch. The batch starts with the patches of layer 0, and the
+patches of layer l join at block l. Each block is called once per batch:
 
     block 0   patch patch                          patches in layer 0
-    block 1   patch patch patch                    joined by those in layer 1
-    block 2   patch patch patch patch patch        joined by those in layer 2
+    block 1   patch patch patch                    and patches in layer 1
+    block 2   patch patch patch patch patch        and patches in layer 2
 
-**Causality.** A patch at position t cannot change positions before t. Only the later positions are
-computed; queries, keys and values of earlier ones come from the recorded run.
+**Causality.** A patch at position t cannot change positions before t. Only position t and later
+positions are computed; queries, keys and values of earlier positions come from the recorded run.
 
 **Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
 head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
@@ -34,21 +34,21 @@ s_i' - s_i to the input of r alone:
 
     effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
 
-Components between i and r keep their corrupted values; those after r are computed. `patch_edges`
-does so for all edges and restarts at the receiver.
+Components between i and r keep their corrupted values; components after r are computed.
+`patch_edges` measures this effect for all edges and restarts at the receiver.
 
 **Attribution patching** estimates all effects from one backward pass of the corrupted run:
 
     effect ~ (a' - a) * dm/da        with an error of second order in a' - a
 
 A saturated softmax has almost no gradient. `edge_attribution` therefore recomputes the softmax of
-patched queries and keys and linearizes only what follows it (AtP*). It also measures the largest
-edges and reports the error of their estimates.
+patched queries and keys and linearizes only the computation after it (AtP*). The edges with the
+largest estimates are also measured, and the errors of their estimates are reported.
 
-All functions need a `Decoder`: `describe` the model first. `patch_streams`, `patch_parts`,
+Patching needs a `Decoder`: call `describe` on the model first. `patch_streams`, `patch_parts`,
 `patch_edges` and `edge_attribution` accept several pairs of prompts, (pairs, seq), and return
-means. Results also have the result of each pair in `pairs` and the `standard_error` of their
-values. `standard_error_of` computes it for any quantity:
+means. A result also has the result of each pair in `pairs` and the `standard_error` of its
+values. `standard_error_of` computes the standard error of any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 

@@ -24,8 +24,8 @@ from interp.prompts import (
 )
 from interp.tap import record
 
-#: Metrics that differ by at most this many units of rounding are equal: those of equal prompts in
-#: batches of different sizes differ by up to two.
+#: Metrics that differ by at most this many rounding units (machine epsilon times the larger metric)
+#: count as equal. Metrics of equal prompts in batches of different sizes differ by up to two units.
 ROUNDINGS = 64
 
 
@@ -33,16 +33,19 @@ ROUNDINGS = 64
 class PatchingResult(MeanOverPairs):
     """The metric after each patch, and in the clean and the corrupted run."""
 
-    #: (layers, positions), or (layers, heads, positions) from `patch_parts`.
+    #: The metric after each patch, (layers, positions); (layers, heads, positions) from
+    #: `patch_parts`.
     values: Tensor
     clean: float
     corrupted: float
 
     @property
     def recovered(self) -> Tensor:
-        """The fraction of the gap that each patch closes: 0 if corrupted, 1 if clean.
+        """The fraction of the gap that each patch closes, with the shape of `values`.
 
-        Raises ValueError if the metrics of the two runs differ by rounding errors only.
+        The gap is the clean metric minus the corrupted metric: a fraction of 0 is the corrupted
+        metric, and 1 is the clean metric. Raises ValueError if the metrics of the two runs differ
+        by rounding errors only.
         """
         gap = self.clean - self.corrupted
         rounding = torch.finfo(self.values.dtype).eps * max(abs(self.clean), abs(self.corrupted))
@@ -58,7 +61,10 @@ class PatchingResult(MeanOverPairs):
 def patch_streams(
     model: Decoder, clean: Prompt, corrupted: Prompt, metric: Metrics, *, batch: int = 64
 ) -> PatchingResult:
-    """Patch the clean residual stream into the corrupted run, per layer and position.
+    """Patch the clean residual stream before each block into the corrupted run, per position.
+
+    The `values` of the result are (layers, positions), means over the pairs. Raises TypeError if
+    `model` is not a `Decoder`, and ValueError for other wrong arguments.
 
     Args:
         model: A decoder, as from `describe`.
@@ -66,7 +72,7 @@ def patch_streams(
             `attention_mask`. Several prompts are (pairs, seq).
         corrupted: A prompt of the same shape.
         metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
-            (n,), such as `logit_difference`; or one function per pair.
+            one number per stream, (n,), as from `logit_difference`; or one function per pair.
         batch: The number of patches that run together.
     """
     pairs = split_pairs(clean, corrupted, metric)
@@ -87,9 +93,10 @@ def patch_parts(
     """Patch the clean activation into the corrupted run, per layer, head and position.
 
     `part` is the site "attention.q", "attention.k", "attention.v", "attention.o:input" (z),
-    "attention_out" or "mlp_out" of each block. Keys and values have key-value heads, and the last
-    two have one head. The other arguments are those of `patch_streams`. `values` are (layers,
-    heads, positions).
+    "attention_out" or "mlp_out" of each block. For keys and values, heads are key-value heads;
+    "attention_out" and "mlp_out" count as one head. The other arguments are the same as in
+    `patch_streams`. The `values` of the result are (layers, heads, positions). Raises ValueError
+    for another part.
     """
     pairs = split_pairs(clean, corrupted, metric)
     return mean_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])
@@ -113,7 +120,10 @@ def _patch_pair(
 
 
 def sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
-    """Return the site of a part in each block, and the number of its heads."""
+    """Return the site of a part in each block, and the number of heads of this part.
+
+    Raises ValueError for an unknown part.
+    """
     attention = model.layers[0].attention
     heads_of = {
         ":input": 1,
@@ -139,9 +149,13 @@ def logit_difference(
     *,
     position: int = -1,
 ) -> Callable[[Tensor], Tensor]:
-    """Return the metric logit(right) - logit(wrong), from two rows of the unembedding.
+    """Return the metric logit(right) - logit(wrong) at one position, from two unembedding rows.
 
-    The logits are those before a cap (Gemma 2).
+    The metric maps final streams (n, seq, d_model) to (n,). `norm` is the model's final norm, or
+    None; `right` and `wrong` are token ids. A cap on logits (Gemma 2) is not applied.
+
+    Raises ValueError for a token id outside the vocabulary. The metric raises ValueError for a
+    position outside the stream.
     """
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     for name, token in (("right", right), ("wrong", wrong)):
@@ -164,10 +178,11 @@ def logit_difference(
 
 
 def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a patch for the input of an output projection that ablates some of its heads.
+    """Return a replacement for the site `attention.o:input` that ablates the heads `dropped`.
 
-    The ablated heads are 0, or their values in `to`, which broadcasts to the input and may contain
-    a mean or the activations of another prompt.
+    `heads` is the number of heads of the layer. Ablated heads are set to 0, or to their values in
+    `to`. This tensor must broadcast to the activation (batch, seq, heads * d_head), and may contain
+    a mean or the activations of another prompt. Raises ValueError for heads that do not exist.
     """
     if not all(0 <= head < heads for head in dropped):
         raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")

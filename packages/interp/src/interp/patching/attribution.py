@@ -41,8 +41,9 @@ def attribution_patching(
 ) -> dict[str, Tensor]:
     """Estimate the effect of patching each activation, from one backward pass.
 
-    `metric` maps the logits to one number. Effects are summed over the last dimension, so those of
-    streams are (batch, seq). The error is of second order in clean - corrupted.
+    `metric` maps the logits (batch, seq, vocabulary) to one number, a tensor. The effects of each
+    site are summed over the last dimension: for streams, they are (batch, seq). The error is of
+    second order in clean - corrupted. Raises ValueError if the two prompts differ in shape.
     """
     shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
     if shapes[0] != shapes[1]:
@@ -68,10 +69,13 @@ def edge_attribution(
 ) -> EdgeEffects:
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
-    The norm, projection and softmax of an attention receiver are computed; everything after them,
-    and everything after the input of an MLP's norm, is linearized. The `exact` edges with the
-    largest estimates, or all edges if it is None, are measured too: `.error` is the estimate minus
-    the measurement.
+    For queries and keys, the norm, projection and softmax are computed, and everything after them
+    is linearized. For values, everything after the projection is linearized; for MLPs, everything
+    after the input of the norm. Effects on the final stream are exact.
+
+    The `exact` edges with the largest absolute estimates are also measured (all edges if `exact` is
+    None). `error` of the result is the estimate minus the measurement. Raises ValueError if
+    `exact` is negative, or if a module has a hook or a replaced `forward`.
     """
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
@@ -152,7 +156,10 @@ def _receiver_effects(
     gradients: Mapping[str, Tensor],
     metric: Metric,
 ) -> Tensor:
-    """Return the effects (n, heads) of input changes (n, seq, d_model) on a kind of receiver."""
+    """Return the effects of changing the input of all receivers of one kind and layer, (n, heads).
+
+    `change` (n, seq, d_model) is added to the input. The effects are changes of the metric.
+    """
     if receiver.kind == "final":
         return (measure(metric, seen[site] + change) - measure(metric, seen[site]))[:, None]
     if receiver.kind == "mlp":
@@ -168,7 +175,8 @@ def _receiver_effects(
     norm = attention.q_norm if receiver.kind == "q" else attention.k_norm
     is_joint = len(getattr(norm, "weight", ())) > attention.d_head
     if is_joint:
-        # A norm over all heads (OLMo 2) changes the other heads too, so each head changes alone.
+        # With a norm over all heads (OLMo 2), a change of one head would change the other heads
+        # too. Each row of `new` therefore changes a single head and keeps the other heads.
         alone = torch.eye(heads, dtype=torch.bool, device=new.device)[:, None, None, :, None]
         new, old = new.unflatten(-1, (heads, -1)), old.unflatten(-1, (heads, -1))
         new = torch.where(alone, new, old).flatten(-2).flatten(0, 1)
@@ -192,8 +200,12 @@ def _gradients(
     metric: Callable[[Tensor, Tensor], Tensor],
     seen: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return d metric(logits, final stream) / d activation at each site, in the run of `prompt`."""
-    # Zeros are added to the activations, because possibly no parameter requires a gradient.
+    """Return the gradient of metric(logits, final stream) for each activation in `seen`.
+
+    The run is that of `prompt`. Raises ValueError if the metric does not return one number.
+    """
+    # Gradients are taken with respect to zeros that are added to the activations: without them,
+    # there would be no graph if no parameter requires a gradient.
     with torch.inference_mode(False):
         zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}

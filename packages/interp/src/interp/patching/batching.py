@@ -50,8 +50,8 @@ class PatchBatch:
     def run_block(self, layer: int, actions: Actions) -> None:
         """Run one block for all rows, while `actions` replace activations at their sites.
 
-        All modules receive the affected positions only. Between the projections of the attention,
-        where positions interact, the queries, keys and values are those of whole rows.
+        All modules receive the affected positions only. The attention between its projections is
+        an exception: positions interact there, so queries, keys and values are those of whole rows.
         """
         padding, embeddings, position_ids = self.run.layout
         if embeddings is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
@@ -61,8 +61,9 @@ class PatchBatch:
             f"{name}.{part}": partial(self._fill_rows, self.run.projections[f"{name}.{part}"])
             for part in "qkv"
         }
-        # Hooks act in the order in which they are installed. Actions see the affected positions
-        # only: at o:input these are selected before, and at q, k and v the others are added after.
+        # Hooks run in the order of installation, and actions must receive the affected positions
+        # only. At o:input, these are therefore selected before the actions run. At q, k and v, the
+        # unaffected positions are added after the actions.
         with (
             installed_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
             installed_hooks(self.run.model, actions),
@@ -72,7 +73,7 @@ class PatchBatch:
             self.streams = block(self.streams, padding, embeddings, position_ids)
 
     def final_streams(self) -> Tensor:
-        """Return the final streams (rows, seq, d_model); unaffected positions are as recorded."""
+        """Return the final streams (rows, seq, d_model), with recorded values where unaffected."""
         return self._fill_rows(self.run.final_stream, self.streams)
 
     def _select_affected(self, x: Tensor) -> Tensor:
@@ -94,8 +95,8 @@ def run_patches(
 ) -> Tensor:
     """Return the metric (patches,) of each patched run.
 
-    `sites` and `sources` contain one site and its new values (seq, heads, d_head) per layer. The
-    rows of `patches` are (layer, head, position), in ascending order of layers.
+    `sites` has one site per layer, and `sources` has the new values (seq, heads, d_head) of each
+    site. The rows of `patches` are (layer, head, position), in ascending order of layers.
     """
     require_unchanged_blocks(run.model)
     results = []
@@ -116,9 +117,9 @@ def run_patches(
 
 
 def require_unchanged_blocks(model: Decoder) -> None:
-    """Raise ValueError for hooks, replaced `forward` methods and modules of other libraries.
+    """Raise ValueError if a module has a hook or a replaced `forward`, or is of another library.
 
-    They could depend on all positions or all rows, and patched runs compute parts of these only.
+    Such code could depend on all positions or all rows, and patched runs compute only some of them.
     """
     for name, module in model.named_modules():
         is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)

@@ -33,7 +33,7 @@ class Node:
 
     kind: Literal["embed", "head", "q", "k", "v", "mlp", "final"]
     layer: int = 0
-    #: The number of the head; for "k" and "v", that of the key-value head.
+    #: The index of the head; for "k" and "v", the index of the key-value head.
     head: int = 0
 
     def __str__(self) -> str:
@@ -44,20 +44,24 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class EdgeEffects(MeanOverPairs):
-    """The change of the metric when a receiver reads a sender's clean output."""
+    """The change of the metric when only one receiver reads a sender's clean output, per edge."""
 
     senders: tuple[Node, ...]
     receivers: tuple[Node, ...]
-    #: (senders, receivers). False if the receiver comes before the sender.
+    #: (senders, receivers). True if the receiver's input is computed after the sender's output.
     exists: Tensor
     #: (senders, receivers). 0 where `exists` is False.
     values: Tensor
-    #: If `values` are estimates, the measured effects of some edges, and nan for the other edges.
+    #: If `values` are estimates, the measured effects of some edges. Edges that were not measured
+    #: are nan, and edges that do not exist are 0.
     exact: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
-        """The estimate minus the exact effect of each measured edge; nan for the other edges."""
+        """The estimate minus the exact effect of each edge, (senders, receivers).
+
+        The error is nan for edges that were not measured. Raises ValueError if `values` are exact.
+        """
         if self.exact is None:
             raise ValueError(
                 "these are exact effects, or no edge was measured; pass exact= to edge_attribution"
@@ -93,7 +97,8 @@ def patch_edges(
     """Return the exact effect of each edge from `senders` to `receivers`, by default of all edges.
 
     `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`. An edge is patched
-    at all positions at once.
+    at all positions at once. Raises ValueError for unknown nodes, and for models that add learned
+    positions to queries and keys only.
     """
     results = []
     for clean_prompt, corrupted_prompt, pair_metric in split_pairs(clean, corrupted, metric):
@@ -127,7 +132,10 @@ def measure_edges(
 
 
 def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str, partial[Tensor]]:
-    """Return the site of a receiver and its patch for changes (n, seq, d_model) of its input."""
+    """Return the site of a receiver, and the replacement that adds `changes` to the input.
+
+    `changes` are (n, seq, d_model). For queries, keys and values, only one head is replaced.
+    """
     name = f"blocks.{receiver.layer}"
     if receiver.kind == "mlp":
         return f"{name}.norm2:input", partial(torch.add, changes)
@@ -140,7 +148,7 @@ def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str,
 
 
 def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Module, int]:
-    """Return the projection to queries, keys or values, and its number of heads."""
+    """Return the module that computes "q", "k" or "v", and the number of its heads."""
     linear = cast(nn.Module, getattr(attention, kind))
     return linear, attention.heads if kind == "q" else attention.kv_heads
 
@@ -154,7 +162,8 @@ def sender_changes(
 ) -> tuple[EdgeEffects, Tensor]:
     """Return edges with values of 0, and each sender's clean output minus its corrupted output.
 
-    The outputs are (senders, seq, d_model).
+    The differences are (senders, seq, d_model). Raises ValueError for unknown nodes, and for models
+    that add learned positions to queries and keys only.
     """
     if model.settings.positions_in_attention:
         raise ValueError(
@@ -226,7 +235,7 @@ def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], what: str) ->
 
 
 def _output_order(node: Node) -> int:
-    """Return the position of a sender's output in the sequence of attentions and MLPs."""
+    """Return the index of the attention or MLP that computes a sender's output, -1 for "embed"."""
     return -1 if node.kind == "embed" else 2 * node.layer + (1 if node.kind == "mlp" else 0)
 
 

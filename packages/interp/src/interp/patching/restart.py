@@ -14,8 +14,8 @@ class Restart:
 
     `batch` is the number of streams that callers continue together.
 
-    Hooks of the model act on the recorded pass and again on a continuation: callers that compute
-    parts of blocks exclude hooks by `require_unchanged_blocks`.
+    Hooks of the model act on the recorded pass and again on a continuation. Callers that compute
+    parts of blocks therefore reject hooks with `require_unchanged_blocks`.
     """
 
     #: The recorded input of each block, (1, seq, d_model).
@@ -25,7 +25,7 @@ class Restart:
     #: Recorded queries, keys and values by site, (1, seq, features).
     projections: dict[str, Tensor]
     #: The arguments that every block receives after the stream: the padding (1, seq), the position
-    #: embeddings and the position ids, or None.
+    #: embeddings and the position ids. Each of them may be None.
     layout: tuple[Tensor | None, Tensor | None, Tensor | None]
 
     def __init__(self, model: Decoder, prompt: Prompt, *, batch: int) -> None:
