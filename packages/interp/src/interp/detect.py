@@ -9,16 +9,18 @@ The score of a head is its mean attention to the target keys of a kind:
     current     the current token
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
-the past. Padding is neither a query nor a key. Some head always has the best score of a kind. Its
-p-value is an upper bound of the probability that any head reaches this score if keys are permuted.
+the past. Padding is neither a query nor a key. Some head always has the best score of a kind, so
+each score has a p-value. The p-value is an upper bound of the probability that any head reaches
+this score if keys are permuted.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
 a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts are
-not independent either, if a head attends by position. The p-value is the larger of those of the two
-clusterings, so a kind needs several tokens and several positions. (For `first`, all queries of a
-prompt have the same target, so prompts that start with the same two tokens form a cluster.) Nothing
+not independent either, if a head attends by position. The queries are therefore clustered by token
+and by position, and the p-value is the larger one of the two. A significant score needs several
+tokens and several positions. (For `first`, all queries of a prompt have the same target, so
+prompts that start with the same two tokens form a cluster.) Nothing
 is assumed about the dependence within a cluster or among a query's m target keys. Because exp is
 convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's
 bound
@@ -63,7 +65,10 @@ class DetectedHead:
 
     @property
     def is_noise(self) -> bool:
-        """True if the score is not significant, or is hardly larger than chance."""
+        """True if the score is not significant, or is hardly larger than chance.
+
+        The p-value must be at most 0.05, and (score - chance) / (1 - chance) at least 0.1.
+        """
         effect = (self.score - self.chance) / max(1 - self.chance, 1e-12)
         return not (self.p_value <= _SIGNIFICANCE and effect >= _MIN_EFFECT)
 
@@ -126,10 +131,13 @@ def detect_heads(
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
             model has attention sinks (gpt-oss). Names of patterns become names of detected heads.
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
-            Without them, only positional kinds have a score.
+            Without tokens, only previous, first and current have a score.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
-            default all. Without the `attention_mask` of a prompt, equal tokens at the start or the
-            end count as padding if they are not queries and no query attends to them.
+            default all. If booleans are passed and the prompt has no `attention_mask`, equal tokens
+            at the start or the end count as padding if they are not queries and no query attends
+            to them.
+
+    Raises ValueError for patterns that are not the result of a softmax, and for wrong shapes.
     """
     if not isinstance(patterns, Mapping):
         patterns = {str(i): pattern for i, pattern in enumerate(patterns)}
@@ -182,7 +190,10 @@ def detect_heads(
 
 
 def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:
-    """Return cluster indices of all queries, (batch, seq), with -1 for unused queries."""
+    """Return one or two clusterings: cluster indices of queries (batch, seq), -1 if unused.
+
+    See Note [Clusters of queries].
+    """
     position = real.cumsum(-1)
     if kind == "first":
         row = torch.arange(len(tokens), device=tokens.device)
@@ -229,7 +240,7 @@ def _queries_and_keys(
 def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
     """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can see.
 
-    A layer whose weights are all 0 beyond some distance has a sliding window.
+    A layer whose weights are all 0 beyond some distance is treated as having a sliding window.
     """
     position = torch.arange(pattern.shape[-1], device=pattern.device)
     distance = position[:, None] - position
@@ -285,7 +296,11 @@ def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
-    """Raise ValueError if a query's row is not a softmax, or if it has no visible key."""
+    """Raise ValueError if the row of a query in `chosen` is not the result of a softmax.
+
+    The sum of such a row is positive and at most 1, or slightly larger due to rounding. A query
+    without a visible key has a sum of 0. All entries of the pattern must be nonnegative.
+    """
     rows = pattern.sum(-1).masked_fill(~chosen[:, None], 1.0)
     lowest, highest = float(rows.min()), float(rows.max())
     if not (lowest > 0 and highest <= 1.02 and float(pattern.min()) >= 0):

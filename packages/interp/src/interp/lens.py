@@ -27,17 +27,17 @@ class Lens:
 
     #: Names of the streams.
     names: tuple[str, ...]
-    #: (layers, ..., top).
+    #: The most probable token ids, (layers, ..., top).
     top_tokens: Tensor
-    #: (layers, ..., top).
+    #: The probabilities of `top_tokens`, (layers, ..., top).
     top_probabilities: Tensor
-    #: (layers, ...), in nats.
+    #: The entropy of each prediction, (layers, ...), in nats.
     entropy: Tensor
     #: KL(last layer || this layer), (layers, ...), in nats.
     kl_to_last: Tensor
-    #: (layers, ...), with `targets`.
+    #: (layers, ...), or None without `targets`.
     target_log_probability: Tensor | None
-    #: (layers, ...), with `targets`; 0 is the most probable token.
+    #: (layers, ...), or None without `targets`; 0 is the most probable token.
     target_rank: Tensor | None
 
 
@@ -52,11 +52,13 @@ def logit_lens(
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
-    The last of Hugging Face's `hidden_states` is an output of the final norm and is refused, unless
-    the stream is as small as the norm's epsilon: pass the input of that norm instead. `norm` is the
-    final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model) or any
-    function to logits: with a cap on logits (Gemma 2), pass `None` and `decoder.decode`. `targets`
-    (batch, seq) are token ids whose probability and rank are computed per layer.
+    The last stream must be the input of the final norm. Its output, such as the last of Hugging
+    Face's `hidden_states`, raises ValueError, but is not detected for fewer than 4 positions or for
+    a stream as small as the norm's epsilon. `norm` is the final norm or None. `unembed` is an
+    `nn.Linear`, its weight (vocabulary, d_model), or any function from normalized streams to
+    logits. For a model that caps its logits (Gemma 2), pass `norm=None` and
+    `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose log-probability and rank
+    are computed per layer. `top` is the number of most probable tokens to return.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(
@@ -112,7 +114,10 @@ def logit_lens(
 
 
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
-    """Raise ValueError if the stream is a norm's output: g * u + b, |u|^2 = d_model everywhere."""
+    """Raise ValueError if the stream is an output of `norm`: g * u + b, |u|^2 = d_model everywhere.
+
+    Streams of fewer than 4 positions are not checked.
+    """
     if norm is None or stream[..., 0].numel() < 4:  # Few positions may have that size by chance.
         return
     gain, shift, _ = _gain_and_shift(norm, stream)
@@ -149,12 +154,15 @@ def attribution(
     against: Tensor | None = None,
     final: Tensor | None = None,
 ) -> Attribution:
-    """Split the logit of `targets` (minus that of `against`) into one term per component.
+    """Split the logit of `targets` (minus the logit of `against`) into one term per component.
 
     `components` broadcast to the final stream (batch, seq, d_model) and sum to it. Token ids are
     (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
-    Pass the recorded final stream as `final` to check that no component is missing. A capped logit
-    (Gemma 2) is not a sum of terms, so the logits here are those before the cap.
+    A capped logit (Gemma 2) is not a sum of terms, so the cap is not applied here.
+
+    Pass the recorded final stream as `final` to check that no component is missing; ValueError is
+    raised if the components do not sum to it. Raises ValueError for token ids of another shape, and
+    for a norm that is not a layer norm or an RMS norm.
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
@@ -186,9 +194,9 @@ def attribution(
 def read_direction(
     weight: Tensor, stream: Tensor, targets: Tensor, against: Tensor | None
 ) -> Tensor:
-    """Return the rows of the unembedding at `targets`, minus those at `against`.
+    """Return the rows of the unembedding at `targets`, minus the rows at `against` if passed.
 
-    Raises ValueError unless both contain one token id per position of the stream.
+    Raises ValueError unless both contain one nonnegative token id per position of the stream.
     """
     for name, ids in (("targets", targets), ("against", against)):
         if ids is not None and ids.shape != stream.shape[:-1]:
@@ -203,7 +211,7 @@ def read_direction(
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return `(gain, shift, centered)` with norm(x) = gain * P x + shift.
 
-    P subtracts the mean if `centered`, otherwise P = 1; `gain` includes the scale of `x`. Raises
+    P subtracts the mean if `centered`, otherwise P = 1; `gain` includes the factor 1 / s(x). Raises
     ValueError for a callable that is not of this form.
     """
     if norm is None:
@@ -223,7 +231,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return g, b and whether P subtracts the mean, for a norm g * P x / s(x) + b."""
+    """Return `(g, b, centered)` of the norm g * P x / s(x) + b, with P as in `probe_norm`."""
     # Signs alternate so that no entry is close to 0, neither before nor after centering.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
     probe[..., 1::2] = -1

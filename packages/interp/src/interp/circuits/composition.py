@@ -20,7 +20,7 @@ from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 Kind = Literal["q", "k", "v"]
 
-# The number of entries in the product of one block of pairs (2 MiB); more are not faster.
+# The number of entries of one block of products, 2 MiB in float32; larger blocks are not faster.
 _BLOCK_NUMBERS = 1 << 19
 
 
@@ -29,7 +29,8 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 
     Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain every head's circuit, with batch
     shape (layers, heads); `qk` is not needed for `kind="v"`. Two random circuits score about
-    `chance(d_model)`. Half precision is converted to float32.
+    `chance(d_model)`. Half precision is converted to float32. Raises ValueError for an unknown
+    `kind`, a missing `qk`, and circuits of different models.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -44,7 +45,10 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 
 
 def chance(d_model: int) -> float:
-    """Return 1 / sqrt(d), as E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d for random circuits."""
+    """Return the expected score of two random circuits, about 1 / sqrt(d_model).
+
+    For random circuits, E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d_model.
+    """
     return 1 / math.sqrt(d_model)
 
 
@@ -70,7 +74,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 
 
 def _folded(matrix: LowRank) -> Tensor:
-    """Return `a R^T` for b^T = Q R, which equals `a b` up to an orthonormal factor on the right.
+    """Return `a R^T` with b^T = Q R, so that `a b` is the result times Q^T, which is orthonormal.
 
     The result is also scaled by a positive factor, which does not change scores.
     """
@@ -80,7 +84,7 @@ def _folded(matrix: LowRank) -> Tensor:
 
 
 def _unit_size(x: Tensor) -> Tensor:
-    """Return matrices scaled to a maximum norm of 1, so that no product over- or underflows."""
+    """Return matrices scaled to a largest absolute entry of 1, to avoid over- and underflow."""
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
     return x / largest.where(largest > 0, 1)
 

@@ -1,7 +1,8 @@
 """Attention heads as functions of their circuits.
 
-W_QK determines the attention pattern of a head, W_OV the vectors that it moves. Multiplying the
-concatenated heads by W_O equals a sum of one W_O W_V product per head. Elhage et al. 2021.
+W_QK determines the attention pattern of a head, and W_OV determines the vectors that it moves.
+Multiplying the concatenated heads by W_O equals a sum of one W_O W_V product per head (Elhage et
+al. 2021).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def circuit_pattern(
 def attention_head(
     x: Tensor, qk: LowRank | Tensor, ov: LowRank | Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """Return the output of one causal head, A (x W_OV^T), (..., seq, d_model)."""
+    """Return the output of one causal head, A (x W_OV^T), (..., seq, d_model).
+
+    A is the `circuit_pattern` of `x`, `qk` and `scale`.
+    """
     require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale) @ moved

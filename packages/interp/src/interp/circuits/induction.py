@@ -10,9 +10,9 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
               whose previous token equals it, and
               half as strongly to position 0
 
-A token without an earlier occurrence attends to BOS, and the output is exactly 0. If
-exp(-`sharpness` / 2) rounds to 0, no other token has a weight. `train_induction` trains the same
-circuit. Elhage et al. 2021; Olsson et al. 2022.
+A token without an earlier occurrence attends to BOS. If exp(-`sharpness` / 2) rounds to 0, all
+other weights are 0, and the output is then exactly 0. `train_induction` trains the same circuit.
+Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def induction_circuit(
         first.q.weight[0] += sharpness * position[0]
         first.v.weight[:v] = token
         first.o.weight[:, :v] = previous.T
-        # A query and a key match in the coordinate of their token. BOS is not a query, so its
-        # coordinate serves as the attention sink.
+        # A query and a key match in the coordinate of their token. BOS has no earlier occurrence to
+        # match, so its coordinate serves as the attention sink.
         second.q.weight[1:v] = sharpness * token[1:]
         second.q.weight[0] = sharpness / 2 * token.sum(0)
         second.k.weight[1:v] = previous[1:]
@@ -85,10 +85,13 @@ def repeated_tokens(
     periods: tuple[int, int],
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `(tokens, repeated)`: BOS and repeating tokens, with a mask of the later copies.
+    """Return `(tokens, repeated)`, both (batch, length): BOS and a repeated sequence, and a mask.
 
-    Each row has a random period in [low, high], so that positions do not predict the next token.
-    Tokens are distinct within a period, so that the next token of a later copy is certain.
+    The mask is True at all tokens after the first copy of the sequence. Each row has a random
+    period in [low, high], so that positions do not predict the next token. Tokens are distinct
+    within a period, so that the next token of a later copy is certain.
+
+    Raises ValueError unless 0 < low <= high < min(vocabulary, length).
     """
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
@@ -106,10 +109,11 @@ def repeated_tokens(
 def train_induction(
     *, seed: int = 0, steps: int = 500, batch: int = 32, learning_rate: float = 5e-3
 ) -> tuple[AttentionOnly, list[float]]:
-    """Train a two-layer attention-only model on repeats and return `(model, loss per step)`.
+    """Train a two-layer attention-only model on `repeated_tokens`; return `(model, losses)`.
 
-    The model has 2 heads per layer, 64 dimensions, 48 tokens and a context of 48. Periods are 12 to
-    23. A seed determines the result and leaves torch's global generator unchanged.
+    `losses` has one loss per step, in nats. The model has 2 heads per layer, 64 dimensions, 48
+    tokens and a context of 48. Periods are 12 to 23. `seed` determines the result, and torch's
+    global generator is not changed.
     """
     vocabulary, length = 48, 48
     with torch.random.fork_rng(devices=[]):
@@ -123,7 +127,7 @@ def train_induction(
             positions="attention",
         )
     generator = torch.Generator().manual_seed(seed)
-    # With a shorter memory of squared gradients (0.98), more seeds reach the phase change.
+    # With squared gradients averaged over fewer steps (0.98), more seeds reach the phase change.
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     losses = []
     for step in range(steps):

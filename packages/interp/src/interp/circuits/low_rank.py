@@ -3,7 +3,8 @@
 A head reads the residual stream through one thin matrix and writes to it through another, so its
 circuits are products `A B` of rank d_head in d_model dimensions. One `LowRank` stores a circuit of
 all heads of all layers; only `dense()` creates an m x n matrix. Vectors are columns, as in the
-paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, W_OV = W_O W_V maps x to W_OV x.
+paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and W_OV = W_O W_V maps x to
+W_OV x.
 
 Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
@@ -82,7 +83,10 @@ class LowRank:
         return LowRank(a, b)
 
     def __matmul__(self, other: LowRank | Tensor) -> LowRank:
-        """Return the product, with the smaller of the two ranks; a tensor is a dense matrix."""
+        """Return the product with another `LowRank` or a dense matrix.
+
+        The product of two `LowRank` has the smaller of the two ranks.
+        """
         _require_product(self.shape, other)
         if isinstance(other, Tensor):
             require_alike("the two matrices", self.a, other)
@@ -118,7 +122,10 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the r eigenvalues that can be nonzero, complex (..., r), from those of `b a`."""
+        """Return the eigenvalues of `b a`, complex (..., r), among them all nonzero ones of `a b`.
+
+        Raises ValueError for matrices that are not square, and for nan and inf.
+        """
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
         full = self._decomposable()
@@ -151,11 +158,11 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
 
 
 def synthesize(matrix: Tensor, rank: int) -> LowRank:
-    """Return the heads of dimension `rank` whose circuits are nearest to `matrix` (..., m, n).
+    """Return the circuit of rank `rank` that is nearest to `matrix` (..., m, n).
 
-    They are the truncated SVD with the singular values split evenly between both factors. No other
-    matrix of that rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
-    that rank is reproduced exactly.
+    It is the truncated SVD with the singular values split evenly between both factors. No other
+    matrix of this rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
+    this rank is reproduced exactly. Raises ValueError unless 1 <= rank <= min(m, n).
     """
     if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
         raise ValueError(

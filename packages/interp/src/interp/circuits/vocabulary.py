@@ -4,9 +4,10 @@
     a head, OV       W_U W_OV W_E       unembed @ ov @ embed.mT
     a head, QK       W_E^T W_QK W_E     embed @ qk @ embed.mT
 
-In this order, entry (s, t) is the logit of token s after token t (bigrams), the effect on the logit
-of s if a head attends to t, and the score of query s on key t. All are `LowRank`; `embed` and
-`unembed` are weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
+Entry (s, t) of the first matrix is the logit of token s after token t (bigrams). In the second, it
+is the effect on the logit of s if the head attends to t; in the third, the score of query s on key
+t. All three are `LowRank`; `embed` and `unembed` are weights (vocabulary, d_model). Elhage et al.
+2021, "Detecting Copying".
 """
 
 from __future__ import annotations

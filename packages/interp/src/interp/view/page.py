@@ -45,15 +45,18 @@ def view(
 
     Args:
         path: The file to write.
-        tokens: The strings or ids of one sequence, or prompts.
+        tokens: The strings or ids of one sequence, or prompts, of which row `example` is shown.
         patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
         attributions: The result of `attribution`.
         patching: Values such as `recovered`, (layers, positions) or (layers, heads, positions).
-        vocabulary: The string of each token id.
+        vocabulary: The string of each token id; without it, ids are shown as numbers.
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
+
+    Raises ValueError for results whose number of positions differs from the number of tokens, and
+    for patterns with values outside 0 and 1. Raises TypeError if `tokens` is a text.
     """
     strings = _strings(tokens, vocabulary, example)
     data: dict[str, object] = {"tokens": strings}
@@ -83,7 +86,7 @@ def view(
 def _strings(
     tokens: Sequence[str] | Sequence[int] | Prompt, vocabulary: Sequence[str] | None, example: int
 ) -> list[str]:
-    """Return the strings of one sequence; without a vocabulary, those of ids are their digits."""
+    """Return the strings of one sequence; without a vocabulary, ids become decimal numbers."""
     if isinstance(tokens, str):
         require_prompt(tokens)  # raises TypeError: a text would be shown as one token per character
     if isinstance(tokens, TextPrompt):
@@ -176,7 +179,10 @@ def _require_length(what: str, positions: int, length: int) -> None:
 
 
 def _json(data: object) -> str:
-    """Return JSON that is safe inside a script element; nan and infinities become null."""
+    """Return JSON that is safe inside a script element.
+
+    Floats are rounded to 6 significant digits; nan and infinities become null.
+    """
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
