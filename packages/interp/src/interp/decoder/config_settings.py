@@ -1,7 +1,7 @@
 """Settings of a decoder from its Hugging Face configuration.
 
 A configuration names sizes and options; the table of `families` adds the properties that all models
-of a family share. An option that changes the function and is not supported is refused.
+of a family share. An unsupported option that changes the function raises ValueError.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _EQUAL: Mapping[str, str] = {
 def settings_from_config(config: Mapping[str, Any]) -> Settings:
     """Return the settings that a Hugging Face configuration determines.
 
-    Raises ValueError for other families and for options that change the function and are not
-    supported.
+    Raises ValueError for families that are not in `FAMILIES`, for unsupported options that change
+    the function, and for missing options.
     """
     name = str(config.get("model_type"))
     if name not in FAMILIES:
@@ -202,7 +202,7 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
-    """Return True if the layer has a sliding window; each Qwen family has a separate rule."""
+    """Return True if the layer has a sliding window; Qwen 3 MoE ignores `max_window_layers`."""
     if not config.get("use_sliding_window"):
         return False
     is_after_limit = bool(layer >= config.get("max_window_layers", 28))

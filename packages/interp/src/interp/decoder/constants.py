@@ -1,6 +1,6 @@
 """Constants that a family applies outside its weights.
 
-A description has no modules for them, so they are folded into copies of the weights.
+`Decoder` has no modules for them, so they are folded into copies of the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Constants:
     skipped_positions: int = 0
 
     def fold_into(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint with the constants folded in."""
+        """Return the tensors of a checkpoint with the constants folded in.
+
+        If a tied embedding is scaled, the result also has a separate unembedding.
+        """
         roles = roles_of(tensors)
         folded = dict(tensors)
         for name, role in roles.items():

@@ -66,9 +66,9 @@ class Decoder(nn.Module):
         super().__init__()
         weights = Weights(tensors)
         self.settings = settings
-        #: The model that was passed to `describe`.
+        #: The model that was passed to `describe`, or None.
         self.source: Source | None = None
-        #: The comparisons with that model that this description passed.
+        #: The comparisons with the described model that this decoder passed.
         self.comparisons: tuple[Comparison, ...] = ()
         self.embed = weights.embedding("embed")
         self.embed_norm = weights.norm("embed_norm", settings)
@@ -94,16 +94,20 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the logits of the tokens.
+        """Return the next-token logits (batch, seq, vocabulary) of `input_ids` (batch, seq).
 
         `attention_mask` (batch, seq) is 0 at padding. `position_ids` (batch, seq) are the indices
-        of learned and rotary positions. Their default is that of the family in Hugging Face: the
-        column index, or the number of earlier tokens that are not padding (OPT, Bloom). Pass them
-        if tokens follow padding and positions are learned; otherwise a warning is issued.
+        of learned and rotary positions. By default they are computed as in the family's Hugging
+        Face model: the column index, or the number of earlier tokens that are not padding (OPT,
+        Bloom). If tokens follow padding, pass `position_ids` to models with learned positions that
+        count padding; a warning is issued without them.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
         tokens are added to the cache. If the earlier tokens include padding, the mask must be
         passed.
+
+        Raises ValueError for arguments of wrong shapes or values, and RuntimeError if the described
+        model has changed; see `require_fresh`.
         """
         self.require_fresh()
         padding = self._padding(input_ids, attention_mask, cache)
@@ -117,7 +121,10 @@ class Decoder(nn.Module):
     def _padding(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
-        """Return booleans (batch, tokens), True at padding; raise for other wrong arguments."""
+        """Return booleans (batch, tokens), True at padding, or None without an `attention_mask`.
+
+        Raises ValueError for wrong tokens and masks, and for the cache of another decoder.
+        """
         if cache is not None:
             require_cache_of(self, cache)
         past = 0 if cache is None else cache.get_seq_length()
@@ -195,7 +202,11 @@ class Decoder(nn.Module):
         return self
 
     def require_fresh(self) -> None:
-        """Raise RuntimeError if the described model has changed and this decoder has not."""
+        """Raise RuntimeError if the described model changed in a way that this decoder does not.
+
+        Such changes are replaced modules and weights, changed constants, and changes of copied
+        weights in place.
+        """
         if self.source is not None:
             self.source.require_fresh()
 
@@ -223,7 +234,10 @@ class Decoder(nn.Module):
             )
 
     def _new_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
-        """Return the positions of the tokens, (batch, seq)."""
+        """Validate `position_ids` and broadcast them to (batch, seq).
+
+        Raises ValueError if the dtype or shape is wrong, or a position is out of range.
+        """
         if position_ids.is_floating_point() or position_ids.shape not in (
             tokens.shape,
             (1, tokens.shape[1]),
@@ -245,7 +259,7 @@ class Decoder(nn.Module):
         """Return the logits (..., vocabulary) of residual streams (..., d_model).
 
         The final norm, the unembedding and the cap on logits are applied. Raises RuntimeError if
-        the described model has replaced its weights, or changed weights that this decoder copied.
+        the described model has changed; see `require_fresh`.
         """
         self.require_fresh()
         return self._logits(stream)

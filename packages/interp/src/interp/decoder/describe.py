@@ -36,27 +36,29 @@ from interp.decoder.verify.matching import (
     matching_settings,
 )
 
-#: A verification swaps the weights of the model, and a second one would save the first one's.
+#: A verification temporarily replaces the weights of the model. A concurrent verification would
+#: take these replacements for the original weights.
 _VERIFICATION = threading.Lock()
 
 
 @torch.inference_mode(False)  # Copies of weights that are made in this mode have no gradients.
 @torch.no_grad()
 def describe(model: nn.Module, **settings: Any) -> Decoder:
-    """Return a `Decoder` that computes the function of `model` and shares its weights.
+    """Return a `Decoder` that computes the same function as `model` and shares its weights.
 
     `settings` are fields of `Settings` that override the detected ones. For a module without a
     configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
-    tokens to verify and to accept later. Its default is the model's number of positions, at most
-    1,024, and fewer for large models. If the number is unknown, 1,024 is halved until the model
-    accepts texts of that length.
+    tokens to verify and to accept later. Its default is the model's number of positions, or less
+    for large models, and at most 1,024. If the model has no such number, 1,024 (or less for large
+    models) is halved until the model accepts texts of that length.
 
-    The description is compared with the model under random weights and under its own weights; see
-    `interp.decoder.verify`, and `comparisons` of the result for the errors. Weights with a constant
-    folded in are copies. If the model changes their originals later, calls of the description raise
-    RuntimeError. Other threads must not call the model while it is described.
+    The decoder is compared with the model under random weights and under the model's own; see
+    `interp.decoder.verify`, and the errors in `Decoder.comparisons`. Weights into which a constant
+    is folded are copies: if the model later changes the originals, calling the decoder raises
+    RuntimeError. No other thread may call the model during `describe`. If `model` is a `Decoder`
+    and no settings are passed, it is returned unchanged.
 
-    Raises ValueError if no description reproduces the model's logits.
+    Raises ValueError if no decoder reproduces the model's logits.
     """
     if isinstance(model, Decoder) and not settings:
         return model
@@ -141,7 +143,7 @@ def _copied_names(
 
 @torch.no_grad()
 def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
-    """Raise ValueError if the logits differ under the model's own weights."""
+    """Raise ValueError if the logits of both differ under the model's own weights."""
     length = min(12, decoder.settings.context or 12)
     vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
     generator = torch.Generator("cpu").manual_seed(0)

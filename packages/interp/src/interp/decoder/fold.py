@@ -1,7 +1,7 @@
-"""Weight processing that makes circuits readable and keeps the function.
+"""Weight processing that makes circuits readable and preserves log-probabilities.
 
-`fold_decoder` applies all of it, for any family. Parameters are replaced and never changed in
-place, so that other modules with a shared weight are not affected.
+`fold_decoder` applies all of it, for any family. Parameters are replaced, never changed in place,
+so other modules that share a weight are not affected.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
 
 
 def _center_unembed(unembed: nn.Linear) -> None:
-    """Subtract the mean over the vocabulary, which keeps the log-probabilities."""
+    """Subtract the mean over the vocabulary, which preserves the log-probabilities."""
     _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
     if unembed.bias is not None:
         _set(unembed, "bias", unembed.bias - unembed.bias.mean())
 
 
 def _fold_value_bias(attention: DecoderAttention) -> None:
-    """Move the bias of the values into that of the output projection.
+    """Move the bias of the values into the bias of the output projection.
 
-    This preserves the function if values are not clamped and the rows of a pattern sum to 1 (no
-    sinks). The bias of a value head counts once per query head.
+    If values are clamped or the attention has sinks, nothing is moved: the function is preserved
+    only if the rows of a pattern sum to 1. The bias of a value head counts once per query head.
     """
     value, output = attention.v, attention.o
     is_linear = attention.sinks is None and attention.settings.clip is None
@@ -75,8 +75,8 @@ def fold_decoder(model: Decoder) -> Decoder:
     """Return a copy with folded norms and biases and the same log-probabilities.
 
     Norms of the stream are folded into their readers; norms of outputs, queries and keys are kept.
-    The stream is centered if every reader subtracts its mean (layer norm), and the unembedding is
-    centered if no cap follows it. The original does not change.
+    The stream is centered if every reader subtracts its mean (layer norm) and no norm follows a
+    writer. The unembedding is centered if the logits have no cap. The original does not change.
     """
     source = None if model.source is None else model.source.all_copied()
     # Separate parameters share memory until they are folded. The same parameters in both modules

@@ -86,7 +86,7 @@ def canonical_weights(
 def canonical_parts(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield each part of each tensor: the tensor's name, the canonical name and the value."""
+    """Yield (tensor name, canonical name, value) for each part of each tensor."""
     is_conv1d = _is_input_first(tensors)
     # The experts of gpt-oss have biases, weights (in, out) and interleaved gate and up projections.
     is_gpt_oss = any(name.endswith("experts.gate_up_proj_bias") for name in tensors)
@@ -127,7 +127,7 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             )
         roles[name] = role
     if not any(".mlp.up." in role or ".mlp.gate_up." in role for role in roles.values()):
-        # w1 is the gate of w3, but the first projection of an MLP without w3.
+        # w1 is the gate if the MLP has a w3 (the up projection), otherwise the up projection.
         for name, role in roles.items():
             if name.rpartition(".")[0].endswith(".w1"):
                 roles[name] = role.replace(".mlp.gate.", ".mlp.up.")

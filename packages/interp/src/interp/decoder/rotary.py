@@ -47,8 +47,8 @@ def scaled_rotary(
     method = rope.get("rope_type") or rope.get("type") or "default"
     angles = rotary_angles(dims, rope["rope_theta"])
     if method in ("default", "dynamic"):
-        # Dynamic angles change beyond the original length, which `length_limit` excludes, and so do
-        # those of LongRoPE.
+        # Dynamic angles and the angles of LongRoPE change beyond the original length. Such lengths
+        # are excluded by `length_limit`.
         return Rotary(angles)
     factor = rope.get("factor")
     if not factor and method in ("yarn", "longrope", "su") and original_length:
@@ -86,7 +86,7 @@ def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -
 def _yarn(
     angles: tuple[float, ...], factor: float, length: int, rope: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is that of pretraining."""
+    """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is the pretraining context."""
     dims = 2 * len(angles)
 
     def dim_of(rotations: float) -> float:
@@ -117,7 +117,7 @@ def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
 
 
 def yarn_temperature(factor: float, weight: float) -> float:
-    """Return 0.1 weight log(factor) + 1, by which YaRN scales scores."""
+    """Return YaRN's scale of queries and keys, 0.1 weight log(factor) + 1; 1 if factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

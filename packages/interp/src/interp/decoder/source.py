@@ -1,10 +1,10 @@
-"""The link from a description to the model whose weights it shares.
+"""The link from a decoder to the described model, whose weights the decoder shares.
 
 Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
 copies: weights with a constant folded in (the norms and embedding of Gemma, Granite's multipliers),
 and queries, keys and values that the checkpoint interleaves (GPT-NeoX). If the original of a copy
-changes, an error is raised. The same holds for the constants of the model, such as the epsilon of a
-norm and the frequencies of rotary angles, because the settings of the description contain them.
+changes, RuntimeError is raised. The same holds for the constants of the model, such as the epsilon
+of a norm and the frequencies of rotary angles, because the decoder's settings contain them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Source:
         return type(None), ()
 
     def all_copied(self) -> Source:
-        """Return the source of a description whose weights are all copies."""
+        """Return the source of a decoder that has copies of all weights of the same model."""
         self.require_fresh()
         return Source(self.model, self.tensors, self.tensors)
 
     def require_fresh(self) -> None:
         """Raise RuntimeError if weights, modules or constants of the model have changed.
 
-        Changes of weights that the description does not copy are changes of the description too.
-        Hooks, and attributes and buffers of integers, are not compared: models count calls in them.
+        Weights that the decoder shares may change in place, because the decoder changes with them.
+        Hooks are not compared, nor are integer attributes and buffers, in which models count calls.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in self.modules.keys() | modules.keys():

@@ -46,7 +46,7 @@ class Latent(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The product of the projections, without the scale of the norm."""
+        """The product of both projections and the norm's gains, without the division by the RMS."""
         product = self.up.weight @ (self.norm.weight[:, None] * self.down.weight)
         return product if self.rotary is None else self._join(self.rotary.weight, product, -2)
 
@@ -94,7 +94,8 @@ class DecoderAttention(nn.Module):
                 f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
                 f"{self.heads} heads of {self.d_head}, evenly shared"
             )
-        # Not a buffer: .bfloat16() would round the angles, which matters at position 1,000.
+        # The angles are not a buffer, because .bfloat16() would round them. At position 1,000, such
+        # rounding errors matter.
         self.frequencies = settings.frequencies[layer]
         self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
 
@@ -113,7 +114,8 @@ class DecoderAttention(nn.Module):
     ) -> Tensor:
         """Return the sum of the heads' outputs (batch, seq, d_model).
 
-        With a cache, `padding` and `position_ids` include those of earlier tokens.
+        `position` is added to the input of queries and keys only. With a cache, `padding` and
+        `position_ids` also cover the earlier tokens.
         """
         located = x if position is None else x + position
         q, k = self.q(located), self.k(located)
@@ -138,9 +140,9 @@ class DecoderAttention(nn.Module):
     ) -> Tensor:
         """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
 
-        Queries are at the positions of the last keys. Keys where `padding` (batch, keys) is True
-        are visible to their own query only, so that no row is empty. `position_ids` (batch, keys)
-        are the positions, by default the column indices. A sink adds one column.
+        Queries are at the positions of the last keys. If `padding` (batch, keys) is True for a key,
+        only the query at the same position sees it, so that no row is empty. `position_ids`
+        (batch, keys) are the positions, by default the column indices. A sink adds one column.
         """
         q = self._norm_heads(self._clip(q), self.q_norm)
         k = self._norm_heads(self._clip(k), self.k_norm)
@@ -173,9 +175,10 @@ class DecoderAttention(nn.Module):
         return x if bound is None else x.clamp(-bound, bound)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by their positions.
+        """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by position.
 
-        `positions` broadcasts to the shape of `x` without its last dimension.
+        Rotated dimensions are also multiplied by `rotary_scale`. `positions` broadcasts to the
+        shape of `x` without its last dimension.
         """
         if not self.frequencies:
             return x
@@ -201,7 +204,7 @@ class DecoderAttention(nn.Module):
         position = torch.tensor([-distance], device=w_k.device)
         rotated = self.rotate(w_k.mT, position)
         if self.rotary_scale != 1:
-            # A rotation by 0 applies the scale of the query.
+            # A rotation by 0 multiplies by `rotary_scale` again, for the query.
             rotated = self.rotate(rotated, torch.zeros_like(position))
         rotated = rotated.mT.flatten(0, 1)
         return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)

@@ -24,7 +24,7 @@ class Cache:
         self.decoder: ref[nn.Module] | None = None
         #: The positions of all tokens, (batch, tokens), or None if the cache is empty.
         self.position_ids: Tensor | None = None
-        #: True at the tokens that are padding, (batch, tokens), or None if none of them is.
+        #: True at padding, (batch, tokens), or None if no token is padding.
         self.padding: Tensor | None = None
 
     def get_seq_length(self) -> int:
@@ -32,7 +32,10 @@ class Cache:
         return 0 if self.position_ids is None else self.position_ids.shape[1]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (batch, tokens, features) of all tokens in a layer."""
+        """Append new keys and values to those of a layer; return both, (batch, tokens, features).
+
+        The result is stored in `pending` until `commit`.
+        """
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
         self.pending[layer] = k, v
@@ -57,7 +60,7 @@ class Cache:
 
 
 def require_cache_of(decoder: nn.Module, cache: object) -> None:
-    """Raise unless a cache is a `Cache` that is empty or that this decoder has filled."""
+    """Raise TypeError unless `cache` is a `Cache`, and ValueError if another decoder filled it."""
     if not isinstance(cache, Cache):
         raise TypeError(
             f"expected an interp.Cache, got a {type(cache).__name__}; create one with Cache() and "

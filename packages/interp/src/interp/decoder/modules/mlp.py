@@ -30,7 +30,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class DecoderMLP(nn.Module):
-    """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x)."""
+    """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x).
+
+    With `mlp_clip` (gpt-oss), gate and up projections are clamped, and 1 is added to the latter.
+    """
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Experts(nn.Module):
             self.shared = DecoderMLP(weights, f"{name}.shared", settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the chosen experts' outputs, weighted by the router."""
+        """Return the sum of the chosen experts, weighted by the router, and of the shared MLP."""
         weights, chosen = self._choose(x)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):

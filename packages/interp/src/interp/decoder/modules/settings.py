@@ -1,4 +1,4 @@
-"""The settings of a decoder, and the comparisons that its description passed."""
+"""The settings of a decoder, and the comparisons with the described model that it passed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Settings:
     alibi_slopes: tuple[float, ...] = ()
     #: True if learned positions are added to the inputs of queries and keys only.
     positions_in_attention: bool = False
-    #: True if default positions do not count padding (OPT, Bloom); False if they are the columns.
+    #: True if default positions do not count padding (OPT, Bloom); False for column indices.
     positions_skip_padding: bool = False
     #: True if the MLP reads the block's input instead of the stream after the attention.
     parallel: bool = False
@@ -39,7 +39,7 @@ class Settings:
     logit_cap: float | None = None
     #: The largest absolute value of queries, keys and values, which are clamped (OLMo 1).
     clip: float | None = None
-    #: The bound at which gpt-oss clamps gate and up projections; it also adds 1 to the latter.
+    #: The bound of gate and up projections (gpt-oss); 1 is then also added to the up projection.
     mlp_clip: float | None = None
     experts_used: int = 0
     experts_sum_to_one: bool = True
@@ -58,12 +58,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison of a description with its model, under random weights."""
+    """One comparison of a decoder with the described model, under random weights."""
 
     #: "small", "large", "random", "padded" or "positions"; see `interp.decoder.verify`.
     name: str
     #: The number of tokens.
     length: int
-    #: The largest RMS error of a position's logits, over the standard deviation of all logits.
+    #: The largest RMS error of a position's logits, divided by the standard deviation of all
+    #: logits.
     error: float
     tolerance: float

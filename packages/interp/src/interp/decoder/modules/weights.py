@@ -42,7 +42,7 @@ class Weights:
         return self.share_memory(name, nn.Embedding(rows, d_model, device="meta"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
-        """Return the norm with this name, or the identity if the family does not have it."""
+        """Return the norm with this name, or an `nn.Identity` if no weight has the name."""
         if name not in self:
             return nn.Identity()
         size = len(self.parameter(f"{name}.weight"))
@@ -54,7 +54,7 @@ class Weights:
         return rms_norm
 
     def stream_norm(self, name: str, settings: Settings) -> nn.Module:
-        """Return a norm of the residual stream, which may have no weights."""
+        """Return a norm of the residual stream, without weights if `settings.bare_norms`."""
         if not settings.bare_norms:
             return self.norm(name, settings)
         d_model = self.tensors["embed.weight"].shape[1]
@@ -63,7 +63,7 @@ class Weights:
         return nn.RMSNorm(d_model, eps=settings.eps, elementwise_affine=False)
 
     def share_memory(self, name: str, module: Module) -> Module:
-        """Return the module with the named weight and bias, if they exist."""
+        """Set the named weight and bias, if they exist, in the module; return the module."""
         for kind in ("weight", "bias"):
             if f"{name}.{kind}" in self.tensors:
                 module.register_parameter(kind, self.parameter(f"{name}.{kind}"))

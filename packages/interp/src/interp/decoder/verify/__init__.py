@@ -12,8 +12,8 @@ logits:
                a mask
     positions  the same padding, with position ids that do not count it, if the model accepts them
 
-A bound that neither these comparisons nor the model's own weights reach is not seen.
+A bound that neither these comparisons nor the model's own weights reach is not detected.
 
-Comparisons of equal weights share them, because drawing the weights of a large model takes as long
-as a short forward pass.
+Consecutive comparisons with the same scale reuse the weights, because drawing the weights of a
+large model takes as long as a short forward pass.
 """

@@ -145,7 +145,7 @@ def _errors(
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """Return the largest RMS error of a position, over the standard deviation of `expected`.
+    """Return the largest RMS error of a position, relative to the standard deviation of `expected`.
 
     Positions at which `mask` is 0 are ignored.
     """
@@ -248,10 +248,11 @@ def _context(
 ) -> int:
     """Return the number of tokens up to which descriptions are verified.
 
-    This is the `context` of the candidates, which the caller of `describe` has passed, or otherwise
-    the largest number that the model supports and that costs at most `_FORWARD_FLOPS`. `limit` is
-    the number of tokens beyond which the model uses other rotary angles. Raises ValueError if the
-    model does not support the requested context.
+    This is the `context` that the caller of `describe` has passed, or otherwise the largest number
+    that the model supports and that costs at most `_FORWARD_FLOPS`. The default is at most
+    `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. `limit` is the number
+    of tokens beyond which the model uses other rotary angles. Raises ValueError if the model does
+    not support the requested context.
     """
     config = getattr(model, "config", None)
     configured = getattr(config, "max_position_embeddings", None) or getattr(

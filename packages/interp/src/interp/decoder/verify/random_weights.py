@@ -130,7 +130,7 @@ class RandomWeights:
         if part == "attention.sinks":
             return scale.score_std
         if part == "mlp.router":
-            return 1.5  # Also with large weights: sharp routing amplifies rounding errors.
+            return 1.5  # At every scale, because sharp routing amplifies rounding errors.
         if part == "unembed":
             return 30.0
         if part in ("embed", "embed_norm", "position"):
