@@ -1,1 +1,1 @@
-"""A decoder-only transformer for all families, with descriptions, checkpoints and folding."""
+"""A decoder-only transformer for all families, built from a module in memory or a checkpoint."""

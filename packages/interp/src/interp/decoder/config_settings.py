@@ -32,8 +32,8 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
-#: Options that are supported only if they equal another option: OPT's embedding size, so that no
-#: projection is needed, and DeepSeek's rotated dimensions.
+#: Options that are supported only if they equal another option. OPT's embedding size must be the
+#: hidden size, so that no projection is needed; DeepSeek's head_dim is its rotated dimensions.
 _EQUAL: Mapping[str, str] = {
     "word_embed_proj_dim": "hidden_size",
     "head_dim": "qk_rope_head_dim",

@@ -20,7 +20,7 @@ _OPT_OFFSET = 2
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Constants:
-    """Constants that descriptions fold into the weights."""
+    """Constants that are folded into the weights of a `Decoder`."""
 
     #: An offset that is added to the gains of norms (Gemma).
     gain_offset: float = 0.0

@@ -21,9 +21,10 @@ class Family:
     rotary: bool = True
     #: The base of the rotary angles if the configuration does not name one.
     default_theta: float = 1e4
-    #: The default base of layers with a sliding window, or None if they have the same base.
+    #: The default rotary base of layers with a sliding window, or None if all layers have one base.
     local_theta: float | None = None
-    #: The default fraction of rotated dimensions per head; with None, the option is ignored.
+    #: The default fraction of rotated dimensions per head. If None, the fraction in the
+    #: configuration is ignored, except that latent attention accepts only 1.
     rotary_fraction: float | None = None
     #: True if rotated pairs are (2i, 2i + 1).
     interleaved: bool = False

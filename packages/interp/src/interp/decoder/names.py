@@ -70,8 +70,9 @@ def canonical_weights(
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint or a module under the names of `Decoder`.
 
-    Parts of fused weights are views if strides allow it. Raises ValueError for a name without a
-    role, and for two different tensors with the same role.
+    Fused weights are split; the parts are views if strides allow it. An unembedding that is the
+    same tensor as the embedding is left out. Raises ValueError for a name without a role, and for
+    two different tensors with the same role.
     """
     weights: dict[str, Tensor] = {}
     for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
@@ -108,9 +109,9 @@ def canonical_parts(
 
 
 def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the role of each tensor that is a weight: `blocks.3.attention.qkv.weight`.
+    """Return the role of each tensor by name, such as `blocks.3.attention.qkv.weight`.
 
-    Raises ValueError for a name without a role.
+    Buffers of old checkpoints are left out. Raises ValueError for a name without a role.
     """
     experts = any(".experts." in name for name in tensors)
     # A norm after the attention has the name that the norm before the MLP has in other models.
@@ -141,7 +142,7 @@ def is_norm_role(role: str) -> bool:
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of blocks that the tensors belong to."""
+    """Return the largest block number plus 1; raise ValueError if no tensor is of a block."""
     numbers = [int(match[1]) for name in tensors if (match := _LAYER.match(name))]
     if not numbers:
         raise ValueError(

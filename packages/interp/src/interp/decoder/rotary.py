@@ -75,7 +75,7 @@ def scaled_rotary(
 
 
 def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:
-    """Divide small angles by the factor, keep large ones, and interpolate in between."""
+    """Divide a small angle by the factor, keep a large angle, and interpolate in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     rotations = length * angle / (2 * math.pi)
     smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
@@ -183,7 +183,10 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the context length of pretraining; a value outside the rotary options has priority."""
+    """Return the context length of pretraining, by default `max_position_embeddings`, or 0.
+
+    A value outside the rotary options has priority over a value among them.
+    """
     name = "original_max_position_embeddings"
     length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
     return length

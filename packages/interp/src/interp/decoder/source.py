@@ -21,7 +21,7 @@ _TRAINING_ONLY = re.compile(r"drop|initializer|coef")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model, and the corrections of routers, which are buffers."""
+    """Return the parameters of a model by name, and the router corrections, which are buffers."""
     weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -44,7 +44,7 @@ class Source:
         self.buffers = {name: _fingerprint(x) for name, x in _fixed_buffers(model, tensors).items()}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # A pickled or deep-copied description has separate weights and therefore no source.
+        # A pickled or deep-copied decoder has separate weights and therefore no source.
         return type(None), ()
 
     def all_copied(self) -> Source:

@@ -96,7 +96,7 @@ def patch_parts(
     "attention_out" or "mlp_out" of each block. For keys and values, heads are key-value heads;
     "attention_out" and "mlp_out" count as one head. The other arguments are the same as in
     `patch_streams`. The `values` of the result are (layers, heads, positions). Raises ValueError
-    for another part.
+    for an unknown part.
     """
     pairs = split_pairs(clean, corrupted, metric)
     return mean_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])

@@ -1,8 +1,8 @@
-"""Verification that a description computes the same function as its model.
+"""Verification that a `Decoder` computes the same function as the model that it describes.
 
 The model's own weights can hide a difference: at the usual initialization, attention is nearly
 uniform, biases are 0 and a wrong norm epsilon has no effect. The model is therefore called with
-random float32 weights that make each property visible, and the description must reproduce its
+random float32 weights that make each property visible, and the decoder must reproduce its
 logits:
 
     small      a residual stream whose mean square is about the norms' epsilon

@@ -83,7 +83,7 @@ def matching_settings(
 
     Args:
         model: The model that is described.
-        tensors: Its weights by name.
+        tensors: The weights of the model by name.
         roles: The canonical name of each tensor.
         candidates: The settings to try, with equal numbers of layers, heads and experts. The random
             weights are scaled for the first one.
