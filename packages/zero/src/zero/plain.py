@@ -65,7 +65,7 @@ class PlainShardedOptimizer:
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:
-        """Average the gradients of this rank's shard (None is 0), step it, and gather all shards."""
+        """Average the gradients of this rank's shard (None is 0), step it, and gather all."""
         each = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         gradients = flatten(each, self.world)
         if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it is sent.
