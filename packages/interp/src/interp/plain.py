@@ -87,7 +87,6 @@ def composition(w: Weights, kind: str) -> Tensor:
     """Return ||W_2 W_1|| / (||W_2|| ||W_1||) for each head 1 of layer 0 and head 2 of layer 1.
 
     Head 2 reads the output of head 1 in its queries ("q"), its keys ("k") or its values ("v").
-    The result is (heads of layer 0, heads of layer 1).
     """
     qk, ov = qk_circuits(w)[1], ov_circuits(w)
     second = {"q": qk.mT, "k": qk, "v": ov[1]}[kind]
@@ -101,10 +100,7 @@ def composition(w: Weights, kind: str) -> Tensor:
 
 
 def copying(w: Weights) -> Tensor:
-    """Return sum(l) / sum(|l|) of the eigenvalues l of W_U W_OV W_E per head, (layers, heads).
-
-    The score is 1 for pure copying.
-    """
+    """Return sum(l) / sum(|l|) of the eigenvalues l of W_U W_OV W_E; 1 for pure copying."""
     values = torch.linalg.eigvals(w.unembed @ ov_circuits(w) @ w.embed.T)
     score: Tensor = values.sum(-1).real / values.abs().sum(-1)
     return score

@@ -66,8 +66,8 @@ class PlainShardedOptimizer:
 
     def step(self) -> None:
         """Average the gradients of this rank's shard (None is 0), step it, and gather all."""
-        each = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        gradients = flatten(each, self.world)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = flatten(grads, self.world)
         if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it is sent.
             for parameter in self.parameters:
                 parameter.grad = None

@@ -94,10 +94,7 @@ def train_step(
     stop_requests: list[int],
     log: Log,
 ) -> None:
-    """Take one training step; evaluate the model and save checkpoints at intervals.
-
-    After a SIGTERM on any rank, save a checkpoint and raise KeyboardInterrupt.
-    """
+    """Take one step; at intervals, evaluate and save. After a SIGTERM, save and stop."""
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
         group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
