@@ -168,6 +168,35 @@ def test_a_step_that_raised_at_stage_3_is_skipped_or_refused(whole):
     assert all(run_ranks(raise_in_a_step, 2, whole, timeout=DEADLINE))
 
 
+def raise_between_groups(stage):
+    """Return True if another step is refused after the optimizer updated one of two groups."""
+    model = make()
+    first, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    optimizer = ShardedOptimizer(groups, torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    init_group = optimizer.inner._init_group
+
+    def fail_in_the_second_group(group, *arguments):
+        if group is optimizer.inner.param_groups[1]:
+            raise ArithmeticError("on purpose")
+        return init_group(group, *arguments)
+
+    # torch's optimizers call this method for each group within `step`.
+    optimizer.inner._init_group = fail_in_the_second_group
+    mean_square(model, batch(0, dist.get_rank())).backward()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    del optimizer.inner._init_group
+    with pytest.raises(RuntimeError, match="would apply the gradients twice"):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_whose_optimizer_raised_cannot_be_repeated(stage):
+    assert all(run_ranks(raise_between_groups, 2, stage, timeout=DEADLINE))
+
+
 def raise_in_backward(stage):
     model, optimizer = build(stage, Failing(in_wait=False))
     twin = make()
