@@ -77,6 +77,9 @@ class Program:
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
             arange=lambda lo, hi, _: torch.arange(lo, hi),
             convert_layout=lambda x, _: x,
+            bfloat16=torch.bfloat16,
+            float16=torch.float16,
+            inline_asm_elementwise=rounded,
             static_range=range,
             float32=torch.float32,
             int32=torch.int32,
@@ -299,6 +302,17 @@ class Pointer:
 
     def store(self, value, mask):
         self.base[self.offset[mask]] = value[mask]
+
+
+def rounded(assembly, constraints, args, dtype, is_pure, pack):
+    """Return the numbers as the only assembly of the kernels rounds them: two per instruction.
+
+    The instruction writes its second operand to the lower half of the result.
+    """
+    name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    assert assembly == f"cvt.rn.{name}.f32 $0, $2, $1;"
+    assert (constraints, is_pure, pack) == ("=r,r,r", True, 2)
+    return args[0].to(dtype)
 
 
 def as_seen(x, index):

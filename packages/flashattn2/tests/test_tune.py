@@ -6,9 +6,12 @@ import subprocess
 import sys
 from importlib.resources import files
 
+import flashattn2
 import pytest
+import torch
+import triton.testing
 import tune
-from flashattn2.kernels import configs
+from flashattn2.kernels import configs, launch
 
 ENTRY = ("tma", "half", "forward"), 64, False
 
@@ -53,6 +56,25 @@ def test_entry_without_a_valid_tile_is_unchanged(capsys):
     assert "tma half dq 64 has no valid tile and is unchanged" in capsys.readouterr().err
     text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
     assert json.loads(tune.written(table)) == json.loads(text)
+
+
+def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
+    """On Hopper, "auto" would select the Gluon kernels, whose time does not depend on the tile."""
+    chosen = []
+
+    def attention(q, k, v, backend, **options):
+        chosen.append((backend, launch.choose("forward", "ieee", 2, 64, ("tma",), 2**17)))
+        return q
+
+    randn = torch.randn
+    monkeypatch.setattr(flashattn2, "flash_attention", attention)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() is None)
+    monkeypatch.setattr(torch, "randn", lambda shape, device, **options: randn(2, **options))
+    tune.milliseconds(compiler_facts({
+        "kernel": "forward", "tile": (64, 32, 4, 2), "dim": 64, "dtype": "bf16", "kind": "half",
+        "tma": True,
+    }))  # fmt: skip
+    assert set(chosen) == {("triton", (configs.Tile(64, 32, 4, 2), True))}
 
 
 def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
