@@ -1,5 +1,7 @@
 """No number in a README is typed by hand: each table is what the results render to."""
 
+import json
+
 import pytest
 from workspace import PACKAGES, ROOT, folder, script
 
@@ -28,3 +30,37 @@ def test_a_readme_quotes_one_table_of_at_most_eight_rows_and_seven_columns(packa
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_page_of_all_rows_is_what_the_results_render_to(package):
     assert (ROOT / "docs" / "results" / f"{package}.md").read_text() == measure.page(package)
+
+
+def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
+    """The table has the smallest and the largest ratio of two lengths, with and without a mask."""
+    path = ROOT / "docs/results/2026-11-28-gpu/flashattn2-gpu.json"
+    times = {
+        (row["seq"], row["dim"], row["causal"], row["pass"], row["impl"]): row
+        for row in json.loads(path.read_text())["rows"]
+        if row["case"] == "train"
+    }
+
+    def ratios(seqs, dim, which, peer, ours):
+        cases = [(seq, dim, causal, which) for seq in seqs for causal in ("true", "false")]
+        values = [
+            times[*case, peer]["ratio_p50"]
+            if ours == "ours"
+            else times[*case, peer]["time_ms"] / times[*case, ours]["time_ms"]
+            for case in cases
+        ]
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    readme = (ROOT / "packages/flashattn2/README.md").read_text()
+    columns = [
+        ("forward", "sdpa flash", "ours"),
+        ("forward", "sdpa cudnn", "ours"),
+        ("backward", "sdpa flash", "ours"),
+        ("backward", "sdpa cudnn", "ours"),
+        ("backward", "sdpa cudnn", "ours atomic"),
+    ]
+    for dim in (64, 128):
+        for seqs in ((512, 1024), (2048, 4096), (8192, 16384)):
+            cells = [ratios(seqs, dim, *column) for column in columns]
+            lengths = f"{seqs[0]:,} and {seqs[1]:,}"
+            assert f"| {lengths} | {dim} | {' | '.join(cells)} |" in readme

@@ -70,10 +70,8 @@ def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
     monkeypatch.setattr(flashattn2, "flash_attention", attention)
     monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() is None)
     monkeypatch.setattr(torch, "randn", lambda shape, device, **options: randn(2, **options))
-    tune.milliseconds(compiler_facts({
-        "kernel": "forward", "tile": (64, 32, 4, 2), "dim": 64, "dtype": "bf16", "kind": "half",
-        "tma": True,
-    }))  # fmt: skip
+    job = {"kernel": "forward", "tile": (64, 32, 4, 2), "dim": 64, "dtype": "bf16", "tma": True}
+    tune.milliseconds(compiler_facts(job, kind="half"))
     assert set(chosen) == {("triton", (configs.Tile(64, 32, 4, 2), True))}
 
 

@@ -1,7 +1,6 @@
 """The backward pass for Hopper with one loading warp and eight computing warps.
 
-Status: experimental.  The kernel ran on the same GPUs as the forward kernel, and functions that it
-calls were also shortened afterwards: see the status in `forward.py`.
+Status: experimental, as for the forward kernel: see `forward.py`.
 
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
 keys (A, B = K, V and X, Y = Q, dO), five products compute the gradients.  S and P are then

