@@ -1,6 +1,7 @@
 """Every test that `make test` leaves out names the faster test of the same property."""
 
 import ast
+import re
 import tomllib
 
 from workspace import ROOT
@@ -46,6 +47,30 @@ def test_the_table_lists_every_exhaustive_test():
         if "exhaustive" in names_of_marks
     }
     assert exhaustive == {(file, name) for file, rows in TABLE.items() for name in rows}
+
+
+def cases_of(decorator):
+    """Return, for each case of a `parametrize` decorator, whether it is exhaustive."""
+    if not ast.unparse(decorator).startswith("pytest.mark.parametrize("):
+        return []
+    cases = decorator.args[1]
+    if not isinstance(cases, ast.List | ast.Tuple):
+        return []
+    marked = re.compile(r"pytest\.param\(.*marks=.*\bexhaustive\b", re.DOTALL)
+    return [bool(marked.match(ast.unparse(case))) for case in cases.elts]
+
+
+def test_some_case_of_a_test_with_exhaustive_cases_runs_in_make_test():
+    """Otherwise the whole test is exhaustive, and the table must list it."""
+    found = 0
+    for file, tests in TESTS.items():
+        for node in ast.parse((ROOT / file).read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or node.name not in tests:
+                continue
+            for cases in filter(None, map(cases_of, node.decorator_list)):
+                found += any(cases)
+                assert not all(cases) or node.name in TABLE[file], f"{file}::{node.name}"
+    assert found > 20
 
 
 def test_faster_tests_of_the_table_run_in_make_test():

@@ -38,7 +38,10 @@ def draw(seed, kernels):
         case["lengths"][0] = (case["lengths"][0][0], 0)
     if case["kind"] in ("dense", "flat") and rng.random() < 0.4:
         case["lengths"][0] = (case["lengths"][0][0],) * 2
-    bound = lambda: pick((None, 0, rng.randint(0, most), 2**31))  # noqa: E731
+
+    def bound():
+        return pick((None, 0, rng.randint(0, most), 2**31))
+
     options = {
         "is_causal": pick((True, False)),
         "window": pick((None, None, (bound(), bound()), rng.randint(0, most))),

@@ -160,22 +160,8 @@ def test_decoding_takes_the_time_of_sdpa():
     assert_at_most("flashattn2: decoding over torch's", 1.05, processor_ratio(ours, sdpa, 101))
 
 
-def test_decoding_with_grouped_heads_takes_the_time_of_sdpa():
-    q, k = torch.randn(4, 32, 1, 64), torch.randn(4, 8, 2048, 64)
-    keys = k[:, :, :2000]
-
-    def ours():
-        flash_attention_with_kvcache(q, k, k, cache_seqlens=2000)
-
-    def sdpa():
-        F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
-
-    figure = "flashattn2: decoding with grouped heads over torch's"
-    assert_at_most(figure, 1.05, processor_ratio(ours, sdpa, 101))
-
-
 @pytest.mark.parametrize("seq", [128, 512, 2048])
-def test_figure_of_sdpa(seq):
+def test_sdpa_takes_the_time_of_torchs(seq):
     q, k, v = torch.randn(3, max(1, 2048 // seq), 4, seq, 64)
     sides = (
         (lambda: sdpa(q, k, v, is_causal=True)),
@@ -185,7 +171,7 @@ def test_figure_of_sdpa(seq):
     assert_at_most(f"flashattn2: sdpa over torch's, {seq} tokens", 1.03, ratio)
 
 
-def test_figure_of_decoding_with_grouped_heads():
+def test_decoding_with_grouped_heads_takes_less_time_than_sdpa():
     q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
     ratio = processor_ratio(
         lambda: flash_attention_with_kvcache(q, k, k, cache_seqlens=2000),
@@ -195,7 +181,7 @@ def test_figure_of_decoding_with_grouped_heads():
     assert_at_most("flashattn2: decoding over a contiguous cache, over torch's", 0.9, ratio)
 
 
-def test_figure_of_decoding_over_pages():
+def test_decoding_over_pages_takes_three_times_that_of_sdpa_without_pages():
     """A page is copied once before torch's kernel reads it, which bounds the ratio."""
     q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
     table = torch.randperm(256).view(2, 128).int()
@@ -214,7 +200,7 @@ def test_figure_of_decoding_over_pages():
 
 
 @pytest.mark.parametrize("kind", ["sliding", "packed"])
-def test_figure_of_masks(kind):
+def test_time_of_a_mask_is_linear_in_the_tokens(kind):
     """Four times the tokens take at most four times the time."""
     masking_utils = pytest.importorskip("transformers.masking_utils")
     from flashattn2.integrations.transformers import make_mask
@@ -233,7 +219,7 @@ def test_figure_of_masks(kind):
     assert_at_most(f"flashattn2: {kind} mask, 32,768 tokens over 8,192", 4.0, ratio)
 
 
-def test_figure_of_the_host_path(monkeypatch):
+def test_python_before_a_launch_takes_at_most_60_microseconds(monkeypatch):
     """The launch is replaced by an empty function, so the time is that of the code before it."""
     from flashattn2 import plan_cache
     from flashattn2.kernels import forward, launch

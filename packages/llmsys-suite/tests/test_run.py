@@ -49,7 +49,7 @@ def test_no_module_takes_the_place_of_a_public_name():
 def gather_with_a_slow_rank():
     run = a_run()
     if run.rank == 0:
-        time.sleep(5)
+        time.sleep(2.5)
     return run.gather(run.rank)
 
 

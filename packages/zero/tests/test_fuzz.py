@@ -104,11 +104,10 @@ class Model(nn.Module):
         if self.turn is not None:
             x = x + self.turn(x)
         for kind, block in zip(self.kinds, self.blocks, strict=True):
-            step = lambda x, kind=kind, block=block: self.apply_block(kind, block, x)  # noqa: E731
             if self.recompute and torch.is_grad_enabled():
-                x = x + checkpoint(step, x, use_reentrant=False)
+                x = x + checkpoint(self.apply_block, kind, block, x, use_reentrant=False)
             else:
-                x = x + step(x)
+                x = x + self.apply_block(kind, block, x)
         if use_spare:
             x = x + torch.tanh(self.spare(x))
         if self.read_head:
@@ -268,7 +267,10 @@ class Program:
                 called = {f"blocks.{i}" for i, kind in enumerate(model.kinds) if kind != "read"}
                 if self.draw_same() < 0.7:
                     called.add("spare")
-                shard = lambda name, _: name in called  # noqa: E731
+
+                def shard(name, _):
+                    return name in called
+
             self.model = FSDP(model, group=self.group, shard=shard)
             self.ours = self.optimizer(self.model)
             return

@@ -729,7 +729,9 @@ class Tied(nn.Module):
 
 
 def read_without_calling():
-    make_layer = lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)  # noqa: E731
+    def make_layer():
+        return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
     words = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
     vectors = torch.nn.functional.one_hot(words % 8, 8).double()
     cases = [

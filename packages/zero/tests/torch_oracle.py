@@ -75,6 +75,11 @@ class OnRanks(common_utils.TestCase):
         run_subtests(self, *args, **kwargs)
 
 
+def init_mesh_on_the_cpu(_, *args, **kwargs):
+    """Return the mesh of a test on the CPU, instead of the device that the test names."""
+    return init_device_mesh("cpu", *args, **kwargs)
+
+
 def prepare(who):
     """Replace the parts of torch that the tests import, before they import them."""
     import torch.distributed.tensor.debug
@@ -97,7 +102,6 @@ def prepare(who):
     for name in ("compiled_fsdp_test", "test_compiled_fsdp"):
         setattr(common_fsdp, name, lambda *_, **__: lambda test: test)
 
-    moved = lambda _, *a, **k: init_device_mesh("cpu", *a, **k)  # noqa: E731
     from_group = DeviceMesh.from_group
     DeviceMesh.from_group = staticmethod(
         lambda group, _, *args, **kwargs: from_group(group, "cpu", *args, **kwargs)
@@ -112,7 +116,7 @@ def prepare(who):
     import torch.distributed._tensor as old
 
     for module in (torch.distributed.device_mesh, tensor, old):
-        module.init_device_mesh = moved
+        module.init_device_mesh = init_mesh_on_the_cpu
     sys.modules["torch.distributed._tensor.debug"] = tensor.debug
     sys.modules["torch.distributed._tensor.debug.comm_mode"] = tensor.debug
     for new in Path(torchs.__file__).parent.glob("_fully_shard/_fsdp_*.py"):
