@@ -185,6 +185,24 @@ WRONG_CACHES = {
 }
 
 
+def test_a_compiled_function_may_slice_interleaved_caches_of_several_buffers():
+    """Slices that are taken outside of the graph are the limit that the README states."""
+
+    def run(q, cache, new, lengths):
+        keys, values = cache[..., :16], cache[..., 16:]
+        return flash_attention_with_kvcache(q, keys, values, new, new, cache_seqlens=lengths)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    lengths = torch.tensor([20, 30], dtype=torch.int32)
+    for offset in (0, 7, 64):
+        memory = torch.randn(2 * 4 * 64 * 32 + offset)
+        caches = [memory.clone()[offset:].view(2, 4, 64, 32) for _ in range(2)]
+        q, new = torch.randn(2, 2, 4, 1, 16)
+        ours, eager = (f(q, c, new, lengths) for f, c in zip((compiled, run), caches, strict=True))
+        torch.testing.assert_close(ours, eager)
+        assert torch.equal(*caches)
+
+
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize(
     "compiler", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
