@@ -21,7 +21,6 @@ As in `forward.py`, barriers signal that X is ready, that Y is ready, and that t
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -35,29 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn2.hopper.forward import (
-    PRODUCER_REGISTERS,
-    descriptor,
-    load_tile,
-    store_tile,
-)
+from flashattn2.hopper.forward import PRODUCER_REGISTERS
+from flashattn2.hopper.tma import add_tile, descriptor, load_tile, row_descriptor, store_tile
 from flashattn2.kernels import launch, row_sums
 from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_ranges
 from flashattn2.spec import AttentionSpec
-
-# Triton 3.6 supports the instruction, but has no public function for it.
-if hasattr(tma, "async_atomic_add"):
-    add_tile = tma.async_atomic_add
-else:
-
-    @gl._core.builtin
-    def add_tile(target, at, source, _semantic=None):
-        """Add a tile to global memory by TMA."""
-        at = _semantic._convert_to_ir_values(at, require_i64=False)
-        add = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(add, target.handle, at, source.handle)
 
 
 class Tile(NamedTuple):
@@ -374,14 +356,3 @@ def backward(
         run((k, v), (q, grad_out), (dk, dv), True, total)
         dq.copy_(total.mul_(spec.scale))
     return dq, dk, dv
-
-
-def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor for `rows` numbers of one head."""
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], row_layout())
-
-
-@functools.cache
-def row_layout() -> gl.NVMMASharedLayout:
-    """Return the layout of the numbers of one head in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

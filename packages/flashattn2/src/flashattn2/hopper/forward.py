@@ -25,11 +25,11 @@ every order in which the warps may be scheduled.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,17 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashattn2.hopper.tma import descriptor, load_tile, store_tile
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import is_visible, key_ranges, program
 from flashattn2.spec import AttentionSpec
-
-# In Triton 3.6 these functions are named `async_copy_...`; in 3.9 the old names raise an error.
-if hasattr(tma, "async_load"):
-    load_tile, store_tile = tma.async_load, tma.async_store
-else:
-    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 
 class Tile(NamedTuple):
@@ -75,6 +69,9 @@ TILES = {64: Tile(2, 128, 3, 240), 128: Tile(2, 128, 2, 240)}
 #: and fewer queries were measured to be slower.
 LONG_TILE = Tile(3, 128, 3, 160)
 LONG = 2048
+#: With a right bound, `LONG_TILE` is used only with the version of Triton with which it was
+#: measured: as compiled by Triton 3.9, its loops would spill registers (176 bytes per thread).
+IS_TRITON_3_6 = triton.__version__.startswith("3.6.")
 #: Queries per consumer: the rows of a wgmma.
 ROWS = 64
 PRODUCER_REGISTERS = 24
@@ -357,7 +354,10 @@ def softmax(
 
 def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
     """Return the tile sizes that were measured to be the fastest."""
-    return LONG_TILE if dim == 64 and seq_q >= LONG and spec.left < 0 else TILES[dim]
+    is_long = dim == 64 and seq_q >= LONG and spec.left < 0
+    if is_long and (spec.right < 0 or IS_TRITON_3_6):
+        return LONG_TILE
+    return TILES[dim]
 
 
 def packs(tile: Tile, spec: AttentionSpec) -> bool:
@@ -394,17 +394,3 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
-
-
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor for tiles of `rows` rows of one head."""
-    # A dimension of size 1 may have any stride: choose one that is a multiple of 16 bytes.
-    strides = [x.shape[-1] if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    block = [1, 1, rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout(x.dtype))
-
-
-@functools.cache
-def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the layout of tiles in shared memory: rows of 128 bytes, swizzled by 16 bytes."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
