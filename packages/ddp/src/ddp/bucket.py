@@ -17,11 +17,17 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ddp.reference_counts import (
+    UNSHARED_REFERENCES,
+    count_memory_references,
+    count_references,
+    is_aliased,
+)
 
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
@@ -71,7 +77,7 @@ class Bucket:
         self._addresses = tuple(view.data_ptr() for view in self.views)
         num_flags = RANK_FLAGS + len(self.views)
         self.gradients, self.flags = self.buffer.split([len(self.buffer) - num_flags, num_flags])
-        self._num_memory_references = _count_memory_references(self.buffer)
+        self._num_memory_references = count_memory_references(self.buffer)
 
     @property
     def description(self) -> str:
@@ -80,15 +86,15 @@ class Bucket:
 
     def preserve_aliased_grads(self) -> None:
         """Preserve gradients the caller still references before the buffer is overwritten."""
-        for slot, references in enumerate(_count_references(self._grad_views)):
+        for slot, references in enumerate(count_references(self._grad_views)):
             grad_view = self._grad_views[slot]
-            is_kept = references > _UNSHARED_REFERENCES
+            is_kept = references > UNSHARED_REFERENCES
             if is_kept and self.parameters[slot].grad is not grad_view:
                 grad_view.data = grad_view.clone()
                 self._grad_views[slot] = self.views[slot].detach()
         if self.has_custom_memory:
             return
-        if _count_memory_references(self.buffer) <= self._num_memory_references:
+        if count_memory_references(self.buffer) <= self._num_memory_references:
             return
         # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
         # the bucket moves to new memory.
@@ -207,7 +213,7 @@ class Bucket:
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 continue
-            if not self.holds_grad(slot) and _is_aliased(parameter):
+            if not self.holds_grad(slot) and is_aliased(parameter):
                 return self.names[slot]
         return None
 
@@ -366,38 +372,3 @@ def _describe(names: Sequence[str]) -> str:
     if len(names) == 1:
         return repr(names[0])
     return f"{names[0]!r} and {len(names) - 1} more"
-
-
-def _count_references(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of references to each tensor, from Python and from C++."""
-    return [getrefcount(tensor) + tensor._use_count() for tensor in tensors]
-
-
-#: References to a tensor that is in one list only.
-_UNSHARED_REFERENCES = _count_references([torch.empty(0)])[0]
-
-
-def _count_memory_references(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-def _count_grad_references(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return the number of references to `.grad`, and of tensors that have its memory."""
-    gradient: Any = parameter.grad
-    (references,) = _count_references([gradient])
-    return references, _count_memory_references(gradient)
-
-
-def _make_unaliased_references() -> tuple[int, int]:
-    parameter = nn.Parameter(torch.empty(1))
-    parameter.grad = torch.empty(1)
-    return _count_grad_references(parameter)
-
-
-#: The references to a `.grad` that only its parameter references.
-_UNALIASED_REFERENCES = _make_unaliased_references()
-
-
-def _is_aliased(parameter: nn.Parameter) -> bool:
-    references, memory_references = _count_grad_references(parameter)
-    return references > _UNALIASED_REFERENCES[0] or memory_references > _UNALIASED_REFERENCES[1]
