@@ -1,4 +1,4 @@
-"""The assignment of parameters to buckets: a first one, and a better one after the first step."""
+"""The assignment of parameters to buckets, which is improved once after the first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BucketAssignment:
 
     Before the first step, the expected order of gradients is the reverse order of registration. The
     first step records the real order. `rebuild` then assigns the parameters again, so that buckets
-    become full one after the other.
+    become full in the order of launches.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class BucketAssignment:
         self._allocate(assign_buckets(parameters, self.order, self._bucket_bytes))
 
     def record_ready(self, index: int) -> None:
-        """Record that a gradient became ready in the first step."""
+        """Record that the gradient of parameter `index` became ready; later calls do nothing."""
         self._ready_order.setdefault(index)
 
     def rebuild(self) -> None:
-        """Assign the parameters in the ready order of rank 0; further calls do nothing.
+        """Assign the parameters in the order in which gradients became ready on rank 0, once.
 
-        This is a collective. Old buckets are freed before new ones are allocated; only accumulated
-        gradients are in memory twice for a short time.
+        The first call is a collective, and later calls do nothing. Old buckets are freed before new
+        ones are allocated. Only accumulated gradients are in memory twice for a short time.
         """
         if self._has_rebuilt or not self._parameters:
             return
@@ -101,7 +101,7 @@ class BucketAssignment:
         return accumulated
 
     def _broadcast_order(self, order: Sequence[int]) -> list[int]:
-        """Return the order of rank 0."""
+        """Return the `order` of rank 0. This is a collective."""
         device = self._parameters[0].device
         indices = torch.tensor(order, device=device)
         description = "the agreement on the order of buckets"
@@ -122,7 +122,7 @@ def assign_buckets(
 
     A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
     does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
-    limit. Buckets are ordered by the parameter that completes them.
+    limit. Buckets are sorted by the position of their last parameter in `order`.
     """
     limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: number for number, index in enumerate(order)}

@@ -32,7 +32,8 @@ from ddp.reference_counts import (
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
 
-#: Called as `allocate(numel, dtype=..., group=...)`, like `collectives.shared_empty`.
+#: A function that returns the memory of a bucket, such as `collectives.shared_empty`. It is called
+#: as `allocate(numel, dtype=..., group=...)`.
 Allocate = Callable[..., Tensor]
 
 
@@ -47,6 +48,7 @@ class Bucket:
     buffer: Tensor
     #: View of each gradient, in the shape and memory order of its parameter.
     views: tuple[Tensor, ...]
+    #: Name of each parameter, used in messages.
     names: tuple[str, ...] = ()
     #: Position in the order of launches.
     index: int = 0
@@ -62,7 +64,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     #: Slots whose gradient contains NaN on this rank.
     nan_slots: set[int] = field(default_factory=set)
-    #: Slots of small gradients that are final and not copied in yet.
+    #: Slots of small gradients that are final but not copied into the buffer yet.
     deferred: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class Bucket:
         self._expected_flags: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _index_views(self) -> None:
-        # `.grad` is an alias of a view, because `module.float()` replaces the memory of `.grad`.
+        # `.grad` becomes an alias of a view, not the view: `module.float()` replaces the memory of
+        # `.grad`, and `views` must keep the memory of the buffer.
         self._grad_views = [view.detach() for view in self.views]
         self.slot_bytes = tuple(view.nbytes for view in self.views)
         self._shapes = tuple(view.shape for view in self.views)
@@ -99,6 +102,7 @@ class Bucket:
         # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
         # the bucket moves to new memory.
         slots = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
+        # Aliases of accumulating gradients receive the new values, as without a wrapper.
         if len(slots) == len(self.views):
             return
         self.buffer = self.buffer.clone()
@@ -143,10 +147,11 @@ class Bucket:
                 self.set_grad_view(slot)
 
     def is_undefined(self, slot: int) -> bool:
-        """Return True if autograd computed None as the gradient, so that `.grad` is None.
+        """Return True if a `.grad` of None means that autograd computed None as the gradient.
 
-        A custom function may return None. As in torch's DDP, such a gradient counts as zero. If
-        there are other hooks, one of them may have removed the gradient, which is an error.
+        A custom function may return None. As in torch's DDP, such a gradient counts as zero. Return
+        False if the parameter has other hooks: one of them may have removed the gradient, which is
+        an error.
         """
         hooks: Any = self.parameters[slot]._post_accumulate_grad_hooks
         return len(hooks) == 1
@@ -165,7 +170,10 @@ class Bucket:
         self.ready.update(range(len(self.indices)))
 
     def move_in(self, slot: int) -> None:
-        """Move an unscaled gradient into the buffer, where later backward passes add to it."""
+        """Move an unscaled gradient into the buffer, where later backward passes add to it.
+
+        Do nothing if there is no gradient, or if `.grad` is a view already or must not become one.
+        """
         has_gradient = self.parameters[slot].grad is not None
         if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
             self.preserve_aliased_grads()
@@ -180,7 +188,7 @@ class Bucket:
         self.parameters[slot].grad = grad_view
 
     def set_final_grads(self, unused: Collection[int]) -> None:
-        """Set each `.grad` that is not a view of the reduced buffer yet, except `unused` ones."""
+        """Store the mean in each `.grad` that is not a view yet, except for indices in `unused`."""
         for slot in self.missing if self.gradient_as_view else range(len(self.views)):
             parameter = self.parameters[slot]
             if self.indices[slot] in unused:
@@ -257,7 +265,10 @@ class Bucket:
         return usual, stepped
 
     def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of `slots`; the fast path checks shape and layout only."""
+        """Return the gradients of `slots`, with the checks of `_checked_gradient`.
+
+        The checks are repeated here, because a call for each small gradient takes longer.
+        """
         gradients: list[Tensor] = []
         # Autograd records the hooks of a pass with create_graph=True.
         is_recording = torch.is_grad_enabled()
@@ -274,7 +285,7 @@ class Bucket:
         return gradients
 
     def _checked_gradient(self, slot: int) -> Tensor:
-        """Return the gradient of a parameter; raise an error if the bucket cannot hold it."""
+        """Return the gradient of a slot without a graph; raise an error if it does not fit."""
         gradient = self.parameters[slot].grad
         name = self.names[slot]
         if gradient is None:
@@ -312,7 +323,11 @@ def make_bucket(
     names: Sequence[str] = (),
     gradient_as_view: bool = True,
 ) -> Bucket:
-    """Allocate the bucket of `parameters[i] for i in indices`."""
+    """Allocate the bucket of the parameters with these indices.
+
+    Raises `RuntimeError` if the memory cannot be allocated, and `ValueError` if `allocate` returns
+    a tensor of another shape, dtype or device.
+    """
     members = tuple(parameters[index] for index in indices)
     member_names = tuple(names[index] if names else str(index) for index in indices)
     sizes = [p.numel() * 2 if p.is_complex() else p.numel() for p in members]

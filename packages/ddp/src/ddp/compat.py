@@ -61,14 +61,14 @@ class TorchCompatibility:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """The GPU that inputs are moved to, if there is one."""
+        """A list with the index of the GPU that inputs are moved to, or None."""
         device = self._options.device
         return None if device is None else [device.index]
 
     # ----- private members -----
 
-    # Reader: Accelerate's `trigger_sync_in_backward`, which also sets it, like Lightning's
-    # `prepare_for_backward`. It has no effect here.
+    # Reader: Accelerate's `trigger_sync_in_backward`. That function and Lightning's
+    # `prepare_for_backward` also set the attribute. Its value has no effect here.
     require_forward_param_sync = True
 
     # Readers: see the methods of `ReducerFacade`.

@@ -237,9 +237,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may take different numbers of steps.
 
-        A rank that leaves the context early contributes zeros to the steps of the other ranks, and
-        copies the final weights from the last rank. `divide_by_initial_world_size=False` averages
-        over the ranks that still have inputs. The arguments are those of torch's DDP.
+        A rank that reaches the end of the context early contributes zeros to the steps of the other
+        ranks. At the end it copies the weights and buffers of a rank that took all steps.
+        `divide_by_initial_world_size=False` averages over the ranks that still have inputs. The
+        arguments are those of torch's DDP.
         """
         return Join(
             [self],

@@ -1,7 +1,8 @@
 """Gradient averaging without overlap: functions to call between `backward()` and the optimizer.
 
-Both functions first agree on which parameters have a gradient, in a small call that the meter does
-not count. Ranks that send different tensors would hang or add gradients that do not match.
+Both functions first compare across ranks which parameters have a gradient. Without this comparison,
+ranks with different gradients would hang, or add gradients of different parameters. The meter does
+not count the small all-reduce of the comparison.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ def all_reduce_gradients(
 ) -> None:
     """Average every gradient over the ranks with one blocking all-reduce per parameter.
 
+    Args:
+        module: module whose gradients are averaged in place, after `backward()`.
+        group: ranks to average over; all ranks by default.
+        all_reduce: function with the signature of `torch.distributed.all_reduce`, which is the
+            default.
+        meter: records the bytes and times of the call.
+
     Raises `RuntimeError` on every rank if a parameter has a gradient on some ranks only.
     """
     reduce_group = resolve_group(group, all_reduce)
@@ -48,7 +56,8 @@ def all_reduce_gradients_flat(
 ) -> None:
     """Average all gradients over the ranks with one blocking all-reduce per dtype and device.
 
-    Needs a second copy of the gradients. Raises errors like `all_reduce_gradients`.
+    The arguments and the error are those of `all_reduce_gradients`. Sparse gradients also raise
+    `TypeError`. The function needs memory for a second set of gradients.
     """
     reduce_group = resolve_group(group, all_reduce)
     start_time = time.perf_counter()
@@ -72,6 +81,7 @@ def all_reduce_gradients_flat(
 
 
 def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
+    """Average a tensor over the ranks in place, and return the record of its all-reduce."""
     tensor.mul_(1 / group.world_size)
     # A backend sums elements in memory order, which may differ across ranks; use logical order.
     is_dense = tensor.layout is torch.strided

@@ -17,8 +17,8 @@ from ddp.communication import Compression, Uncompressed
 from ddp.compression.cast import Cast
 from ddp.process_group import AllReduce
 
-#: Arguments of torch's DDP that are accepted with some values only: these values, and the reason
-#: for which others are refused.
+#: Arguments of torch's DDP that are accepted with some values only: the accepted values, and the
+#: reason why other values are refused.
 RESTRICTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision": ((None,), "torch.autocast and gradient_dtype replace it"),
     "dim": ((0,), "inputs are not scattered, because each process has one device"),
@@ -35,7 +35,7 @@ FIRST_SIZE_MB = 1.0
 
 
 class BucketSize(Enum):
-    """The type of a size that is not passed. None is already taken: see `bucket_size_mb`."""
+    """The default of `bucket_size_mb`. It cannot be None, which selects one bucket per gradient."""
 
     DEFAULT = DEFAULT_SIZE_MB
 
@@ -127,9 +127,10 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
 def select_bucket_size(
     bucket_size_mb: float | BucketSize | None, cap: float | None, caps: Sequence[float] | None
 ) -> float | tuple[float, ...] | None:
-    """Return the size of all buckets, or the size of each; raise `ValueError` for two values.
+    """Return the size of all buckets in units of 2**20 bytes, or a tuple with the size of each.
 
-    As in torch, `caps` overrides `cap`.
+    As in torch, `caps` overrides `cap`. Raises `ValueError` if `bucket_size_mb` and one of these
+    are passed and differ.
     """
     selected = tuple(caps) if caps else cap
     if isinstance(bucket_size_mb, BucketSize):
@@ -221,7 +222,10 @@ def _check_can_be_copied(named: Iterable[tuple[str, Tensor]]) -> None:
 def select_device(
     device_ids: Sequence[Any] | None, output_device: Any, module: nn.Module
 ) -> torch.device | None:
-    """Return the device that inputs are moved to, or None."""
+    """Return the device that inputs are moved to, or None if none was passed.
+
+    Raises `ValueError` if several devices were passed, or if the module is not on one GPU.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             f"expected at most one entry in device_ids, got {device_ids}; pass the one "

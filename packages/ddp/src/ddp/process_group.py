@@ -35,7 +35,8 @@ class ReduceGroup:
 def resolve_group(group: dist.ProcessGroup | None, all_reduce: AllReduce | None) -> ReduceGroup:
     """Return the `ReduceGroup` of `group`, or of all ranks if `group` is None.
 
-    Raises `RuntimeError` if no process group is initialized.
+    Raises `RuntimeError` if no process group is initialized, and `ValueError` if this rank is not
+    part of `group`.
     """
     if not dist.is_initialized():
         raise RuntimeError(

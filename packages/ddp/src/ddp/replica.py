@@ -87,7 +87,8 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True after the warning about memory of `.grad` that does not receive the mean.
+        #: True if `_warn_of_aliased_gradient` has nothing to do: it has warned, or `.grad` does not
+        #: become a view.
         self._has_warned_of_alias = not options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
@@ -103,7 +104,7 @@ class Replica:
         check_weights: bool = False,
         broadcast: InitialBroadcast = InitialBroadcast.NONE,
     ) -> None:
-        """Connect to the other ranks.
+        """Compare the model with those of the other ranks, and create the reducer.
 
         If this raises, the hooks and `is_connected` are unchanged, so that the first gradient of
         the next backward pass connects a copied wrapper, or raises again.
@@ -137,7 +138,10 @@ class Replica:
         self._connecting_parameters = []
 
     def connect_copy(self) -> None:
-        """Connect the replica of a copied wrapper. Raise `ValueError` if weights differ."""
+        """Connect the replica of a copied wrapper; do nothing if it is connected.
+
+        Raises `ValueError` on every rank if models or weights differ.
+        """
         if not self.is_connected:
             self.connect(check_model=True, check_weights=True)
 
@@ -237,7 +241,7 @@ class Replica:
         self.make_reducer()
 
     def end_forward(self) -> bool:
-        """Decide whether the backward pass of this forward pass synchronizes gradients."""
+        """Return True if the backward pass of this forward pass synchronizes gradients."""
         is_synchronized = self._ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
         return is_synchronized
@@ -247,8 +251,9 @@ class Replica:
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
         """Handle the start of a backward pass; this is a hook on the outputs of the module.
 
-        A reentrant checkpoint runs an inner pass. If one of its gradients queued the end of the
-        step, the step would end together with the inner pass, before most gradients are ready.
+        The end of the step is queued here and not at the first gradient, which a reentrant
+        checkpoint may compute in an inner pass. The step would then end together with the inner
+        pass, before most gradients are ready.
         """
         if self._wrapper() is None or self.hooks.are_replaced:
             return
@@ -266,8 +271,8 @@ class Replica:
     def _refuse_shared_gradients(self) -> None:
         """Raise `RuntimeError` if two parameters share the memory of `.grad`.
 
-        Autograd would add both gradients there, and the sum over the ranks of one of them would be
-        launched before the other one is ready.
+        Autograd would add both gradients to this memory, and the reduction of the first could be
+        launched before the second is added.
         """
         shared = self.tracked.find_shared_gradient()
         if shared is None:
@@ -309,6 +314,7 @@ class Replica:
             self.has_synchronized = True
 
     def _mark_first_ready(self, parameter: Tensor) -> None:
+        """Connect the replica of a copied wrapper, then handle its first gradient."""
         self.connect_copy()
         for index, other in enumerate(self.reducer.parameters):
             if other is parameter:

@@ -25,12 +25,11 @@ class BackwardPass:
     """State of the current backward pass. See Note [Synchronized backward passes].
 
     Args:
-        on_end: called at the end of each backward pass, with the decision if it is synchronized, or
-            None if the pass reached no output of the wrapper since the last step.
+        on_end: called at the end of each backward pass with the value of `is_synchronized`.
     """
 
     def __init__(self, on_end: Callable[[bool | None], None]) -> None:
-        #: True from the first event of a backward pass until its end.
+        #: True from the first hook that a backward pass calls until its end.
         self.is_running = False
         #: True if the next backward pass is synchronized even after a forward pass in `no_sync`.
         self.is_sync_requested = False
@@ -44,7 +43,10 @@ class BackwardPass:
 
     @property
     def is_synchronized(self) -> bool | None:
-        """True if the current backward pass is synchronized, or None if it is not known yet."""
+        """True if the current backward pass is synchronized, False if it is not.
+
+        None if this is unknown, because no forward pass of the wrapper ran since the last step.
+        """
         if self.is_sync_requested:
             return True
         return self._forward_decision if self._output_decision is None else self._output_decision

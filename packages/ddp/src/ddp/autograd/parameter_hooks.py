@@ -30,7 +30,7 @@ class ParameterHooks:
         self._registered: list[tuple[nn.Parameter, GradientHook]] = []
         #: True if a newer wrapper has taken over some of the parameters.
         self.are_replaced = False
-        # A module may outlive its wrapper. Its gradients are not averaged then.
+        # A module may outlive its wrapper. Its gradients are no longer averaged then.
         weakref.finalize(wrapper, _remove_all, self._handles)
 
     def register(self, parameter: nn.Parameter, function: Callable[..., None], *args: Any) -> None:
@@ -47,7 +47,7 @@ class ParameterHooks:
         self._registered.clear()
 
     def move_to_end(self) -> bool:
-        """Call the hooks after all other hooks; return True if some were not the last.
+        """Move each hook behind the other hooks of its parameter; return True if one was moved.
 
         The caller may register hooks after wrapping. A hook that changes a gradient must run before
         its reduction is launched.

@@ -43,7 +43,7 @@ WARMUP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of the command line. Functions are named as module:name."""
+    """Options of the command line, which `main` describes. Functions are named as module:name."""
 
     device: str = "cpu"
     quick: bool = False
@@ -120,7 +120,7 @@ def _rows(options: BenchOptions) -> list[Row]:
 
 
 def _default_workloads() -> list[str]:
-    """Return the workloads: a small batch, and on several hosts also a batch that hides more.
+    """Return the paths of the workloads: a small batch, and on several hosts also a large batch.
 
     Each network namespace counts as a host.
     """

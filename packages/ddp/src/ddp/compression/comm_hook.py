@@ -26,7 +26,7 @@ class GradBucket:
         index: number of the bucket in the step, counted separately for sparse gradients.
         parameters: parameters whose gradients are in the bucket.
         buffer: all gradients as a flat tensor, or one sparse gradient.
-        views: tensors with the layout of each gradient in a flat buffer.
+        views: tensors with the shape and strides of each gradient; empty for a sparse gradient.
         is_last: True for the last bucket of the step, counted separately for sparse gradients.
     """
 
@@ -86,7 +86,7 @@ class GradBucket:
 
 @dataclass(frozen=True)
 class CommHook(Compression):
-    """Reduction of a bucket by `hook(state, bucket)`, which divides by the number of ranks."""
+    """Reduction of a bucket by `hook(state, bucket)`; the hook divides by the number of ranks."""
 
     state: Any
     hook: Hook

@@ -25,7 +25,8 @@ def average_sparse(
     """Sum each gradient times `scale` over the ranks; a missing gradient counts as zero.
 
     With `is_participating=False` this rank contributes zeros and its own gradients are not used. As
-    in torch's DDP, a communication hook receives each sparse gradient as a separate bucket.
+    in torch's DDP, a communication hook receives each sparse gradient as a separate bucket. If the
+    sum has no rows, a `.grad` of None stays None.
     """
     for index, (name, parameter) in enumerate(parameters.items()):
         description = f"the sum of the sparse gradient of {name!r}"

@@ -78,8 +78,9 @@ class GradientAgreement(Observer):
         bucket.write_flags(is_participating=is_participating, has_stepped=self._has_stepped)
 
     def on_step_end(self, step: FinishedStep) -> None:
-        """Store the parameters without a gradient on any rank in `step.unused`.
+        """Store in `step.unused` the indices of parameters for which no rank has a gradient.
 
+        Inside `join()`, also rescale the gradients if the mean is over the ranks with inputs.
         Raises `RuntimeError` on every rank if the ranks disagree.
         """
         buckets = step.buckets
@@ -169,7 +170,7 @@ class GradientAgreement(Observer):
 def check_same_gradients(
     report: GradientReport | None, group: dist.ProcessGroup, *, find_unused_parameters: bool
 ) -> set[str]:
-    """Compare the reports of all ranks; return the parameters without a gradient on any rank.
+    """Compare the reports of all ranks; return the names of parameters that no rank used.
 
     This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
     every rank if a gradient contains NaN, if weights changed on some ranks only and differ now, or

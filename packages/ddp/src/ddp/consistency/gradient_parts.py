@@ -22,7 +22,10 @@ class GradientParts:
         self._num_steps += 1
 
     def has_more(self, index: int) -> bool:
-        """Record a part; return True if the step computes another part of the same gradient."""
+        """Record a part; return True if the step computes another part of the same gradient.
+
+        Always returns True in the first step, which counts the parts.
+        """
         if self._num_steps == 1:
             self._counts[index] += 1
             return True

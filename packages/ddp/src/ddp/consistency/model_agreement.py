@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp.consistency.failure_attribution import FailureAttribution
 
-#: Tensors are broadcast together up to this size.
+#: Tensors are broadcast together up to this many bytes.
 BROADCAST_BYTES = 25 * 2**20
 
 
@@ -23,7 +23,10 @@ def check_same_model(
     group: dist.ProcessGroup,
     ignored: Collection[str] = (),
 ) -> None:
-    """Raise `ValueError` on every rank, with rank and parameter, if models or settings differ."""
+    """Raise `ValueError` on every rank if models or settings differ across ranks.
+
+    The error names the rank and the parameter, buffer or setting. This is a collective.
+    """
     values = {name: str(value) for name, value in settings.items()}
     gathered = gather_objects((describe_model(module, ignored), values), group)
     _, first_values = gathered[0]
@@ -38,7 +41,10 @@ def check_same_model(
 
 
 def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
-    """Raise `ValueError`, with rank and parameter, if a description differs from rank 0's."""
+    """Raise `ValueError` if the description of a rank differs from the description of rank 0.
+
+    The error names the rank and contains the first line that differs.
+    """
     for rank, description in enumerate(descriptions):
         for first, other in zip_longest(descriptions[0], description, fillvalue="nothing"):
             if first != other:
@@ -51,7 +57,10 @@ def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
 def check_same_weights(
     module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str]
 ) -> None:
-    """Raise `ValueError` on every rank, with rank and parameter, if weights differ in any bit."""
+    """Raise `ValueError` on every rank if weights differ across ranks in any bit.
+
+    The error names the rank and the parameter. This is a collective.
+    """
     weights = named_state(module, ignored, buffers=False)
     lines = [f"{name!r} with checksum {checksum([weight])}" for name, weight in weights.items()]
     check_same_descriptions(gather_objects(lines, group))
@@ -97,7 +106,7 @@ def broadcast_tensors(
 def named_state(
     module: nn.Module, ignored: Collection[str], *, buffers: bool = True
 ) -> dict[str, Tensor]:
-    """Return the parameters, and the buffers if `buffers` is True, without those in `ignored`."""
+    """Return parameters by name, and buffers if `buffers` is True; leave out names in `ignored`."""
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     return {name: tensor for name, tensor in named if name not in ignored}
 

@@ -28,13 +28,14 @@ class TrackedParameters:
 
     Modules change after they are wrapped: layers are unfrozen, `load_state_dict(assign=True)`
     replaces parameters, heads are added, and `half()` changes dtypes. The wrapper is not notified,
-    so each forward pass compares identities and three attributes with those of the last one.
+    so each forward pass compares the identities and three attributes of the parameters with those
+    that were recorded last.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
-        #: The parameters of the module when it was last compared with those of the other ranks.
+        #: The parameters that the module had when the modules of all ranks were last compared.
         self._compared = WeakTensorKeyDictionary()
         self.refresh()
 
@@ -71,10 +72,10 @@ class TrackedParameters:
         return False
 
     def adopt_changes(self, group: ReduceGroup, failures: FailureAttribution) -> None:
-        """Average the current parameters from now on, after new ones were copied from rank 0.
+        """Copy new parameters from rank 0, and average the current parameters from now on.
 
-        Raises `ValueError` on every rank if the modules differ. The change is recorded only if it
-        was adopted, so that otherwise the next forward pass detects it again.
+        Raises `ValueError` on every rank if the modules differ. The change is then not recorded, so
+        that the next forward pass detects it again.
         """
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self._module, self._ignored)

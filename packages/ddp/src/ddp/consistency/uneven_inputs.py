@@ -53,7 +53,7 @@ def count_participants(group: ReduceGroup, device: torch.device, *, is_participa
 
 
 def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
-    """Return the highest rank that is a candidate. This is a collective."""
+    """Return the highest rank with `is_candidate=True`, or -1. This is a collective."""
     rank = torch.tensor([group.rank if is_candidate else -1], device=device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group.process_group)
     return int(rank)

@@ -26,7 +26,7 @@ class UnusedParameters:
                 self.names.append(reducer.names[index])
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
-        """Raise torch's DDP error for unused parameters, if there are any, and add their names."""
+        """Raise `RuntimeError` with the names of the unused parameters of the last step, if any."""
         if not self.names:
             return
         missing = f"did not receive grad for rank {rank}: "

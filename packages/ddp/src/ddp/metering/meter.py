@@ -69,7 +69,7 @@ class Meter(Observer):
         self.record(records, (step.wait_start, time.perf_counter()))
 
     def record(self, buckets: Sequence[BucketRecord], waiting: Span) -> None:
-        """Add a step that ends now."""
+        """Add a step with these buckets; `waiting` is the start and stop of the wait for them."""
         backward_start = self._forwards[-1][1] if self._forwards else waiting[0]
         backward = (backward_start, waiting[0])
         self.steps.append(StepRecord(tuple(self._forwards), backward, waiting, tuple(buckets)))

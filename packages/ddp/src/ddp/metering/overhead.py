@@ -62,9 +62,9 @@ class Overhead:
 def fit(model_bytes: float, num_buckets: Sequence[float], seconds: Sequence[float]) -> Overhead:
     """Fit bandwidth, latency and floor to a sweep: `seconds[i]` measured at `num_buckets[i]`.
 
-    Minimizes the squared relative errors, with nonnegative terms. Raises `ValueError` if fewer than
-    three bucket counts differ, if a value is not positive and finite, or if the sweep shows no
-    trade-off.
+    Minimizes the squared relative errors, with nonnegative terms. Raises `ValueError` if the two
+    sequences differ in length, if fewer than three bucket counts differ, if a value is not positive
+    and finite, or if the sweep shows no trade-off.
     """
     counts = np.asarray(num_buckets, float)
     measured = np.asarray(seconds, float)

@@ -13,8 +13,11 @@ class BucketRecord:
     """The reduction of one bucket in one step."""
 
     parameters: tuple[str, ...]
+    #: Number of collectives.
     calls: int
+    #: Bytes of the gradients as they are sent, or as a communication hook receives them.
     gradient_bytes: int
+    #: Bytes of flags and padding.
     extra_bytes: int
     #: Time when the first collective was launched.
     sent: float
@@ -58,7 +61,7 @@ class StepRecord:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the arrays of gradients that were reduced."""
+        """Bytes of the gradients as they are sent, or as a communication hook receives them."""
         return sum(bucket.gradient_bytes for bucket in self.buckets)
 
     @property

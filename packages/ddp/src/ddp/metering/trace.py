@@ -24,6 +24,7 @@ _LEGEND = [
 _LEFT = 110
 _ROW_HEIGHT = 16
 _GAP = 12
+#: Further communication lanes are drawn over the last one.
 _MAX_LANES = 6
 
 
