@@ -1,23 +1,28 @@
 """The minimal implementation is the specification: `DDP` trains bit-equal to it.
 
-So does a reducer without its optional collaborators.
+So does a reducer without its optional extensions.
 """
 
 import copy
+import inspect
 import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import ddp.plain
+import ddp.reducer
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import DDP
+from ddp import DDP, Meter
 from ddp.assignment import assign_buckets
 from ddp.bucket import Bucket
-from ddp.communication import Uncompressed
+from ddp.compression.cast import Cast
+from ddp.compression.comm_hook import CommHook
 from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.consistency.gradient_agreement import GradientAgreement
+from ddp.extensions import Extension
 from ddp.plain import PlainDDP
 from ddp.process_group import resolve_group
 from ddp.reducer import Reducer
@@ -50,7 +55,7 @@ def test_ddp_trains_bit_equal_to_the_minimal_implementation(bucket_bytes: int) -
 
 
 def train_with_a_bare_reducer() -> list[str]:
-    """Compare a reducer without observers with `PlainDDP`; return the files that a step enters."""
+    """Compare a reducer without extensions with `PlainDDP`; return the files that a step enters."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 130), nn.Linear(130, 130))
     minimal = PlainDDP(module, 200)
@@ -63,8 +68,7 @@ def train_with_a_bare_reducer() -> list[str]:
         options,
         group,
         failures,
-        Uncompressed(),
-        (),
+        extensions=(),
         try_open_step=lambda: False,
     )
     entered = set()
@@ -96,12 +100,23 @@ def train_with_a_bare_reducer() -> list[str]:
     return sorted(entered)
 
 
-def test_reducer_needs_no_observer_and_a_gradient_crosses_the_files_of_the_readme() -> None:
+def test_reducer_needs_no_extension_and_a_gradient_crosses_the_files_of_the_readme() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     listed = re.findall(r"^\d\. \[.*?\]\(src/ddp/(.*?)\)", readme, re.MULTILINE)
     assert len(listed) == 4
     attribution = "consistency/failure_attribution.py"
     assert run_ranks(train_with_a_bare_reducer, 2) == [sorted([*listed, attribution])] * 2
+
+
+def test_meter_checks_and_compression_implement_one_interface_with_four_methods() -> None:
+    methods = {"on_step_start", "before_bucket_launch", "launch", "on_step_end"}
+    assert {name for name in vars(Extension) if not name.startswith("_")} == methods
+    algorithm = inspect.getsource(ddp.reducer)
+    for extension in (Meter, GradientAgreement, Cast, CommHook):
+        assert issubclass(extension, Extension)
+        assert methods & vars(extension).keys()
+        assert extension.__name__ not in algorithm
+    assert all(f"extension.{method}(" in algorithm for method in methods)
 
 
 def test_steps_have_the_names_of_the_minimal_implementation() -> None:

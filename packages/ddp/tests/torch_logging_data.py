@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp.compression.comm_hook import CommHook
 from ddp.metering.meter import Meter
 from ddp.metering.records import StepRecord
 from ddp.replica import Replica
@@ -41,8 +40,8 @@ def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
         "is_multi_device_module": 0,
         "has_sync_bn": int(has_sync_bn),
     }
-    if isinstance(replica.compression, CommHook):
-        data["comm_hook"] = getattr(replica.compression.hook, "__qualname__", "")
+    if replica.comm_hook is not None:
+        data["comm_hook"] = getattr(replica.comm_hook.hook, "__qualname__", "")
     for name in _ENVIRONMENT:
         data[name.lower()] = os.environ.get(name, "N/A")
     if replica.is_connected:

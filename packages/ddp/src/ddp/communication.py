@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,32 +34,15 @@ class Collective:
     on_completion: Callable[[], Collective | None] | None = None
     #: True if `on_completion` launches another collective.
     has_next: bool = False
+    #: True if a callback of `work` may launch further collectives. On CPUs it runs on a thread of
+    #: the backend, so with two buckets in flight ranks could launch them in different orders.
+    launches_in_callbacks: bool = False
 
 
-class Compression(ABC):
-    """A method to reduce a bucket over the ranks."""
-
-    #: True if each gradient is divided by the number of ranks before it is copied into the bucket.
-    uses_scaled_gradients = True
-    #: True if the flags of the bucket are summed together with its gradients.
-    reduces_flags = True
-    #: True if a callback of one collective may launch the next. On CPUs it runs on a thread of the
-    #: backend, so with two buckets in flight ranks could launch collectives in different orders.
-    launches_in_callbacks = False
-
-    @abstractmethod
-    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
-        """Launch the first collective that leaves the sum over ranks in `bucket.buffer`."""
-
-
-@dataclass(frozen=True)
-class Uncompressed(Compression):
-    """One all-reduce of the whole buffer, in place."""
-
-    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
-        """Launch the all-reduce."""
-        work = group.all_reduce(bucket.buffer, async_op=True)
-        return Collective(work, tensor_bytes(bucket.gradients), tensor_bytes(bucket.flags))
+def all_reduce_buffer(bucket: Bucket, group: ReduceGroup) -> Collective:
+    """Launch one all-reduce of the whole buffer, in place."""
+    work = group.all_reduce(bucket.buffer, async_op=True)
+    return Collective(work, tensor_bytes(bucket.gradients), tensor_bytes(bucket.flags))
 
 
 class BucketReduction:
@@ -69,8 +51,7 @@ class BucketReduction:
     def __init__(
         self,
         bucket: Bucket,
-        compression: Compression,
-        group: ReduceGroup,
+        launch: Callable[[Bucket], Collective],
         failures: FailureAttribution,
     ) -> None:
         self.bucket = bucket
@@ -83,10 +64,9 @@ class BucketReduction:
         self._failures = failures
         self._description = f"the sum of the gradients of {bucket.description}"
         self._is_on_cpu = bucket.buffer.device.type == "cpu"
-        self._launches_in_callbacks = compression.launches_in_callbacks
         self.launch_time = time.perf_counter()
         with self._failures.attribute(self._description):
-            self._track(compression.launch(bucket, group))
+            self._track(launch(bucket))
 
     @property
     def has_next(self) -> bool:
@@ -96,11 +76,12 @@ class BucketReduction:
     @property
     def blocks_next_bucket(self) -> bool:
         """True if no other bucket may be launched before this one is done."""
-        return self._launches_in_callbacks and self._is_on_cpu and not self.is_done
+        launches_in_callbacks = self.collectives[-1].launches_in_callbacks
+        return launches_in_callbacks and self._is_on_cpu and not self.is_done
 
     @property
     def is_hook_completed(self) -> bool:
-        """True if the future of the communication hook has a value, so that `advance` returns."""
+        """True if the future of the communication hook has a value, so `advance` does not wait."""
         return bool(self.collectives[-1].work.done())
 
     def advance(self) -> None:
@@ -123,9 +104,9 @@ class BucketReduction:
             self._track(following)
 
     def poll(self) -> bool:
-        """Record the time if the running collective has completed, which may be before `advance`.
+        """Record the time if the running collective has completed, without waiting for it.
 
-        Returns True if another call would record nothing.
+        Returns True if the collective need not be polled again.
 
         A callback would be more precise. But gloo runs it on its own thread, which aborts a process
         whose interpreter ends meanwhile, as after an exception in a backward pass.
@@ -154,8 +135,7 @@ class BucketReduction:
 class RunningReductions:
     """The reductions of one step, in the order of their launches."""
 
-    def __init__(self, group: ReduceGroup, failures: FailureAttribution) -> None:
-        self._group = group
+    def __init__(self, failures: FailureAttribution) -> None:
         self._failures = failures
         #: In the order of launches.
         self.launched: list[BucketReduction] = []
@@ -165,8 +145,8 @@ class RunningReductions:
     def prepare_launch(self, *, wait: bool) -> bool:
         """Return True if another bucket can be launched now.
 
-        With a communication hook on CPUs, a bucket is launched only after the one before it has
-        been reduced. If `wait`, this method waits for that.
+        With a communication hook on CPUs, a bucket is launched only after the previous bucket has
+        been reduced. With `wait=True` this method waits for that, otherwise it returns False.
         """
         if not self.launched or not self.launched[-1].blocks_next_bucket:
             return True
@@ -175,10 +155,10 @@ class RunningReductions:
         self.launched[-1].advance()
         return True
 
-    def launch(self, bucket: Bucket, compression: Compression) -> None:
+    def launch(self, bucket: Bucket, launch: Callable[[Bucket], Collective]) -> None:
         """Launch the first collective of a bucket, and the second one of an earlier bucket."""
         self._polled = [other for other in self._polled if not other.poll()]
-        reduction = BucketReduction(bucket, compression, self._group, self._failures)
+        reduction = BucketReduction(bucket, launch, self._failures)
         self.launched.append(reduction)
         self._polled.append(reduction)
         if len(self.launched) > SECOND_COLLECTIVE_LAG:

@@ -19,7 +19,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
 from ddp.bucket import Allocate
-from ddp.communication import Uncompressed
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
@@ -216,8 +215,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass."""
         check_hook(hook)
-        uses_default = isinstance(self._options.selected_compression, Uncompressed)
-        if not uses_default or self._options.all_reduce:
+        if self._options.gradient_dtype or self._options.all_reduce:
             raise ValueError(
                 "expected a communication hook without gradient_dtype and all_reduce, which also "
                 "decide how a bucket is reduced; pass one of them"
@@ -227,7 +225,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         self._comm_hook = CommHook(state, hook)
-        self._replica.use_compression(self._comm_hook)
+        self._replica.use_comm_hook(self._comm_hook)
 
     def join(
         self,
@@ -281,7 +279,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self.meter = Meter()
         self._replica = Replica(self, self.module, self._options, self._ignored, self._group)
         if self._comm_hook is not None:
-            self._replica.use_compression(self._comm_hook)
+            self._replica.use_comm_hook(self._comm_hook)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Allocate
-from ddp.communication import Compression, Uncompressed
-from ddp.compression.cast import Cast
 from ddp.process_group import AllReduce
 
 #: Arguments of torch's DDP that are accepted with some values only: the accepted values, and the
@@ -68,11 +66,6 @@ class Options:
                 f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
                 f"{dtype}; pass torch.bfloat16"
             )
-
-    @property
-    def selected_compression(self) -> Compression:
-        """The method that reduces a bucket."""
-        return Cast(self.gradient_dtype) if self.gradient_dtype else Uncompressed()
 
     @property
     def bucket_bytes(self) -> tuple[float, ...]:

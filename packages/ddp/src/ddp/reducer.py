@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from ddp.assignment import BucketAssignment
 from ddp.bucket import Bucket
-from ddp.communication import Compression, RunningReductions
+from ddp.communication import Collective, RunningReductions, all_reduce_buffer
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_parts import GradientParts
-from ddp.observers import FinishedStep, Observer
+from ddp.extensions import Extension, Step
 from ddp.options import Options
 from ddp.process_group import ReduceGroup
 
@@ -49,8 +49,8 @@ class Reducer:
         options: bucket sizes and flags of the model.
         group: ranks to average over.
         failures: wraps every collective, so that its error names the rank that failed.
-        compression: method that launches the reduction of a bucket.
-        observers: checks across ranks and metering, called in this order. They are optional.
+        extensions: metering, checks across ranks and compression, called in this order. They are
+            optional.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
     """
 
@@ -60,27 +60,25 @@ class Reducer:
         options: Options,
         group: ReduceGroup,
         failures: FailureAttribution,
-        compression: Compression,
-        observers: Sequence[Observer],
+        extensions: Sequence[Extension],
         *,
         try_open_step: Callable[[], bool],
     ) -> None:
         self.parameters = list(parameters.values())
         self.names = list(parameters)
-        self.compression = compression
+        self.extensions = extensions
         self.assignment = BucketAssignment(self.parameters, self.names, options, group, failures)
         #: True from the first gradient of a step until `finish`.
         self.is_open = False
         self.num_steps = 0
-        #: Factor that each gradient is multiplied by before the sum.
-        self.scale = 1.0
+        #: The current step, or the last one.
+        self.step = Step(self.parameters, self.buckets)
         #: Indices of parameters whose hook did not run on this rank in the current step.
         self.missing: list[int] = []
         self._group = group
         self._failures = failures
-        self._observers = observers
         self._try_open_step = try_open_step
-        self.reductions = RunningReductions(group, failures)
+        self.reductions = RunningReductions(failures)
         self._num_launched = 0
         self._parts = GradientParts(len(self.parameters)) if options.static_graph else None
         self._allows_unused = options.find_unused_parameters or options.static_graph
@@ -118,21 +116,24 @@ class Reducer:
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.preserve_aliased_grads()
-        # The checks detect whether an optimizer has changed the weights since the last step.
-        for observer in self._observers:
-            observer.on_step_start(self.parameters)
-        self.scale = 1 / self._group.world_size if self.compression.uses_scaled_gradients else 1.0
+        # The sum over the ranks of grad / world_size is the mean.
+        self.step = Step(self.parameters, self.buckets, scale=1 / self._group.world_size)
+        # The checks detect whether an optimizer has changed the weights since the last step. A
+        # communication hook sets the scale to 1, because it divides gradients itself.
+        for extension in self.extensions:
+            extension.on_step_start(self.step)
         if self._parts is not None:
             self._parts.start_step()
 
     def rebuild_buckets(self) -> None:
-        """Assign the parameters again after the first step. This is a collective."""
+        """Assign the parameters to new buckets after the first step, which is a collective.
+
+        Does nothing at other times.
+        """
         if self.num_steps == 1:
             self.assignment.rebuild()
 
-    def launch_ready_buckets(
-        self, *, is_participating: bool = True, is_finishing: bool = False
-    ) -> None:
+    def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:
         """Launch full buckets in index order, because ranks must launch in the same order."""
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
@@ -140,16 +141,24 @@ class Reducer:
                 return
             if not self.reductions.prepare_launch(wait=is_finishing):
                 return
-            bucket.copy_in_deferred(self.scale)
-            self.launch_all_reduce(bucket, is_participating=is_participating)
+            bucket.copy_in_deferred(self.step.scale)
+            self.launch_all_reduce(bucket)
             self._num_launched += 1
 
-    def launch_all_reduce(self, bucket: Bucket, *, is_participating: bool) -> None:
+    def launch_all_reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over the ranks."""
         # The checks write the flags of this rank behind the gradients.
-        for observer in self._observers:
-            observer.before_bucket_launch(bucket, is_participating=is_participating)
-        self.reductions.launch(bucket, self.compression)
+        for extension in self.extensions:
+            extension.before_bucket_launch(self.step, bucket)
+        self.reductions.launch(bucket, self._launch)
+
+    def _launch(self, bucket: Bucket) -> Collective:
+        # A compression or a communication hook launches other collectives than one all-reduce.
+        for extension in self.extensions:
+            collective = extension.launch(bucket, self._group)
+            if collective is not None:
+                return collective
+        return all_reduce_buffer(bucket, self._group)
 
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
@@ -158,25 +167,24 @@ class Reducer:
         `is_participating=False` this rank contributes zeros, so that the other ranks can complete
         their step.
         """
-        step = FinishedStep(self.buckets, is_participating, wait_start=time.perf_counter())
+        step = self.step
+        step.is_participating = is_participating
+        step.wait_start = time.perf_counter()
         for bucket in self.buckets:
             if is_participating:
                 self._fill(bucket)
                 self.launch_ready_buckets(is_finishing=True)
             else:
                 bucket.fill_with_zeros()
-        self.launch_ready_buckets(is_participating=is_participating, is_finishing=True)
-        for reduction in self.reductions.wait():
-            # The meter records the bytes, calls and times of the bucket.
-            for observer in self._observers:
-                observer.on_bucket_reduced(reduction)
+        self.launch_ready_buckets(is_finishing=True)
+        reductions = self.reductions.wait()
         self.num_steps += 1
         self.is_open = False
         try:
             # The meter records the step. The checks compare the summed flags with those expected,
             # and raise an error on every rank if ranks differ.
-            for observer in self._observers:
-                observer.on_step_end(step)
+            for extension in self.extensions:
+                extension.on_step_end(step, reductions)
             if is_participating:
                 for bucket in self.buckets:
                     bucket.set_final_grads(step.unused)
@@ -195,7 +203,7 @@ class Reducer:
             self._refuse_parts(bucket, slot)
         bucket.ready.add(slot)
         if bucket.slot_bytes[slot] > SMALL_BYTES:
-            bucket.copy_in(slot, self.scale)
+            bucket.copy_in(slot, self.step.scale)
         else:
             bucket.deferred.append(slot)
 

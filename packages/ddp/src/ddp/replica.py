@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
-from ddp.communication import Compression
+from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
 from ddp.consistency.buffers import BufferSynchronization
@@ -30,6 +30,7 @@ from ddp.consistency.model_agreement import (
 from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.consistency.uneven_inputs import count_participants, highest_rank
 from ddp.consistency.unused_parameters import UnusedParameters
+from ddp.extensions import Extension
 from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group
@@ -77,7 +78,7 @@ class Replica:
         self.module = module
         self.options = options
         self.ignored = ignored
-        self.compression: Compression = options.selected_compression
+        self.comm_hook: CommHook | None = None
         self.hooks = ParameterHooks(wrapper)
         self.backward_pass = BackwardPass(self._end_backward)
         self.unused = UnusedParameters()
@@ -129,7 +130,6 @@ class Replica:
         self.agreement = GradientAgreement(
             self.group,
             self.failures,
-            self.compression,
             find_unused_parameters=self.options.find_unused_parameters,
             check_nan=self.options.check_nan,
         )
@@ -158,12 +158,11 @@ class Replica:
         for parameter in trained:
             self.hooks.register(parameter, self._mark_first_ready)
 
-    def use_compression(self, compression: Compression) -> None:
-        """Reduce buckets with another method from now on."""
-        self.compression = compression
+    def use_comm_hook(self, comm_hook: CommHook) -> None:
+        """Reduce buckets with a communication hook from now on."""
+        self.comm_hook = comm_hook
         if self.is_connected:
-            self.agreement.compression = compression
-            self.reducer.compression = compression
+            self.reducer.extensions = self._make_extensions()
 
     def make_reducer(self) -> None:
         """Allocate the buckets and replace the hooks.
@@ -177,8 +176,7 @@ class Replica:
                 self.options,
                 self.group,
                 self.failures,
-                self.compression,
-                (self._ddp.meter, self.agreement),
+                self._make_extensions(),
                 try_open_step=self.try_open_step,
             )
         except BaseException as error:
@@ -191,6 +189,15 @@ class Replica:
         for parameter in self.tracked.sparse.values():
             self.hooks.take_over(parameter)
             self.hooks.register(parameter, self._mark_sparse_ready)
+
+    def _make_extensions(self) -> list[Extension]:
+        # The meter is first, so that it records a step in which the check raises an error.
+        extensions: list[Extension] = [self._ddp.meter, self.agreement]
+        if self.options.gradient_dtype is not None:
+            extensions.append(Cast(self.options.gradient_dtype))
+        if self.comm_hook is not None:
+            extensions.append(self.comm_hook)
+        return extensions
 
     @property
     def device(self) -> torch.device:
@@ -373,12 +380,16 @@ class Replica:
         unused = self.reducer.finish(is_participating=is_participating)
         self.unused.record(self.reducer, unused, self.options)
         sparse = self.tracked.sparse
-        hook = self.compression if isinstance(self.compression, CommHook) else None
-        scale = self.reducer.scale
+        scale = self.reducer.step.scale
         if sparse and self._ddp._join_config.enable:
             scale *= self._participation_scale(is_participating=is_participating)
         average_sparse(
-            sparse, self.group, self.failures, scale, hook, is_participating=is_participating
+            sparse,
+            self.group,
+            self.failures,
+            scale,
+            self.comm_hook,
+            is_participating=is_participating,
         )
         if self.options.broadcast_buffers:
             self._synchronize_buffers(is_participating=is_participating)

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ddp.bucket import Bucket
-from ddp.communication import Collective, Compression, Uncompressed, tensor_bytes
+from ddp.communication import Collective, tensor_bytes
+from ddp.extensions import Extension
 from ddp.process_group import ReduceGroup
 
 
 @dataclass(frozen=True)
-class Cast(Compression):
+class Cast(Extension):
     """Send gradients in `dtype`, and add them in the bucket's dtype if it is at least as wide.
 
     Each rank sends slice i of its gradients in `dtype` to rank i. Rank i adds the slices in the
@@ -26,11 +27,11 @@ class Cast(Compression):
 
     dtype: torch.dtype
 
-    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
-        """Launch the all-to-all that sends the rounded slices."""
+    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective | None:
+        """Launch the all-to-all that sends the rounded slices; return None if no dtype changes."""
         buffer = bucket.buffer
         if self.dtype == buffer.dtype:
-            return Uncompressed().launch(bucket, group)
+            return None
         if group.custom_all_reduce or self.dtype.itemsize > buffer.element_size():
             return self._launch_all_reduce(bucket, group)
         slice_numel = -(-buffer.numel() // group.world_size)  # rounded up

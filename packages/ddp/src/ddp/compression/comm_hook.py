@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Bucket
-from ddp.communication import Collective, Compression, tensor_bytes
+from ddp.communication import Collective, tensor_bytes
+from ddp.extensions import Extension, Step
 from ddp.process_group import ReduceGroup
 
 #: Called as `hook(state, bucket)`; the tensor of its future replaces the bucket's gradients.
@@ -85,14 +86,16 @@ class GradBucket:
 
 
 @dataclass(frozen=True)
-class CommHook(Compression):
+class CommHook(Extension):
     """Reduction of a bucket by `hook(state, bucket)`; the hook divides by the number of ranks."""
 
     state: Any
     hook: Hook
-    uses_scaled_gradients = False
-    reduces_flags = False
-    launches_in_callbacks = True
+
+    def on_step_start(self, step: Step) -> None:
+        """Request gradients that are not scaled, because the hook divides them."""
+        step.scale = 1.0
+        step.reduces_flags = False
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
         """Call the hook; the value of its future becomes the gradients."""
@@ -109,7 +112,9 @@ class CommHook(Compression):
                 )
             gradients.copy_(reduced.reshape(-1))
 
-        return Collective(future, tensor_bytes(bucket.gradients), 0, store)
+        return Collective(
+            future, tensor_bytes(bucket.gradients), 0, store, launches_in_callbacks=True
+        )
 
     def reduce_sparse(self, bucket: GradBucket) -> Tensor:
         """Return the value of the hook's future for a sparse gradient."""

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.bucket import RANK_FLAGS, Bucket
-from ddp.communication import Compression
+from ddp.communication import BucketReduction
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.model_agreement import checksum, gather_objects
-from ddp.observers import FinishedStep, Observer
+from ddp.extensions import Extension, Step
 from ddp.process_group import ReduceGroup
 
 #: With more ranks, a sum of flags may be rounded in bfloat16, so names are compared instead.
@@ -38,19 +38,17 @@ class GradientReport:
     weights: int = 0
 
 
-class GradientAgreement(Observer):
-    """The observer that writes and evaluates the flags of the buckets. See Note [Bucket layout]."""
+class GradientAgreement(Extension):
+    """The checks that write and evaluate the flags of buckets. See Note [Bucket layout]."""
 
     def __init__(
         self,
         group: ReduceGroup,
         failures: FailureAttribution,
-        compression: Compression,
         *,
         find_unused_parameters: bool,
         check_nan: bool,
     ) -> None:
-        self.compression = compression
         #: False to average over the ranks that still have inputs, as in `DDP.join`.
         self.divide_by_initial_world_size = True
         self._group = group
@@ -62,8 +60,9 @@ class GradientAgreement(Observer):
         self._versions: int | None = None
         self._has_stepped = False
 
-    def on_step_start(self, parameters: Sequence[nn.Parameter]) -> None:
+    def on_step_start(self, step: Step) -> None:
         """Detect if an optimizer changed the parameters since the last step."""
+        parameters = step.parameters
         versions = sum(parameter._version for parameter in parameters)
         self._has_stepped = self._versions is not None and versions != self._versions
         if parameters is not self._parameters:
@@ -71,20 +70,20 @@ class GradientAgreement(Observer):
             self._parameters = parameters
         self._versions = versions
 
-    def before_bucket_launch(self, bucket: Bucket, *, is_participating: bool) -> None:
+    def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
         """Write the flags of the bucket."""
         if self._check_nan:
             bucket.find_nan()
-        bucket.write_flags(is_participating=is_participating, has_stepped=self._has_stepped)
+        bucket.write_flags(is_participating=step.is_participating, has_stepped=self._has_stepped)
 
-    def on_step_end(self, step: FinishedStep) -> None:
+    def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Store in `step.unused` the indices of parameters for which no rank has a gradient.
 
         Inside `join()`, also rescale the gradients if the mean is over the ranks with inputs.
         Raises `RuntimeError` on every rank if the ranks disagree.
         """
         buckets = step.buckets
-        if not self.compression.reduces_flags:
+        if not step.reduces_flags:
             self._sum_flags(buckets)
         if not buckets or (step.is_participating and self._have_usual_flags(buckets)):
             return
@@ -131,7 +130,7 @@ class GradientAgreement(Observer):
             bucket.flags.copy_(summed)
 
     def _compare_reports(
-        self, step: FinishedStep, missing: dict[int, float], *, with_weights: bool
+        self, step: Step, missing: dict[int, float], *, with_weights: bool
     ) -> set[int]:
         report = None
         if step.is_participating:

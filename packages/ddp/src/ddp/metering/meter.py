@@ -12,24 +12,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ddp.communication import BucketReduction
+from ddp.extensions import Extension, Step
 from ddp.metering.records import BucketRecord, Span, StepRecord
 from ddp.metering.trace import chrome_trace, svg, write
-from ddp.observers import FinishedStep, Observer
-
-if TYPE_CHECKING:
-    from ddp.communication import BucketReduction
 
 
-class Meter(Observer):
+class Meter(Extension):
     """Records of the last `keep` steps: `DDP.meter`, or an argument of `all_reduce_gradients`."""
 
     def __init__(self, keep: int = 100) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
         # The limit also drops forward passes without a backward pass, as in evaluation.
         self._forwards: deque[Span] = deque(maxlen=keep)
-        self._bucket_records: list[BucketRecord] = []
 
     @property
     def last(self) -> StepRecord:
@@ -47,26 +43,10 @@ class Meter(Observer):
         finally:
             self._forwards.append((start_time, time.perf_counter()))
 
-    def on_bucket_reduced(self, reduction: BucketReduction) -> None:
-        """Record the bytes, calls and times of a bucket."""
-        collectives = reduction.collectives
-        self._bucket_records.append(
-            BucketRecord(
-                parameters=reduction.bucket.names,
-                calls=len(collectives),
-                gradient_bytes=sum(collective.gradient_bytes for collective in collectives),
-                extra_bytes=sum(collective.extra_bytes for collective in collectives),
-                sent=reduction.launch_time,
-                done=max(reduction.completion_times.values()),
-                exposed_seconds=reduction.exposed_seconds,
-            )
-        )
-
-    def on_step_end(self, step: FinishedStep) -> None:
-        """Record the step."""
-        records = self._bucket_records
-        self._bucket_records = []
-        self.record(records, (step.wait_start, time.perf_counter()))
+    def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
+        """Record the step, and the bytes, calls and times of its buckets."""
+        waiting = (step.wait_start, time.perf_counter())
+        self.record([_bucket_record(reduction) for reduction in reductions], waiting)
 
     def record(self, buckets: Sequence[BucketRecord], waiting: Span) -> None:
         """Add a step with these buckets; `waiting` is the start and stop of the wait for them."""
@@ -81,3 +61,16 @@ class Meter(Observer):
             write(path, svg({f"rank {rank}": self.last}))
         else:
             write(path, json.dumps(chrome_trace(self.steps, rank)))
+
+
+def _bucket_record(reduction: BucketReduction) -> BucketRecord:
+    collectives = reduction.collectives
+    return BucketRecord(
+        parameters=reduction.bucket.names,
+        calls=len(collectives),
+        gradient_bytes=sum(collective.gradient_bytes for collective in collectives),
+        extra_bytes=sum(collective.extra_bytes for collective in collectives),
+        sent=reduction.launch_time,
+        done=max(reduction.completion_times.values()),
+        exposed_seconds=reduction.exposed_seconds,
+    )

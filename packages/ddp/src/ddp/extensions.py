@@ -1,0 +1,60 @@
+"""The interface of the reducer's optional extensions.
+
+The meter, the checks across ranks, compression and communication hooks implement `Extension`. The
+algorithm in `reducer.py` can be read without them: it calls the four methods below at fixed points.
+A `Reducer` without extensions gives the bits of `plain.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ddp.bucket import Bucket
+from ddp.communication import BucketReduction, Collective
+from ddp.process_group import ReduceGroup
+
+
+@dataclass
+class Step:
+    """The state of one step that extensions read and change."""
+
+    parameters: Sequence[nn.Parameter]
+    #: The buckets in the order of launches.
+    buckets: Sequence[Bucket]
+    #: Factor that each gradient is multiplied by before it is copied into its bucket.
+    scale: float = 1.0
+    #: True if the flags of a bucket are summed together with its gradients.
+    reduces_flags: bool = True
+    #: False on a rank that has run out of inputs and contributes zeros.
+    is_participating: bool = True
+    #: `time.perf_counter()` when the reducer started to wait for the remaining buckets.
+    wait_start: float = 0.0
+    #: Indices of parameters without a gradient on any rank, filled in by the agreement check.
+    unused: set[int] = field(default_factory=set)
+
+
+class Extension:
+    """An optional extension of the reducer. By default every method does nothing."""
+
+    def on_step_start(self, step: Step) -> None:
+        """Handle the start of a step, before the first gradient is copied in."""
+
+    def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
+        """Handle a full bucket, before its reduction is launched."""
+
+    def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective | None:
+        """Launch the first collective that leaves the sum over the ranks in `bucket.buffer`.
+
+        Return None to leave the bucket to the next extension. If every extension does so, the
+        reducer launches one all-reduce of the buffer.
+        """
+        return None
+
+    def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
+        """Handle the end of a step, before `.grad` is set. May raise an error on every rank.
+
+        `reductions` has the reduction of each bucket in the order of launches.
+        """
