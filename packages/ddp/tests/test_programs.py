@@ -313,6 +313,16 @@ def test_random_programs_train_like_one_process() -> None:
     assert run_ranks(run_programs, 2, range(200), 1, timeout=300) == [200, 200]
 
 
+@pytest.mark.filterwarnings("default")
+def test_parameters_of_a_compiled_wrapper_may_be_replaced() -> None:
+    # In this program Dynamo raised an error when it traced the allocation of new buckets.
+    seed = 27_089_578_054_600
+    program = draw_program(seed, 4)
+    assert program["model"]["compiled"] == "wrapper"
+    assert ("assign",) in program["actions"]
+    assert run_ranks(run_programs, 2, range(seed, seed + 1), 4) == [1, 1]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection
 from enum import Enum, auto
@@ -21,6 +20,7 @@ from ddp.compression.sparse import average_sparse
 from ddp.consistency.buffers import BufferSynchronization
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
+from ddp.consistency.gradient_memory import refuse_shared_gradients, warn_of_aliased_gradient
 from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_model,
@@ -35,6 +35,7 @@ from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group
 from ddp.reducer import Reducer
+from ddp.uncompiled import call_uncompiled
 
 
 class InitialBroadcast(Enum):
@@ -88,8 +89,8 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True if `_warn_of_aliased_gradient` has nothing to do: it has warned, or `.grad` does not
-        #: become a view.
+        #: True if a warning was issued that memory of `.grad` does not receive the mean, or if it
+        #: is not needed because `.grad` does not become a view.
         self._has_warned_of_alias = not options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
@@ -126,7 +127,7 @@ class Replica:
             description = "the broadcast of the weights"
             broadcast_tensors(list(state.values()), process_group, self.failures, description)
         self.tracked = TrackedParameters(self.module, self.ignored)
-        self._refuse_shared_gradients()
+        refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
             self.group,
             self.failures,
@@ -223,7 +224,7 @@ class Replica:
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
         if self.tracked.have_changed():
-            self._adopt_changed_parameters()
+            call_uncompiled(self._adopt_changed_parameters)
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
@@ -269,46 +270,14 @@ class Replica:
             if self.is_connected:
                 if self.reducer.is_open:
                     self._fail_open_step()
-                self._refuse_shared_gradients()
-                self._warn_of_aliased_gradient()
+                refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
+                if not self._has_warned_of_alias:
+                    self._has_warned_of_alias = warn_of_aliased_gradient(
+                        self.reducer.buckets, self.group.rank
+                    )
             self.hooks.move_to_end()
         self.backward_pass.reach_output(is_synchronized=is_synchronized)
         self.backward_pass.queue_end()
-
-    def _refuse_shared_gradients(self) -> None:
-        """Raise `RuntimeError` if two parameters share the memory of `.grad`.
-
-        Autograd would add both gradients to this memory, and the reduction of the first could be
-        launched before the second is added.
-        """
-        shared = self.tracked.find_shared_gradient()
-        if shared is None:
-            return
-        reason = (
-            f"expected a separate .grad of each parameter, but {shared[0]!r} and {shared[1]!r} "
-            "share memory; set both to None, or clone one of them, before the backward pass"
-        )
-        self.failures.fail(reason)
-        raise RuntimeError(f"rank {self.group.rank}: {reason}")
-
-    def _warn_of_aliased_gradient(self) -> None:
-        """Warn once if the caller references memory of `.grad` that will not receive the mean."""
-        if self._has_warned_of_alias:
-            return
-        for bucket in self.reducer.buckets:
-            name = bucket.find_aliased_grad()
-            if name is None:
-                continue
-            self._has_warned_of_alias = True
-            warnings.warn(
-                f"rank {self.group.rank}: before the backward pass, another tensor or variable had "
-                f"the memory of {name!r}.grad. That memory does not receive the mean over the "
-                "ranks, because .grad becomes a view of a bucket. torch's DDP writes the mean "
-                "there by default; pass gradient_as_bucket_view=False, or read .grad after each "
-                "backward pass",
-                stacklevel=2,
-            )
-            return
 
     def _end_backward(self, is_synchronized: bool | None) -> None:
         if not self.is_connected:

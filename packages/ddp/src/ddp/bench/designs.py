@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -148,10 +148,12 @@ def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
         "overlapped": lambda model: _with_ddp("overlapped", model, bucket_size_mb=None),
     }
     for size in sizes_mb:
-        makers[f"{size:g} MB"] = _Sized(size)
+        makers[f"{size:g} MB"] = partial(_with_bucket_size, size)
     for size in EARLY_SIZES_MB:
         makers[f"early {size:g} MB"] = partial(_with_early_bucket, size)
-    makers["bfloat16 10 MB"] = _Sized(10.0, "bfloat16 ", {"gradient_dtype": torch.bfloat16})
+    makers["bfloat16 10 MB"] = partial(
+        _with_bucket_size, 10.0, prefix="bfloat16 ", gradient_dtype=torch.bfloat16
+    )
     makers["torch"] = _with_torch_ddp
     makers["torch tuned"] = _with_tuned_torch_ddp
     return makers
@@ -160,20 +162,10 @@ def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
 def _custom_makers(custom: dict[str, Any]) -> dict[str, Maker]:
     if not custom:
         return {}
-    return {f"given {size:g} MB": _Sized(size, "given ", custom) for size in CUSTOM_SIZES_MB}
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """`DDP` with one bucket size."""
-
-    size_mb: float
-    prefix: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, model: nn.Module) -> Design:
-        name = f"{self.prefix}{self.size_mb:g} MB"
-        return _with_ddp(name, model, bucket_size_mb=self.size_mb, **self.arguments)
+    makers: dict[str, Maker] = {}
+    for size in CUSTOM_SIZES_MB:
+        makers[f"given {size:g} MB"] = partial(_with_bucket_size, size, prefix="given ", **custom)
+    return makers
 
 
 def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None]) -> Design:
@@ -184,6 +176,12 @@ def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None])
 def _with_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
     wrapped = DDP(model, **arguments)
     return Design(name, wrapped, wrapped.finish_gradient_synchronization, wrapped.meter)
+
+
+def _with_bucket_size(
+    size_mb: float, model: nn.Module, *, prefix: str = "", **arguments: Any
+) -> Design:
+    return _with_ddp(f"{prefix}{size_mb:g} MB", model, bucket_size_mb=size_mb, **arguments)
 
 
 def _with_early_bucket(size_mb: float, model: nn.Module) -> Design:

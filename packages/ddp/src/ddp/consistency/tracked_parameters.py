@@ -8,7 +8,6 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -100,18 +99,6 @@ class TrackedParameters:
             return {}
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
-
-    def find_shared_gradient(self) -> tuple[str, str] | None:
-        """Return the names of two parameters whose `.grad` starts at the same address, or None."""
-        owners: dict[int, str] = {}
-        for name, parameter in self.dense.items():
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
-                continue
-            owner = owners.setdefault(gradient.data_ptr(), name)
-            if owner != name:
-                return owner, name
-        return None
 
     def _record_modules(self) -> None:
         # A submodule without trained parameters may have been added. Its buffers are synchronized
