@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
+from ddp.autograd.uncompiled import call_uncompiled
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
@@ -35,7 +36,6 @@ from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group
 from ddp.reducer import Reducer
-from ddp.uncompiled import call_uncompiled
 
 
 class InitialBroadcast(Enum):

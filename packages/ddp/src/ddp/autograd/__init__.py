@@ -1,1 +1,1 @@
-"""Hooks and callbacks of autograd: when gradients are final, and when a backward pass ends."""
+"""Hooks and callbacks of autograd, and calls that `torch.compile` does not trace."""

@@ -18,8 +18,8 @@ class Cast(Extension):
     """Send gradients in `dtype`, and add them in the bucket's dtype if it is at least as wide.
 
     Each rank sends slice i of its gradients in `dtype` to rank i. Rank i adds the slices in the
-    bucket's dtype, and sends the sum in `dtype` to all ranks. Each gradient is thus rounded twice,
-    whatever the number of ranks, and as many bytes are sent as by an all-reduce in `dtype`. An
+    bucket's dtype, and sends the sum in `dtype` to all ranks. Each gradient is thus rounded twice
+    for any number of ranks, and as many bytes are sent as by an all-reduce in `dtype`. An
     all-reduce that the caller passed receives the rounded buffer instead, and adds in the precision
     that it chooses. A wider `dtype` is also used for the addition, in one all-reduce of the
     converted buffer.
