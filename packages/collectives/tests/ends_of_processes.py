@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
@@ -18,11 +18,19 @@ import collectives
 import collectives.backend
 import torch
 import torch.distributed as dist
+from collectives.groups import communicator
 from collectives.shared_memory import segment
 from collectives.store import run_within
 
 WORLD = 2
 SECONDS = 40
+CALLS_BEFORE_THE_END = 10
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when the condition is true."""
+    while not condition():
+        time.sleep(0.001)
 
 
 def run_scenario(name: str, rank: int) -> object:
@@ -39,17 +47,17 @@ def run_scenario(name: str, rank: int) -> object:
         future = dist.all_reduce(total, async_op=True).get_future()
         return future.then(lambda _: time.sleep(0.1))
     if name == "other rank has ended" and rank == 0:
-        time.sleep(0.3)
+        wait_until(communicator().point_to_point.disconnected_peers)
         return dist.all_reduce(total, async_op=True)
     if name == "exception is raised":
         work = dist.all_reduce(total, async_op=True)
         raise RuntimeError(work)
     if name == "daemon thread makes calls":
         threading.Thread(target=make_calls, args=(total,), daemon=True).start()
-        time.sleep(0.2)
+        wait_until(lambda: communicator().operation.number >= CALLS_BEFORE_THE_END)
     if name == "daemon thread waits" and rank == 0:
         threading.Thread(target=dist.all_reduce, args=(total,), daemon=True).start()
-        time.sleep(0.2)
+        wait_until(lambda: communicator().operation.number == 2)
     if name == "store answers late":
         with suppress(TimeoutError):
             run_within(0.01, query_repeatedly)

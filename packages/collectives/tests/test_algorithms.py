@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.algorithms import dispatch
+from collectives.algorithms import dispatch, gloo
 from collectives.choice import tuning
 from collectives.choice.cost import MIN_WINS, Sample, candidates
 from collectives.groups import communicator
@@ -347,6 +347,26 @@ def by_gloo():
 
 def test_gloo_algorithm_equals_our_algorithms():
     run_ranks(by_gloo, 3)
+
+
+def make_more_kinds_of_calls_than_gloo_runs():
+    """Return the number of gloo groups after three kinds of calls, two of which gloo can run."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    segment.host_identity = lambda: f"host {rank}"
+    dispatch.tune = lambda kind, call, hosts, *_, **options: collectives.CostModel(
+        samples=(Sample(kind, "gloo", 1, tuple(hosts), 1e-9),)
+    )
+    gloo.MAX_GROUPS = 2
+    for numel in (1, 2, 3, 1):
+        tensor = torch.ones(numel)
+        collectives.all_reduce(tensor)
+        assert tensor.tolist() == [world] * numel
+    return len(communicator().gloo.groups)
+
+
+def test_gloo_runs_a_limited_number_of_kinds_of_calls():
+    assert gloo.MAX_GROUPS == 64
+    assert run_ranks(make_more_kinds_of_calls_than_gloo_runs, 2) == [2, 2]
 
 
 def reduce_nan(ranks_per_host):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from collectives.algorithms import dispatch
 from collectives.execution.work import Work
+from collectives.groups import _creating, communicator
 from collectives.shared_memory import segment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -500,8 +501,9 @@ def groups_from_two_threads():
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
 
     def go(i):
-        # The other thread's call has started, and waits for the other rank.
-        time.sleep(0.5 * (i != rank))
+        # The other thread's call comes first. It waits for the other rank.
+        while i != rank and groups[rank] not in _creating:
+            time.sleep(0.001)
         collectives.all_reduce(tensors[i], group=groups[i])
 
     threads = [threading.Thread(target=go, args=(i,), daemon=True) for i in range(2)]
@@ -560,8 +562,11 @@ def timeouts_of_single_calls():
 
     def before_another_call(group):
         """Submit a call with the group's timeout while the first one runs."""
+        comm = communicator(group)
+        number = comm.operation.number
         first = group.allreduce(tensor, dist.ReduceOp.SUM, limit)
-        time.sleep(0.05)
+        while comm.operation.number == number:
+            time.sleep(0.001)
         dist.all_reduce(torch.ones(3), group=group, async_op=True)
         first.wait()
 

@@ -2,10 +2,13 @@
 
 import os
 import pickle
+import signal
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import collectives
 import numpy as np
@@ -18,7 +21,7 @@ from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.failure_detection import FailureDetector
 from collectives.groups import communicator
-from collectives.shared_memory import segment
+from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks, try_ranks
 
 # Long enough for a busy machine to publish its reports in a tenth of it.
@@ -489,6 +492,27 @@ def never_join(how):
     return caught.value.ranks, seconds, str(caught.value)
 
 
+def stop_while_gloo_connects(how):
+    """Rank 1 hangs or ends while the other ranks wait until gloo has connected all ranks."""
+    import collectives.backend
+
+    store = dist.FileStore(os.environ["STORE_FILE"], 3)
+
+    def stop(*_):
+        if how == "hangs":
+            wait_for_survivors(store, (0, 2))
+        os._exit(1)
+
+    if int(os.environ["RANK"]) == 1:
+        collectives.backend.connect_gloo = stop
+    begin = time.monotonic()
+    with pytest.raises(collectives.RankLost) as caught:
+        start(TIMEOUT / 2, "collectives")
+    seconds = time.monotonic() - begin
+    end_together(store, (0, 2))
+    return caught.value.ranks, seconds
+
+
 def join_slowly(backend):
     """Rank 1 is late at every step of the set-up; the delays sum to three times the timeout."""
     import collectives.backend
@@ -515,6 +539,30 @@ def join_slowly(backend):
         store.wait(["over"])
         return error.ranks, seconds
     return (), 0.0
+
+
+def interrupt(compiled):
+    """Raise KeyboardInterrupt on rank 0 while it waits for rank 1 in a call."""
+    if not compiled:
+        engine.library = lambda: None
+        engine.reduces = lambda *_: False
+    store = dist.distributed_c10d._get_default_store()
+    collectives.all_reduce(torch.ones(3))
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            collectives.all_reduce(torch.ones(3))
+        store.set("rank 0 was interrupted", "")
+    store.wait(["rank 0 was interrupted"])
+    with pytest.raises(collectives.RankLost, match="rank 0") as caught:
+        collectives.all_reduce(torch.ones(3))
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_interrupted_rank_is_named_by_the_other_ranks(compiled):
+    assert run_ranks(interrupt, 2, compiled) == [(0,)] * 2
 
 
 def test_pickled_error_keeps_its_ranks():
@@ -675,6 +723,12 @@ WAITING = {
         for part in (0.975, 2)
     },
     **{
+        f"test_rank_that_stops_while_gloo_connects_is_named[{how}]": scenario(
+            stop_while_gloo_connects, 3, how
+        )
+        for how in ("hangs", "dies")
+    },
+    **{
         f"test_rank_that_never_joins_is_named[{how}]": scenario(never_join, 3, how)
         for how in ("hangs", "dies")
     },
@@ -753,6 +807,25 @@ def test_rank_that_never_joins_is_named(how, outcomes):
         assert ranks == (1,)
         assert ("ended before joining" if how == "dies" else "did not join") in message
         assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else TIMEOUT)
+
+
+@pytest.mark.parametrize("how", ["hangs", pytest.param("dies", marks=pytest.mark.exhaustive)])
+def test_rank_that_stops_while_gloo_connects_is_named(how, outcomes):
+    for ranks, seconds in (outcome.value for outcome in outcomes[::2]):
+        assert ranks == (1,)
+        # The timeout and two seconds, with a margin for a busy machine.
+        assert seconds < TIMEOUT
+
+
+def test_store_that_hangs_while_a_group_is_created_is_named(monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(failure_detection, "clone_store", lambda store: hangs.wait(60))
+    on_two_hosts = SimpleNamespace(arena=None, one_host=False)
+    begin = time.monotonic()
+    with pytest.raises(collectives.RankLost, match="the group's store does not answer"):
+        FailureDetector(dist.HashStore(), 0, 2, on_two_hosts, None, None, deadline=begin)
+    hangs.set()
+    assert time.monotonic() - begin < TIMEOUT
 
 
 @pytest.mark.parametrize(

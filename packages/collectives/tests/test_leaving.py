@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -117,6 +118,67 @@ def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
         assert ranks == (1,)
         # A busy machine may take seconds, but much less than the timeout.
         assert seconds < TIMEOUT / 2
+
+
+def wait_for_a_message(how, where):
+    """Wait for a message that rank 1 does not send; return the seconds until the error."""
+    rank, store = begin("collectives", where)
+    group = dist.group.WORLD
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        store.wait(["rank 0 waits"])
+        if how == "sender destroys":
+            # The reference to the group keeps gloo's group alive.
+            dist.destroy_process_group()
+        elif how == "sender aborts":
+            group.abort()
+        store.wait(["rank 0 is done"])
+        return 0.0
+    if how == "sender hangs":
+        group.set_timeout(timedelta(seconds=0.5))
+    elif how == "receiver aborts":
+        threading.Timer(0.1, group.abort).start()
+    work = dist.irecv(torch.ones(3), src=1)
+    store.set("rank 0 waits", "")
+    start_time = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Timed out|closed|closure"):
+        work.wait()
+    seconds = time.monotonic() - start_time
+    store.set("rank 0 is done", "")
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("sender hangs", "together"),
+        ("sender destroys", "together"),
+        ("sender aborts", "together"),
+        ("receiver aborts", "together"),
+        *(
+            pytest.param(f"sender {event}", "apart", marks=pytest.mark.exhaustive)
+            for event in ("hangs", "destroys", "aborts")
+        ),
+    ],
+)
+def test_wait_for_a_message_ends_at_the_timeout_or_with_the_group(how, where):
+    # A busy machine may take seconds, but much less than the timeout of the group.
+    assert run_ranks(wait_for_a_message, 2, how, where, backend="")[0] < TIMEOUT / 2
+
+
+def receive_from_any_rank():
+    """Return the ranks from which messages of any source were received, in order."""
+    rank, _ = begin("collectives")
+    if rank:
+        dist.send(torch.full((1,), float(rank)), 0)
+        return None
+    received = torch.empty(1)
+    sources = [(dist.recv(received), received.item()) for _ in range(2)]
+    return sorted(sources)
+
+
+def test_messages_of_any_source_name_their_sender():
+    assert run_ranks(receive_from_any_rank, 3, backend="")[0] == [(1, 1.0), (2, 2.0)]
 
 
 def leave_in_order(backend, where, rounds):
@@ -483,6 +545,35 @@ def test_group_can_be_rebuilt_after_a_failed_attempt(outcomes):
         assert outcomes[rank].value == ((1, 2), [0, 3], [2.0]), outcomes
 
 
+def lose_a_rank_of_a_reversed_group():
+    """Lose global rank 1 of the group [3, 2, 1, 0], and then global rank 3 while rebuilding it."""
+    rank, store = begin("collectives", seconds=6)
+    group = dist.split_group(split_ranks=[[3, 2, 1, 0]])
+    dist.all_reduce(torch.ones(10), group=group)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost):
+        dist.all_reduce(torch.ones(10), group=group)
+    store.set(f"{rank} knows", "")
+    store.wait([f"{other} knows" for other in (0, 2, 3)])
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.rebuild(group, timeout=timedelta(seconds=2))
+    rebuilt = collectives.rebuild(group, timeout=timedelta(seconds=TIMEOUT))
+    return caught.value.ranks, dist.get_process_group_ranks(rebuilt)
+
+
+@pytest.mark.skipif(
+    "backend" not in inspect.signature(dist.split_group).parameters,
+    reason="torch.distributed.split_group of torch 2.11 takes groups of CUDA devices only",
+)
+def test_failed_attempt_to_rebuild_names_ranks_of_the_old_group(outcomes):
+    for rank in (0, 2):
+        # Global ranks 3 and 1 have the numbers 0 and 2 in the old group.
+        assert outcomes[rank].value == ((0, 2), [0, 2]), outcomes
+
+
 def lose_the_store(port):
     """Lose rank 0, which serves the store: a new group is impossible."""
     import collectives.backend
@@ -592,6 +683,10 @@ WAITING = {
     ),
     "test_group_can_be_rebuilt_after_a_failed_attempt": (
         (lose_a_rank_while_rebuilding, 4),
+        {"backend": ""},
+    ),
+    "test_failed_attempt_to_rebuild_names_ranks_of_the_old_group": (
+        (lose_a_rank_of_a_reversed_group, 4),
         {"backend": ""},
     ),
     **{

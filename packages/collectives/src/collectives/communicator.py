@@ -87,7 +87,13 @@ class Communicator:
             find_ended=self.point_to_point.disconnected_peers,
         )
         self.failures = FailureDetector(
-            store, self.rank, self.world, self.topology, self.point_to_point, self.gloo
+            store,
+            self.rank,
+            self.world,
+            self.topology,
+            self.point_to_point,
+            self.gloo,
+            deadline=deadline,
         )
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
         #: The measured costs of each collective.
@@ -281,12 +287,9 @@ class Communicator:
         return self.progress.running.locked() and self.failures.group_error is None
 
     def _on_progress_ended(self) -> None:
-        """Announce that this rank makes no further calls, and release system resources."""
-        if self._is_stopping:
-            return
-        if self.failures.group_error is None:
+        """Announce that this rank makes no further calls, unless the process ends."""
+        if not self._is_stopping and self.failures.group_error is None:
             self.failures.announce_end(self.operation)
-        self.topology.close()
 
 
 @dataclass(slots=True)

@@ -83,6 +83,7 @@ class FailureDetector:
         topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
+        deadline: the time by which the store must have answered, a value of time.monotonic.
     """
 
     def __init__(
@@ -93,11 +94,14 @@ class FailureDetector:
         topology: Topology,
         point_to_point: PointToPoint,
         gloo: GlooGroups,
+        *,
+        deadline: float,
     ) -> None:
         #: The error after which the group can no longer be used, or None.
         self.group_error: RankLost | None = None
         # Another connection, because a thread that waits in the store would delay the reports.
-        self._store = clone_store(store)
+        seconds = max(0.0, deadline - time.monotonic()) + STORE_SECONDS
+        self._store = query_store(seconds, lambda: clone_store(store))
         self._rank = rank
         self._world = world
         # The time of the store's last answer, a value of time.monotonic.
@@ -149,6 +153,7 @@ class FailureDetector:
             else:
                 status = Status.RANK_LOST if reason.ranks else Status.FAILED
                 self._publish_report(operation, status, blamed=reason.ranks)
+        self._close_connections()
         # Change the clock last: a rank that sees the change reads the reason from the report.
         if self._arena is not None and not is_known_on_host:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
@@ -159,6 +164,7 @@ class FailureDetector:
             self._arena.announce_end()
         if not self._one_host:
             self._publish_report(operation, Status.LEFT)
+        self._close_connections()
 
     def publish_waiting(self, operation: Operation | None) -> None:
         """Publish that this rank waits in an operation, and for which rank.
@@ -187,7 +193,7 @@ class FailureDetector:
         )
 
     def _publish_report(self, operation: Operation, status: Status, **fields: Any) -> None:
-        """Publish this rank's report, then close its connections."""
+        """Publish this rank's report."""
         report = self._report(
             operation, status, disconnected=self._point_to_point.disconnected_peers(), **fields
         )
@@ -200,6 +206,9 @@ class FailureDetector:
 
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, publish)
+
+    def _close_connections(self) -> None:
+        """Close this rank's connections, so that ranks that wait for its messages fail at once."""
         self._point_to_point.close_connections()
         self._gloo.close_connections()
 
@@ -281,6 +290,7 @@ class FailureDetector:
             # contain all of them, and publishing it closes the other connections.
             time.sleep(DISCONNECT_SECONDS)
         self._publish_report(operation, status, waits_for=error.peer)
+        self._close_connections()
         context = f"messages failed in call {number}: {error}; {UNUSABLE}"
         try:
             reports, waiting = self._collect_reports(

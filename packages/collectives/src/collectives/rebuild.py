@@ -15,9 +15,9 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     """Return a new group of the ranks that were not reported as lost when `group` failed.
 
     Every surviving rank must call this function after its `RankLost`, as with
-    `torch.distributed.new_group`. Ranks keep their global numbers. The failed group remains
-    unusable, even if it is the default group. The ranks rendezvous in the store of the default
-    group, which a lost rank must not serve.
+    `torch.distributed.new_group`. Ranks keep their global ranks, and the new group numbers them in
+    this order. The failed group remains unusable, even if it is the default group. The ranks
+    rendezvous in the store of the default group, which a lost rank must not serve.
 
     If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
     `RankLost` after the timeout. Its `ranks` are all lost ranks of `group`, which the next call
@@ -42,7 +42,12 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
             f"this process: {group_error}"
         ) from group_error
     members = dist.get_process_group_ranks(group)
-    survivors = [rank for rank in range(comm.world) if rank not in group_error.ranks]
+    # `new_group` numbers its ranks in the order of their global ranks. The ranks of a group from
+    # `split_group` can have another order.
+    survivors = sorted(
+        (rank for rank in range(comm.world) if rank not in group_error.ranks),
+        key=lambda rank: members[rank],
+    )
     try:
         rebuilt = dist.new_group(
             [members[rank] for rank in survivors],

@@ -70,9 +70,6 @@ class GlooGroups:
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
         self._options: Any = None if self.base is None else self.base.options
         self._store = store
-        # The timeout of the next call, also as a timedelta because creating one per call is slow.
-        self._seconds = 0.0
-        self._timeout = timedelta(seconds=MIN_SECONDS)
 
     def timeout_seconds(self) -> float:
         """Return the current timeout of the group's gloo backend, or 0 if there is none."""
@@ -107,11 +104,11 @@ class GlooGroups:
                 group = self._make(packed, seconds)
                 self.groups[packed] = group, _start_function(group, kind, op, root)
                 seconds = deadline - time.monotonic()
-            self._set_timeout(seconds)
+            timeout = timedelta(seconds=max(MIN_SECONDS, seconds))
             group, start = self.groups[packed]
             # gloo's internal waits use the timeout of its group.
-            group._set_default_timeout(self._timeout)
-            start(*tensors).wait(self._timeout)
+            group._set_default_timeout(timeout)
+            start(*tensors).wait(timeout)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(None, first_line(error)) from error
         if op == "AVG":
@@ -121,11 +118,6 @@ class GlooGroups:
         """Close all connections."""
         for group, _ in self.groups.values():
             close_peers(group, set(range(group.size())) - {group.rank()})
-
-    def _set_timeout(self, seconds: float) -> None:
-        if seconds != self._seconds:
-            self._seconds = seconds
-            self._timeout = timedelta(seconds=max(MIN_SECONDS, seconds))
 
     def _make(self, packed: bytes, seconds: float) -> Any:
         """Create the group for a call; raise TimeoutError if not all ranks connect in time."""

@@ -86,11 +86,6 @@ class Topology:
         assert self.arena is not None
         return self.arena
 
-    def close(self) -> None:
-        """Release system resources."""
-        if self.arena is not None:
-            self.arena.close()
-
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
         """Return zeros that all ranks of the host map, or an ordinary tensor if they cannot."""
         self._deadline = time.monotonic() + seconds

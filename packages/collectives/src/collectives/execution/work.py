@@ -192,3 +192,36 @@ class CoalescedWork(dist.Work):
         """Return the first error of an operation, or None."""
         errors = (work.exception() for work in self._works)
         return next((error for error in errors if error is not None), None)
+
+
+class MessageWork(dist.Work):
+    """The handle of a message that gloo sends or receives, with the timeout of the group.
+
+    The default of gloo's own handle is the timeout with which the connections were created. The
+    registered backend disables that timeout: see Note [One gloo group per kind of call].
+    """
+
+    def __init__(self, work: dist.Work, timeout: timedelta) -> None:
+        super().__init__()
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message has been transferred; raise RuntimeError at the timeout."""
+        return self._work.wait(timeout or self._timeout)
+
+    def is_completed(self) -> bool:
+        """Return True if `wait` has returned or raised an error, as gloo does for messages."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return True if the message has been transferred."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return the error of `wait`, or None."""
+        return self._work.exception()
+
+    def _source_rank(self) -> int:
+        """Return the rank that sent the message."""
+        return self._work._source_rank()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from collectives.execution.timeouts import limit_calls
-from collectives.execution.work import Work
+from collectives.execution.work import MessageWork, Work
 from collectives.process_group.method_arguments import Options, tensors_in
 
 Method = Callable[..., Any]
@@ -77,7 +77,9 @@ def on_gloo(name: str) -> Method:
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **kwargs)
+        work = getattr(self._gloo, name)(*args, **kwargs)
+        # `monitored_barrier` waits itself and returns None.
+        return work and MessageWork(work, self._gloo.options._timeout)
 
     forward.__name__ = name
     return by_device(forward)

@@ -114,12 +114,12 @@ class Arena:
             [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
         ]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        #: The other ranks' processes, by position.
         self._processes: dict[int, PeerProcess] = {}
         for i in self._others:
             try:
                 self._processes[i] = PeerProcess(pids[i])
             except ProcessLookupError as error:
-                self.close()
                 message = f"rank {names[i]} (process {pids[i]}) died; {UNUSABLE}"
                 raise RankLost([names[i]], message) from error
         self._library = engine.library()
@@ -151,12 +151,6 @@ class Arena:
         # The jobs for which the engine's queue has no room yet, in order.
         self._backlog: deque[engine.Job | None] = deque()
         self._filling = threading.Lock()
-
-    def close(self) -> None:
-        """Release the process handles."""
-        for process in self._processes.values():
-            process.close()
-        self._processes.clear()
 
     # ----- the wait -----
 
@@ -192,10 +186,11 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
-        # Read the clocks last: a rank may leave or end after it has reached the tick.
-        left = [i for i in self._others if self._left[i][0]]
-        dead = self.dead_positions()
-        late = [i for i in self._others if self._clocks[i][0] < tick]
+        late = self._late_positions(tick)
+        left = [i for i in late if self._left[i][0]]
+        dead = [i for i in late if self._processes[i].has_ended()]
+        # Read the clocks again: a rank may leave or end after it has reached the tick.
+        late = self._late_positions(tick)
         if self._clocks[self.rank][0] < 0:
             name = self.names[self.rank]
             raise RankLost([name], f"rank {name}, this rank, has left the group; {UNUSABLE}")
@@ -211,9 +206,13 @@ class Arena:
         if late and time.monotonic() > deadline:
             self._report(late, f"did not make the call within the timeout of {self.timeout:g} s")
 
+    def _late_positions(self, tick: int) -> list[int]:
+        """Return the positions of the other ranks that have not reached a tick."""
+        return [i for i in self._others if self._clocks[i][0] < tick]
+
     def late_ranks(self) -> list[int]:
         """Return the ranks of the group that have not reached this rank's tick."""
-        return [self.names[i] for i in self._others if self._clocks[i][0] < self.tick]
+        return [self.names[i] for i in self._late_positions(self.tick)]
 
     # ----- the engine -----
 

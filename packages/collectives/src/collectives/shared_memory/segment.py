@@ -8,7 +8,6 @@ A peer opens the file through /proc/PID/fd/FD. Opening it proves that both proce
 host: the device, the inode and a random token in the first bytes must be the published ones.
 """
 
-import errno
 import mmap
 import os
 import secrets
@@ -20,7 +19,6 @@ from pathlib import Path
 TOKEN_BYTES = 16
 # The token occupies a whole page, so that the memory after it is aligned to a page.
 HEADER_BYTES = mmap.PAGESIZE
-PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class Segment:
     def __init__(self, size: int) -> None:
         self._descriptor = _anonymous_file()
         try:
-            _reserve(self._descriptor, HEADER_BYTES + size)
+            # Reserve the pages: if memory is full, raise OSError now instead of SIGBUS later.
+            os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + size)
             self.mapping = _map(self._descriptor, HEADER_BYTES + size)
         except OSError:
             os.close(self._descriptor)
@@ -74,7 +73,7 @@ def open_segment(address: Address) -> mmap.mmap | None:
         status = os.stat(path)
         if (status.st_dev, status.st_ino) != (address.device, address.inode):
             return None
-        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        descriptor = os.open(path, os.O_RDWR)
         try:
             mapping = _map(descriptor, HEADER_BYTES + address.size)
         finally:
@@ -109,21 +108,6 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the file's pages; raise OSError if memory is full, instead of a later SIGBUS."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        return
-    except AttributeError:
-        pass
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        for start in range(0, size, PIECE_BYTES):
-            file.write(bytes(min(PIECE_BYTES, size - start)))
-
-
 def _map(descriptor: int, size: int) -> mmap.mmap:
-    # Pages are populated now if possible, because page faults cost more than a first reduction.
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    # Pages are populated now, because page faults cost more than a first reduction.
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
