@@ -25,7 +25,7 @@ _cached_call = lru_cache(maxsize=1024)(Call)
 
 
 def for_members(function: Collective[P]) -> Collective[P]:
-    """Let a collective return None, with a warning, on ranks outside the group, as torch's does.
+    """Let a collective warn and return None on ranks outside the group, as torch's functions do.
 
     torch.compile cannot trace a collective, so the wrapper breaks the graph.
     """

@@ -35,8 +35,8 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 #   It also compares the calls of ranks that wait, unless rule 5 matches.
 # - A wait that times out closes connections too. If a rank has timed out and a needed rank is
 #   silent, rule 5 excludes the ranks that wait, because they are about to report.
-# - Rule 6 does not blame a rank that waits, because it waits for the lost rank itself. If no needed
-#   rank is silent, rule 8 blames the participants that had the whole timeout to report.
+# - Rule 6 does not blame a rank that waits, because that rank itself waits for the lost rank. If no
+#   needed rank is silent, rule 8 blames the participants that had the whole timeout to report.
 # - Calls with empty tensors send no messages, so ranks can complete different calls. From then on
 #   equal calls have different numbers, and only rule 7 finds the rank that deviated. It comes after
 #   the rules for lost ranks, because such a difference may be harmless.
@@ -47,7 +47,7 @@ class Status(Enum):
 
     #: The rank waits in a call.
     WAITING = "waiting"
-    #: A message of the rank failed, for a reason that it does not know.
+    #: A message of the rank failed, for a reason that the rank does not know.
     FAILED = "failed"
     #: The rank waited until the timeout.
     TIMED_OUT = "timed out"
@@ -71,7 +71,7 @@ class Report:
     calls: Sequence[str] = ()
     #: Elements that the rank sends to, and expects from, each rank of an all-to-all.
     lengths: tuple[list[int], list[int]] | None = None
-    #: The rank whose message this rank waits for, if it knows.
+    #: The rank whose message this rank waits for, if known.
     waits_for: int | None = None
     #: Ranks whose connections to this rank are closed.
     disconnected: Sequence[int] = ()

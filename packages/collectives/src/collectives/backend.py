@@ -4,8 +4,8 @@
     torch.distributed.init_process_group("cpu:collectives,cuda:nccl")   # or just "collectives"
 
 `CollectivesProcessGroup` decides every method of torch's `ProcessGroup`. Most methods are
-implemented below by this package. Methods in `GLOO` are forwarded to gloo, methods in `REFUSED`
-raise an error, and torch's base class answers questions about names and ranks.
+implemented below by this package. Methods in `GLOO` are forwarded to gloo, and methods in `REFUSED`
+raise an error. torch's base class implements the methods for names and ranks.
 
 Tensors of another device go to the backend that torch uses for that device (NCCL for CUDA). That
 backend is created with the first such tensor, because torch never adds a second backend to a group

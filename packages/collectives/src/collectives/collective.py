@@ -1,8 +1,8 @@
 """Collectives with the names and arguments of torch.distributed, and an `algorithm` argument.
 
-With `algorithm="auto"`, calls run in shared memory if all ranks share it. Otherwise the cost model
-chooses (`choice/cost.py`), and tensors that are not on the CPU are passed to torch's function of
-the same name. Another name, such as "ring", selects that algorithm.
+With `algorithm="auto"`, tensors that are not on the CPU are passed to torch's function of the same
+name. Other calls run in shared memory if all ranks share memory. Otherwise the cost model chooses
+the algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorithm.
 
 Every function must be called on all ranks of the group, with equal dtypes and shapes unless it says
 otherwise. It returns None when the call has finished, or a handle at once if `async_op` is True.
@@ -183,7 +183,7 @@ def all_to_all_single(
 
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Return True if all parts are equal, ranks are on several hosts and gloo can run the call."""
+    """Return True if gloo can run an all-to-all, whose parts have equal sizes, between hosts."""
     if comm.topology.one_host or not 0 < input.numel() == output.numel():
         return False
     for tensor in (input, output):

@@ -6,7 +6,9 @@
     algorithms/dispatch.py        compares the ranks' calls, chooses an algorithm and moves the data
     Communicator.fail             turns an error into one that names the ranks that caused it
 
-A process group has one communicator per rank, which its first collective creates (see `groups.py`).
+A process group has one communicator per rank. On the registered backend, the group creates it. On
+other backends, the first collective creates it (see `groups.py`).
+
 The calls of a group run one at a time, in the order in which they are made. Synchronous calls run
 on the caller's thread, asynchronous calls on the progress thread (see `execution/progress.py`).
 
@@ -309,7 +311,7 @@ class _Execution:
     in_inference_mode: bool
 
     def run(self, job: Job | None) -> None:
-        """Run the call; `job` is its job if the engine has already started it."""
+        """Run the call; `job` is its job if the engine runs it, otherwise None."""
         comm = self.communicator
         call = self.call
         if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):

@@ -43,8 +43,8 @@ from collectives.store import STORE_SECONDS, clone_store, query_store, run_withi
 REPORT_SECONDS = 1.0
 # Time in which gloo notices that all connections to a dead rank have ended.
 DISCONNECT_SECONDS = 0.25
-# Interval at which a rank checks whether it is waiting: seconds, and a fraction of the timeout.
-# The longer of the two applies.
+# A rank checks at this interval whether it is waiting: the longer of these seconds and of this
+# fraction of the timeout.
 MIN_POLL_SECONDS = 0.1
 POLL_FRACTION = 0.1
 # Pause between two reads of the reports, because all ranks read the same store.
@@ -112,7 +112,9 @@ class FailureDetector:
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
-        """Return the error to raise for a failed call, and leave the group if it is unusable.
+        """Return the error to raise for a failed call.
+
+        Leave the group unless it can still be used, which is the case after some mismatches.
 
         Args:
             error: the error that the call raised on this rank.
@@ -120,7 +122,7 @@ class FailureDetector:
             timeout: the timeout of the call in seconds.
         """
         if isinstance(error, Mismatch):
-            # If the ranks of this host alone have found the mismatch, other hosts still wait.
+            # Otherwise only the ranks of this host have compared the call, and other hosts wait.
             if not (self._one_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation, is_known_on_host=True)
             return error
@@ -167,9 +169,9 @@ class FailureDetector:
         self._close_connections()
 
     def publish_waiting(self, operation: Operation | None) -> None:
-        """Publish that this rank waits in an operation, and for which rank.
+        """Publish that this rank waits in `operation`, and the rank that it waits for.
 
-        None clears the entry.
+        If `operation` is None, clear this rank's entry.
         """
         text = ""
         if operation is not None:

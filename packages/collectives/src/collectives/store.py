@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def clone_store(store: Store) -> Store:
-    """Return the same store over a separate connection, or the store itself if it has only one.
+    """Return the same store over a separate connection, or the store itself if it cannot open one.
 
     A client that waits in a store blocks every other call on the same connection.
     """

@@ -177,7 +177,7 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 
 
 def _measure(comm: Communicator, kind: str) -> CostModel:
-    """Return rank 0's cost model if it has measured these hosts; otherwise measure a new one."""
+    """Return the cost model of these hosts that rank 0 has measured before, or measure them now."""
     key = kind, comm.topology.where, comm.topology.ranks_per_host
     known = _models.get(key)
     text = _broadcast_text(comm, f"known/{kind}", known.to_json() if known else "")

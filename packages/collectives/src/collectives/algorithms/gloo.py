@@ -23,8 +23,8 @@ from collectives.store import clone_store, run_within
 # therefore uses a separate gloo group, in which all ranks can only make the same call. Ranks that
 # make different calls are in different groups, where they wait for each other until the timeout.
 #
-# All of these groups share the gloo device of the process. Creating one costs two threads, n-1
-# connections and about 15 ms. At most `MAX_GROUPS` exist.
+# All of these groups share the gloo device of the process. A group costs two threads, n-1
+# connections and about 15 ms, so at most `MAX_GROUPS` are created.
 #
 # A connection that is accepted after gloo itself has timed out aborts the process. The group is
 # therefore created with gloo's timeout disabled, on a thread that is abandoned at our timeout.

@@ -192,18 +192,18 @@ def candidates(
     if shared is None:
         shared = len(hosts) == 1
     names = ["shared_memory"] if shared else []
-    is_rooted_or_reduced = collective in ("all_reduce", "broadcast")
-    if is_rooted_or_reduced and 1 < len(hosts) < sum(hosts):
+    has_equal_results = collective in ("all_reduce", "broadcast")
+    if has_equal_results and 1 < len(hosts) < sum(hosts):
         names.append("hierarchical")
     names.append("ring")
     # If ranks receive different parts, a tree would send most parts several times.
-    if is_rooted_or_reduced:
+    if has_equal_results:
         names.append("tree")
     return tuple(names)
 
 
 def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
-    """Return the terms of one call on `size` bytes, which the prices are multiplied by."""
+    """Return the counts of one call on `size` bytes, each of which is multiplied by its price."""
     supported = candidates(collective, hosts, shared=True)
     if algorithm not in supported:
         raise ValueError(

@@ -38,7 +38,7 @@ def is_daemon_of_user() -> bool:
 
 
 def abandon(thread: threading.Thread) -> None:
-    """Mark a thread that may never return, so that the exit of the process hardly waits for it."""
+    """Mark a thread that may never return: `join_threads` waits for it only for a short time."""
     _abandoned.add(thread)
 
 

@@ -109,7 +109,7 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the operation has finished; otherwise yield the core to its threads."""
+        """Return True if the operation has finished; otherwise yield the core and return False."""
         if self._future is not None:
             is_finished = self._future.done()
         else:

@@ -29,9 +29,10 @@ _OPTIONS = (
 
 
 def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
-    """Return a gloo group of all ranks, and raise RankLost with the ranks that end meanwhile.
+    """Return a gloo group of all ranks when gloo has connected them.
 
-    `deadline` is a value of time.monotonic.
+    If a rank ends or hangs meanwhile, raise RankLost with that rank soon after `deadline`, a value
+    of time.monotonic.
     """
     try:
         return connect_in_time(

@@ -1,4 +1,4 @@
-"""The three kinds of methods of the registered backend: ours, gloo's, and refused ones.
+"""The three kinds of methods of the registered backend: this package's, gloo's, and refused ones.
 
 Methods of the first two kinds forward tensors that are not on the CPU to the backend of their
 device.

@@ -45,7 +45,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
 
 
 class Memory(ctypes.Structure):
-    """`Arena` of engine.c."""
+    """The struct `Arena` of engine.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -58,7 +58,7 @@ class Memory(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """`Job` of engine.c."""
+    """The struct `Job` of engine.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
@@ -75,7 +75,7 @@ class Job(ctypes.Structure):
 
 
 class Queue(ctypes.Structure):
-    """`Queue` of engine.c: the jobs of the thread that waits in `serve`."""
+    """The struct `Queue` of engine.c: the jobs of the thread that waits in `serve`."""
 
     _fields_ = (
         ("submitted", ctypes.c_uint32),
