@@ -574,6 +574,8 @@ def test_pickled_error_keeps_its_ranks():
 def pass_bad_arguments():
     t = torch.ones(4)
     raises = pytest.raises
+    with raises(ValueError, match="reduce op PREMUL_SUM is not supported"):
+        collectives.all_reduce(t, dist._make_nccl_premul_sum(2.0))
     with raises(ValueError, match="cannot run by 'rinf'.*use one of.*\"auto\""):
         collectives.all_reduce(t, algorithm="rinf")
     with raises(ValueError, match="all_to_all cannot run by 'tree'"):

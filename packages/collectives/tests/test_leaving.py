@@ -121,7 +121,7 @@ def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
 
 
 def wait_for_a_message(how, where):
-    """Wait for a message that rank 1 does not send; return the seconds until the error."""
+    """Wait for a message to or from rank 1, which takes no part; return the seconds of the wait."""
     rank, store = begin("collectives", where)
     group = dist.group.WORLD
     dist.all_reduce(torch.ones(3))
@@ -134,12 +134,12 @@ def wait_for_a_message(how, where):
             group.abort()
         store.wait(["rank 0 is done"])
         return 0.0
-    if how == "sender hangs":
+    if how in ("sender hangs", "receiver hangs"):
         group.set_timeout(timedelta(seconds=0.5))
-    elif how == "receiver aborts":
-        threading.Timer(0.1, group.abort).start()
-    work = dist.irecv(torch.ones(3), src=1)
+    work = (dist.isend if how == "receiver hangs" else dist.irecv)(torch.ones(3), 1)
     store.set("rank 0 waits", "")
+    if how == "receiver aborts":
+        threading.Timer(0.1, group.abort).start()
     start_time = time.monotonic()
     with pytest.raises(RuntimeError, match=r"Timed out|closed|closure"):
         work.wait()
@@ -152,6 +152,7 @@ def wait_for_a_message(how, where):
     ("how", "where"),
     [
         ("sender hangs", "together"),
+        ("receiver hangs", "together"),
         ("sender destroys", "together"),
         ("sender aborts", "together"),
         ("receiver aborts", "together"),

@@ -147,7 +147,6 @@ def fetch(
     time.monotonic, or that are known to have ended (`find_ended`). `poll` is called repeatedly
     during the wait.
     """
-    start_time = time.monotonic()
     values: dict[int, bytes] = {}
     ended: list[int] = []
 
@@ -162,15 +161,16 @@ def fetch(
                 values[rank] = store.get(key)
 
     # A store may be silent for a while: other threads of this process use the same connection.
-    query_store(max(0.0, deadline - start_time) + STORE_SECONDS, query)
+    query_store(max(0.0, deadline - time.monotonic()) + STORE_SECONDS, query)
     missing = ended or [rank for rank in keys if rank not in values]
     if missing:
-        seconds = time.monotonic() - start_time
-        event = "ended before joining" if ended else "did not join"
+        event = "ended before joining the group"
+        if not ended:
+            event = "did not join the group within its timeout"
         raise RankLost(
             missing,
-            f"{format_ranks(missing)} {event} the group within {seconds:.3g} s; "
-            "check that every rank makes its first call on the group",
+            f"{format_ranks(missing)} {event}; check that every rank makes its first call on the "
+            "group",
         )
     return values
 
