@@ -10,6 +10,7 @@ import collectives
 import pytest
 import torch.distributed as dist
 from collectives.choice.topology import Topology
+from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ARENA_BYTES, Arena
 from collectives.shared_memory.segment import HEADER_BYTES
 from collectives.store import fresh_store
@@ -77,3 +78,26 @@ def test_arena_without_a_peer_names_it():
         Arena(
             mappings, [os.getpid(), os.getppid(), MISSING_PROCESS], 0, names=range(3), timeout=1.0
         )
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rank_that_fails_after_a_tick_does_not_fail_a_slower_rank_at_that_tick(
+    compiled, monkeypatch
+):
+    if not compiled:
+        monkeypatch.setattr(engine, "library", lambda: None)
+    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(2)]
+    arenas = [
+        Arena(mappings, [os.getpid()] * 2, rank, names=(4, 5), timeout=20.0) for rank in range(2)
+    ]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(arenas[0].sync)
+        while arenas[0].tick == 0:
+            time.sleep(0.001)
+        arenas[0].leave()
+        with pytest.raises(collectives.RankLost, match="rank 4, this rank, has left the group"):
+            first.result()
+    arenas[1].sync()
+    with pytest.raises(collectives.RankLost, match=r"rank 4 .* left after an error") as caught:
+        arenas[1].sync()
+    assert caught.value.ranks == (4,)

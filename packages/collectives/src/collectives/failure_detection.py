@@ -124,7 +124,7 @@ class FailureDetector:
         if isinstance(error, Mismatch):
             # Otherwise only the ranks of this host have compared the call, and other hosts wait.
             if not (self._one_host or operation.compares_calls):
-                self.leave_group_with_reason(error, operation, is_known_on_host=True)
+                self.leave_group_with_reason(error, operation)
             return error
         if isinstance(error, PeerError):
             cause = self._find_cause(error, operation, timeout)
@@ -138,14 +138,8 @@ class FailureDetector:
         self.leave_group_with_reason(failed, operation)
         return error
 
-    def leave_group_with_reason(
-        self, reason: RankLost | Mismatch, operation: Operation, *, is_known_on_host: bool = False
-    ) -> None:
-        """Leave the group and publish the reason to every rank.
-
-        Pass `is_known_on_host` if all ranks of this host find the reason at the same tick. The
-        clock then keeps its value, because a late rank still waits for it at that tick.
-        """
+    def leave_group_with_reason(self, reason: RankLost | Mismatch, operation: Operation) -> None:
+        """Leave the group and publish the reason to every rank."""
         self.group_error = RankLost(reason.ranks, str(reason))
         if not self._one_host:
             if isinstance(reason, Mismatch):
@@ -156,8 +150,8 @@ class FailureDetector:
                 status = Status.RANK_LOST if reason.ranks else Status.FAILED
                 self._publish_report(operation, status, blamed=reason.ranks)
         self._close_connections()
-        # Change the clock last: a rank that sees the change reads the reason from the report.
-        if self._arena is not None and not is_known_on_host:
+        # Leave the arena last: a rank that notices this reads the reason from the report.
+        if self._arena is not None:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
 
     def announce_end(self, operation: Operation) -> None:

@@ -44,6 +44,7 @@ SLOT_BYTES = CHUNK_BYTES // 2
 _CLOCK = 0
 _SLEEPERS = 8
 _LEFT = 64
+_FAILURE = 72
 _CALLS = 128
 _NOTES = 640
 _DATA = 4096
@@ -102,6 +103,8 @@ class Arena:
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
+        # One number per rank: 0, or 1 + the blamed rank if it has left the group after an error.
+        self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
@@ -134,6 +137,7 @@ class Arena:
             one_shot_bytes=ONE_SHOT_BYTES,
             piece_bytes=PIECE_BYTES,
             sleepers=_SLEEPERS,
+            failure=_FAILURE,
             calls=_CALLS,
             call_room=_CALL_ROOM,
             call_bytes=CALL_BYTES,
@@ -174,7 +178,7 @@ class Arena:
     def _wait(self, other: int, tick: int) -> None:
         clock = self._clocks[other]
         yields = YIELDS
-        while yields and 0 <= clock[0] < tick:
+        while yields and clock[0] < tick and not self._failures[other][0]:
             yield_core()
             yields -= 1
         deadline = time.monotonic() + self.timeout
@@ -189,17 +193,19 @@ class Arena:
         late = self._late_positions(tick)
         left = [i for i in late if self._left[i][0]]
         dead = [i for i in late if self._processes[i].has_ended()]
-        # Read the clocks again: a rank may leave or end after it has reached the tick.
+        # In this order: a rank may end after a failure, and may fail after it has reached the tick.
+        failed = [i for i in late if self._failures[i][0]]
         late = self._late_positions(tick)
-        if self._clocks[self.rank][0] < 0:
+        if self._failures[self.rank][0]:
             name = self.names[self.rank]
             raise RankLost([name], f"rank {name}, this rank, has left the group; {UNUSABLE}")
         left_late = [i for i in left if i in late]
         if left_late:
             self._report(left_late, LEFT_GROUP)
-        # This check comes before dead ranks, because a rank may report a cause and then end.
-        if any(self._clocks[i][0] < 0 for i in late):
-            self._fail_as_reported(late)
+        # This check comes before dead ranks: a rank that has ended may have reported the cause.
+        failed_late = [i for i in failed if i in late]
+        if failed_late:
+            self._fail_as_reported(failed_late[0])
         dead_late = [i for i in dead if i in late]
         if dead_late:
             self._fail(dead_late, "died")
@@ -271,18 +277,18 @@ class Arena:
     def leave(self, blamed: int | None = None) -> None:
         """Announce that this rank has left the group after an error.
 
-        Ranks that reach the tick later see the announcement too. `blamed` is the rank of the group
+        Waits for ticks that this rank has not reached then fail. `blamed` is the rank of the group
         that caused the error, by default this rank.
         """
         blamed = self.names[self.rank] if blamed is None else blamed
-        self._clocks[self.rank][0] = -1 - blamed
+        self._failures[self.rank][0] = 1 + blamed
 
-    def _fail_as_reported(self, late: Sequence[int]) -> None:
-        reporting = next(i for i in late if self._clocks[i][0] < 0)
-        blamed = -1 - self._clocks[reporting][0]
-        reporter = self.names[reporting]
+    def _fail_as_reported(self, position: int) -> None:
+        """Leave the group for the reason that the rank at `position` has left it."""
+        blamed = self._failures[position][0] - 1
+        reporter = self.names[position]
         if blamed == reporter:
-            self._fail([reporting], "left after an error")
+            self._fail([position], "left after an error")
         self.leave(blamed)
         raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
 

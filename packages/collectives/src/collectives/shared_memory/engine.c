@@ -39,7 +39,7 @@ enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 typedef struct {
     int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
     /* Offsets in a rank's memory: see arena.py. */
-    int64_t sleepers, calls, call_room, call_bytes, nan_at, notes, note_room, data;
+    int64_t sleepers, failure, calls, call_room, call_bytes, nan_at, notes, note_room, data;
     int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
     char **memory;
 } Arena;
@@ -73,17 +73,20 @@ static int32_t *sleepers_of(const Arena *a, int64_t rank) {
     return (int32_t *)(a->memory[rank] + a->sleepers);
 }
 
+/* Return 1 if a rank has left the group after an error. */
+static int has_failed(const Arena *a, int64_t rank) {
+    return __atomic_load_n((int64_t *)(a->memory[rank] + a->failure), __ATOMIC_ACQUIRE) != 0;
+}
+
 static int has_reached(const Arena *a, int64_t rank) {
     return __atomic_load_n(clock_of(a, rank), __ATOMIC_ACQUIRE) >= a->tick;
 }
 
 static int tick(Arena *a) {
-    int64_t *clock = clock_of(a, a->rank), before = a->tick;
-    /* The clock is negative if another thread of this process has left the group. */
-    if (!__atomic_compare_exchange_n(clock, &before, before + 1, 0, __ATOMIC_SEQ_CST,
-                                     __ATOMIC_SEQ_CST))
-        return 0;
-    a->tick++;
+    int64_t *clock = clock_of(a, a->rank);
+    /* Another thread of this process may have left the group. */
+    if (has_failed(a, a->rank)) return 0;
+    __atomic_store_n(clock, ++a->tick, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(sleepers_of(a, a->rank), __ATOMIC_SEQ_CST))
         syscall(SYS_futex, clock, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     return 1;
@@ -137,11 +140,11 @@ static int wait_for(Arena *a, int64_t rank) {
     for (int i = 0; i < NAPS; i++) {
         __atomic_add_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
         int64_t seen = __atomic_load_n(clock_of(a, rank), __ATOMIC_SEQ_CST);
-        if (seen >= 0 && seen < a->tick)
+        if (seen < a->tick)
             syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &nap, NULL, 0);
         __atomic_sub_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
-        if (seen < 0 || !has_reached(a, a->rank)) return 0;
         if (has_reached(a, rank)) return 1;
+        if (has_failed(a, rank) || has_failed(a, a->rank)) return 0;
     }
     return 0;
 }
@@ -149,8 +152,8 @@ static int wait_for(Arena *a, int64_t rank) {
 static int all_have_reached(Arena *a) {
     for (int64_t rank = 0; rank < a->world; rank++)
         if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
-    /* This rank's clock is negative if another thread has left the group. */
-    return has_reached(a, a->rank);
+    /* Another thread of this process may have left the group. */
+    return !has_failed(a, a->rank);
 }
 
 #define TICK(next)                       \

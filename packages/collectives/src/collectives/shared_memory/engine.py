@@ -50,8 +50,8 @@ class Memory(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
             "rank", "world", "tick", "slot_bytes", "one_shot_bytes", "piece_bytes",
-            "sleepers", "calls", "call_room", "call_bytes", "nan_at", "notes", "note_room", "data",
-            "crowded_until",
+            "sleepers", "failure", "calls", "call_room", "call_bytes", "nan_at", "notes",
+            "note_room", "data", "crowded_until",
         )),
         ("memory", ctypes.POINTER(ctypes.c_void_p)),
     )  # fmt: skip
