@@ -174,6 +174,7 @@ class Arena:
         for i in self._others:
             if clocks[i][0] < tick:
                 self._wait(i, tick)
+        self._shared.completed = tick
 
     def _wait(self, other: int, tick: int) -> None:
         clock = self._clocks[other]
@@ -277,11 +278,13 @@ class Arena:
     def leave(self, blamed: int | None = None) -> None:
         """Announce that this rank has left the group after an error.
 
-        Waits for ticks that this rank has not reached then fail. `blamed` is the rank of the group
-        that caused the error, by default this rank.
+        The other ranks then fail at the tick that this rank has not completed. At earlier ticks,
+        slower ranks still succeed. `blamed` is the rank of the group that caused the error, by
+        default this rank.
         """
         blamed = self.names[self.rank] if blamed is None else blamed
         self._failures[self.rank][0] = 1 + blamed
+        self._clocks[self.rank][0] = self._shared.completed
 
     def _fail_as_reported(self, position: int) -> None:
         """Leave the group for the reason that the rank at `position` has left it."""

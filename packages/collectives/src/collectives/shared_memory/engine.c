@@ -41,6 +41,7 @@ typedef struct {
     /* Offsets in a rank's memory: see arena.py. */
     int64_t sleepers, failure, calls, call_room, call_bytes, nan_at, notes, note_room, data;
     int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
+    int64_t completed;     /* the last tick that this rank has seen all ranks reach */
     char **memory;
 } Arena;
 
@@ -153,7 +154,9 @@ static int all_have_reached(Arena *a) {
     for (int64_t rank = 0; rank < a->world; rank++)
         if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
     /* Another thread of this process may have left the group. */
-    return !has_failed(a, a->rank);
+    if (has_failed(a, a->rank)) return 0;
+    a->completed = a->tick;
+    return 1;
 }
 
 #define TICK(next)                       \
