@@ -1,6 +1,10 @@
 """The bench runs, and its machine-independent figures are what the README says."""
 
-from tinyml.bench import bench
+import os
+
+import pytest
+from tinyml import bench as bench_module
+from tinyml.bench import bench, main
 
 
 def test_quick_rows():
@@ -11,3 +15,21 @@ def test_quick_rows():
     bits = {"int8 dynamic": 0.02, "int8 auto": 0.02, "int4 auto": 0.2}
     assert all(row["relative_error"] < bits[row["layer"]] for row in rows if "layer" in row)
     assert by_case["integer_vgg"]["relative_error"] < 0.05
+
+
+def test_without_vnni_the_program_starts_again_with_limited_instructions(monkeypatch):
+    class Restarted(Exception):
+        pass
+
+    def restart(path, arguments, environment):
+        assert arguments[1:] == ["-m", "tinyml.bench", "--quick", "--without-vnni"]
+        monkeypatch.setattr(os, "environ", environment)
+        raise Restarted
+
+    monkeypatch.setattr(os, "execve", restart)
+    monkeypatch.setattr(bench_module, "bench", lambda **_: [])
+    main(["--quick"])
+    with pytest.raises(Restarted):
+        main(["--quick", "--without-vnni"])
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    main(["--quick", "--without-vnni"])

@@ -120,9 +120,13 @@ def test_the_graph_says_which_layers_share_channels():
 def inputs_of_layers(model, *inputs):
     """Return the input of every layer without children, by name."""
     inputs_by_name, hooks = {}, []
-    for name, layer in model.named_modules():
+    names = {layer: name for name, layer in model.named_modules()}
+
+    def record(layer, arguments):
+        inputs_by_name[names[layer]] = arguments[0]
+
+    for layer in names:
         if not list(layer.children()):
-            record = lambda _, arguments, name=name: inputs_by_name.update({name: arguments[0]})  # noqa: E731
             hooks.append(layer.register_forward_pre_hook(record))
     with torch.no_grad():
         model(*inputs)
@@ -524,3 +528,13 @@ def test_bad_requests_say_what_to_ask_for():
 def test_the_example_may_be_a_vector():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert prune_channels(model, 0.5, torch.randn(8))[0].out_features == 8
+
+
+def test_models_are_pruned_on_their_device_if_another_one_is_the_default():
+    model = network()
+    options = {"criterion": "taylor", "loss": lambda m: m(X).square().sum()}
+    with torch.device("meta"):
+        pruned = prune_channels(model, 0.5, X, **options)
+        ordered = sort_channels(model, X)
+    assert torch.equal(pruned(X), prune_channels(model, 0.5, X, **options)(X))
+    assert torch.equal(ordered(X), sort_channels(model, X)(X))

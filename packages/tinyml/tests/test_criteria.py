@@ -44,7 +44,19 @@ def taylor(model, writer, reader):
     return sum((w * g).reshape(len(w), -1).sum(1) for w, g in pairs).square()
 
 
-FORMULAS = {"magnitude": magnitude, "taylor": taylor, "bn_scale": lambda m, *_: m[1].weight.abs()}
+def wanda(model, writer, reader):
+    with torch.no_grad():
+        inputs = model[: list(model).index(reader)](X)
+    powers = reader.weight.square().transpose(0, 1).flatten(1).sum(1)
+    return powers * inputs.square().movedim(1, 0).flatten(1).mean(1)
+
+
+FORMULAS = {
+    "wanda": wanda,
+    "magnitude": magnitude,
+    "taylor": taylor,
+    "bn_scale": lambda model, *_: model[1].weight.abs(),
+}
 
 
 @pytest.mark.parametrize("criterion", FORMULAS)

@@ -80,19 +80,15 @@ def test_auto_is_as_fast_as_float(bits, tokens):
     assert_at_least(figure, 0.98, float_over(ours, model, x, 0.98), margin=0)
 
 
+@pytest.mark.parametrize("activations", ["dynamic", "auto"])
 @pytest.mark.parametrize("tokens", [1, 32])
-@pytest.mark.parametrize(("bits", "config"), [(8, "Int8DynamicActivationInt8WeightConfig"),
-                                              (4, "Int4WeightOnlyConfig")])  # fmt: skip
-def test_layers_are_as_fast_as_torchaos(bits, config, tokens):
+def test_int8_layers_are_as_fast_as_torchaos(activations, tokens):
+    # torchao 0.18 has no layer of 4-bit weights that runs in eager mode on a CPU.
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     if "vnni" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no int8 dot products")
     model, peer = layer(), copy.deepcopy(layer())
-    try:
-        library.quantize_(peer, getattr(library, config)())
-        peer(torch.randn(tokens, 1024))
-    except Exception as error:  # the library supports this format on some devices only
-        pytest.skip(f"torchao cannot run {config} here: {error}")
-    ours = quantize(model, bits, activations="auto")
+    library.quantize_(peer, library.Int8DynamicActivationInt8WeightConfig())
+    ours = quantize(model, 8, activations=activations)
     measured = ratio(peer, ours, torch.randn(tokens, 1024))
-    assert_at_least(f"tinyml: torchao over ours, {config}, {tokens} tokens", 1, measured)
+    assert_at_least(f"tinyml: torchao over {activations} int8, {tokens} tokens", 1, measured)

@@ -76,7 +76,10 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
     x = x * torch.linspace(0.5, 3, 20, dtype=torch.float64).flip(0)[torch.randperm(20)]
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
-    fit = lambda rows: grid_of(rows, 3, symmetric=symmetric)  # noqa: E731
+
+    def fit(rows):
+        return grid_of(rows, 3, symmetric=symmetric)
+
     order = list(range(20))
     if activation_order:  # whole groups, the largest sum first, and the largest column first inside
         size = hessian.diagonal()
@@ -101,12 +104,14 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
 
 
 def test_updated_groups_and_activation_order_lose_less():
+    def fit(rows):
+        return grid_of(rows, 3)
+
     ratios = []
     for seed in range(8):
         weight, x = problem(outputs=32, inputs=64, samples=300, seed=seed)
         x = x * torch.logspace(-1, 1, 64, dtype=torch.float64)[torch.randperm(64)]
         rows = as_rows(weight, 16)
-        fit = lambda r: grid_of(r, 3)  # noqa: E731
         losses = []
         for options in ({}, {"activation_order": True, "refit": fit}):
             codes, grid = gptq_codes(weight, x.t() @ x, fit(rows), **options)

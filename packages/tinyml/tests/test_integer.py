@@ -700,3 +700,15 @@ def test_a_pickled_network_has_the_same_bits():
     integer = IntegerModel(model, [inputs])
     integer(inputs)
     assert torch.equal(pickle.loads(pickle.dumps(integer))(inputs), integer(inputs))
+
+
+def test_a_network_is_on_the_device_of_its_model_if_another_one_is_the_default():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(128, 4)]
+    model, images = nn.Sequential(*layers).eval(), torch.randn(8, 3, 6, 6)
+    with torch.device("meta"):
+        integer = IntegerModel(model, [images])
+        outputs, program = integer(images), to_c(integer)
+    expected = IntegerModel(model, [images])
+    assert torch.equal(outputs, expected(images))
+    assert program == to_c(expected)

@@ -395,9 +395,12 @@ def test_weights_whose_grid_does_not_fit_in_their_type_are_refused(bits):
         lambda model: quantize(model, 8, activations="dynamic"),
     ],
 )
-def test_models_are_not_on_the_default_device(compress):
+def test_models_are_not_on_the_default_device(compress, tmp_path):
     model = nn.Sequential(nn.Linear(64, 32))
     with torch.device("meta"):
         compressed = compress(model)
         assert compressed[0].weight.device.type == "cpu"
+        save(compressed, tmp_path / "model.safetensors")
+        loaded = load(model, tmp_path / "model.safetensors")
     assert torch.equal(compressed[0].weight, compress(model)[0].weight)
+    assert torch.equal(compressed[0].weight, loaded[0].weight)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tinyml import prune_channels
-from tinyml.pruning import channels
 from torch import nn
 from transformers_cache import cache_name
 
@@ -237,17 +236,35 @@ def test_an_ambiguous_or_unknown_size_is_refused(kind, message, example):
     assert model.num_heads == HEADS
 
 
-def test_outputs_are_compared_at_lengths_beyond_the_old_number_of_heads(monkeypatch):
-    lengths = []
-    compare = channels.check_equal
+class Outputs(dict):
+    """The outputs of a model of transformers: values by name, which are attributes too."""
 
-    def record_lengths(small, dense, inputs, sizes):
-        lengths.extend(2 * size + 1 for size in sizes)
-        compare(small, dense, inputs, sizes)
+    def __init__(self, **values):
+        super().__init__(values)
+        vars(self).update(values)
 
-    monkeypatch.setattr(channels, "check_equal", record_lengths)
-    assert prune_channels(Attention(), 0.5, TOKENS).num_heads == HEADS // 2
-    assert lengths == [2 * HEADS + 1]
+
+class Recorded(Attention):
+    """A model with a cache that records the batch size, the length and the cache of its calls."""
+
+    calls = frozenset()
+
+    def forward(self, tokens, past_key_values=None, use_cache=False):
+        if past_key_values is not None:
+            tokens = torch.cat([past_key_values, tokens], 1)
+        Recorded.calls |= {(*tokens.shape, past_key_values is not None)}
+        return Outputs(logits=super().forward(tokens), past_key_values=tokens)
+
+
+def test_outputs_are_compared_at_two_lengths_with_and_without_a_cache_and_in_two_batch_sizes():
+    Recorded.calls = frozenset()
+    small = prune_channels(Recorded(), 0.5, TOKENS)
+    assert small.num_heads == HEADS // 2
+    beyond = 2 * HEADS + 1
+    assert {(2, 3, False), (1, 3, False), (3, 3, False), (1, beyond, False)} <= Recorded.calls
+    assert {call for call in Recorded.calls if call[-1]} == {
+        (batch, length, True) for batch in (1, 3) for length in (3, beyond)
+    }
 
 
 def test_layer_numbers_and_the_cache_of_transformers_stay():

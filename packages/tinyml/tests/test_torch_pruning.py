@@ -1,4 +1,7 @@
-"""Torch-Pruning as the judge: outputs are not further from the dense model at the same size."""
+"""Torch-Pruning as the judge: at most its size, and at most its error.
+
+Its criterion is its default, the magnitude of the weights. Ours also reads the example.
+"""
 
 import copy
 
@@ -137,12 +140,12 @@ def test_error_is_not_larger_than_torch_prunings(name):
             ignored_layers=[ignored],
         ).step()
         # A unit may be a group of channels, so that half of the units is rounded to more channels.
-        for sparsity in (0.5, 0.55, 0.6):
+        for sparsity in (0.5, 0.51, 0.53, 0.56, 0.6):
             ours = prune_channels(model, sparsity, x)
-            if size_of(ours).bytes <= 1.02 * size_of(peer).bytes:
+            if size_of(ours).bytes <= size_of(peer).bytes:
                 break
-        assert size_of(ours).bytes <= 1.02 * size_of(peer).bytes
+        assert size_of(ours).bytes <= size_of(peer).bytes
         with torch.no_grad():
             exact = model(x)
             ratios.append(float((ours(x) - exact).norm() / (peer(x) - exact).norm()))
-    assert sum(ratios) / len(ratios) <= 1, ratios
+    assert max(ratios) <= 1, ratios

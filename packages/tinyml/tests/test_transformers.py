@@ -304,7 +304,6 @@ def test_what_is_protected_stays_as_it_is(method):
         "gptq": lambda m, p: gptq(m, [TOKENS], 4, protect=p),
         "trained": lambda m, p: convert(prepare_qat(m, 4, protect=p)),
         "half": lambda m, p: prune(m, 0.5, protect=p).model,
-        "2:4": lambda m, p: prune(m, 0.5, pattern="2:4", protect=p).model,
     }[method]
     dense = gpt2()
     small = protected(dense, ["lm_head", "h.0.attn"])

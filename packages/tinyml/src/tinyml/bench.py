@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--without-vnni", action="store_true", help="as on a processor without int8 dot products"
     )
     arguments = parser.parse_args(argv)
-    if arguments.without_vnni and _AVX2.items() > os.environ.items():
+    if arguments.without_vnni and not _AVX2.items() <= os.environ.items():
         os.execve(
             sys.executable,
             [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],

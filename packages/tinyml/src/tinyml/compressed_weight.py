@@ -63,7 +63,7 @@ class CompressedWeight(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the format, so that a state dict contains everything needed to read the codes."""
-        return torch.tensor(self.format(), dtype=torch.int64)
+        return torch.tensor(self.format(), dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise `RuntimeError` if a state dict that is loaded has another format."""

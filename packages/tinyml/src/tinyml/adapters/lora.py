@@ -204,7 +204,7 @@ class LoRA(Replacement):
 
     def get_extra_state(self) -> Tensor:
         """Return the factor alpha / r of the update."""
-        return torch.tensor(self.scaling, dtype=torch.float64)
+        return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the saved scaling, which belongs to the saved factors."""

@@ -69,7 +69,7 @@ def _tensors(grid: GridWeight) -> dict[str, Tensor]:
             "that equals it; quantize with symmetric=True"
         )
     order = range(per_word)
-    group = torch.arange(inputs, dtype=torch.int32) // (inputs // scale.shape[1])
+    group = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // scale.shape[1])
     return {
         "qweight": pack_int32(codes, grid.bits, order).t(),
         "qzeros": pack_int32(zero.t() - 1, grid.bits, order),

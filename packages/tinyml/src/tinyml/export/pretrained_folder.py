@@ -105,7 +105,7 @@ def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     The code at position `order[i]` of each word starts at bit `i * bits`.
     """
     words = codes.long().unflatten(-1, (-1, len(order)))
-    shifts = torch.arange(0, 32, bits)
+    shifts = torch.arange(0, 32, bits, device=words.device)
     return (words[..., list(order)] << shifts).sum(-1).to(torch.int32)
 
 

@@ -129,18 +129,19 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
             f"{written.decode(errors='replace')}: the file is damaged; save or copy it again"
         )
     with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
+        metadata, names = file.metadata() or {}, file.keys()
         if metadata.get("format") != _FORMAT:
             raise ValueError(
                 f"expected a file of format {_FORMAT}, got {metadata.get('format')}; save it again"
             )
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        stored = {name: file.get_tensor(name) for name in names}
     shapes = json.loads(metadata["shapes"])
     aliases = json.loads(metadata["same"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in aliases.items()}
     formats = json.loads(metadata["formats"])
-    state |= {name: torch.tensor(value, dtype=torch.int64) for name, value in formats.items()}
+    for name, value in formats.items():
+        state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
     model = dense_copy(model)
     _tie_as_stored(model, state, aliases)
     automatic = json.loads(metadata["automatic"])

@@ -21,9 +21,10 @@ class Scale(nn.Module):
     def __init__(self, scale: float, zero: int) -> None:
         super().__init__()
         # model.half() would round a float64 buffer, so its bits are stored as int64.
-        as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
+        as_whole = torch.tensor(scale, dtype=torch.float64, device="cpu").view(torch.int64)
         self.register_buffer("bits_of_scale", as_whole)
-        self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
+        code_of_zero = torch.tensor(zero, dtype=torch.int32, device="cpu")
+        self.register_buffer("code_of_zero", code_of_zero)
 
     @property
     def scale(self) -> float:
@@ -85,4 +86,7 @@ def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
         raise ValueError("a scale grows by 2^22 in a sum; the calibration range must be wrong")
     shift = min(shift, 62)
     multipliers = [round(factor * 2.0**shift) for factor in factors]
-    return torch.tensor(multipliers, dtype=torch.int32), torch.tensor(shift, dtype=torch.uint8)
+    return (
+        torch.tensor(multipliers, dtype=torch.int32, device="cpu"),
+        torch.tensor(shift, dtype=torch.uint8, device="cpu"),
+    )

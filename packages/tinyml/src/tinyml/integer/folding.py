@@ -57,7 +57,7 @@ def _only_clamps(step: Step) -> bool:
     """Return True if a step only clamps, to a range that contains zero."""
     if not isinstance(step, Table) or step.operator not in _CLAMPS:
         return False
-    low, high = step.function(torch.tensor([-1e30, 1e30])).tolist()
+    low, high = step.function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
     return bool(low <= 0 <= high)
 
 

@@ -162,7 +162,8 @@ class _Walk:
             raise self._unknown(node, "the weight depends on the input")
         kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
         if isinstance(padding, str):
-            total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel)]  # noqa: B905
+            sides = zip(dilation, kernel, strict=True)
+            total = [d * (k - 1) if padding == "same" else 0 for d, k in sides]
             if any(t % 2 for t in total):
                 raise self._unknown(node, "padding='same' of an even kernel is not symmetric")
             padding = [t // 2 for t in total]
@@ -198,7 +199,8 @@ class _Walk:
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
         """Return a constant as one number per channel."""
-        value = torch.as_tensor(constant, dtype=torch.float64)
+        device = _value_like(node).device
+        value = torch.as_tensor(constant, dtype=torch.float64, device=device)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
         fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
         if not fits or any(n > 1 for i, n in enumerate(shape) if i != 1):

@@ -145,7 +145,7 @@ def _scale_of(values: Tensor) -> Scale:
 
 
 def _table(step: Table, before: list[Scale], after: Scale) -> nn.Module:
-    codes = torch.arange(-128, 128)
+    codes = torch.arange(-128, 128, device="cpu")
     values = step.run((codes - before[0].zero) * before[0].scale)
     return IntegerTable(after.codes(values.reshape(-1)))
 

@@ -216,7 +216,9 @@ def _chosen_elements(
         removed = _removed(group, index)
         for piece in group.slices:
             size = piece.width * group.size
-            inside = (index[:, None] * piece.width + torch.arange(piece.width)).flatten()
+            inside = (
+                index[:, None] * piece.width + torch.arange(piece.width, device="cpu")
+            ).flatten()
             pieces = chosen.setdefault((piece.tensor, piece.axis), [])
             pieces.append((piece.start, piece.start + size, inside + piece.start))
             if piece.role == "reader":
@@ -234,15 +236,15 @@ def _select(
     end = 0
     parts: list[Tensor] = []
     for start, stop, inside in sorted(pieces, key=lambda piece: piece[:2]):
-        parts.extend((torch.arange(end, start), inside))
+        parts.extend((torch.arange(end, start, device="cpu"), inside))
         end = stop
-    index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
+    index = torch.cat([*parts, torch.arange(end, whole.shape[axis], device="cpu")])
     layer, _, key = name.rpartition(".")
     _replace(model.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
 
 
 def _removed(group: Group, kept_units: Tensor) -> Tensor:
-    return torch.ones(group.size, dtype=torch.bool).index_fill(0, kept_units, False)
+    return torch.ones(group.size, dtype=torch.bool, device="cpu").index_fill(0, kept_units, False)
 
 
 def _new_sizes(

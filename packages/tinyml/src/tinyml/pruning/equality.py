@@ -128,22 +128,23 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     """
     first = next(iter(tensors_in(inputs)))
     was = first.shape[dim]
-    index = torch.arange(size) % was
+    positions = torch.arange(size, device="cpu")
 
     def resize(tensor: Tensor) -> Tensor:
         for axis in range(tensor.dim()):
             if tensor.shape[axis] == was and (axis == 0) == (dim == 0):
-                tensor = tensor.index_select(axis, index)
+                tensor = tensor.index_select(axis, positions % was)
         return tensor
 
     def resize_and_vary(tensor: Tensor) -> Tensor:
         resized = resize(tensor)
         if tensor is not first or tensor.dtype == torch.bool:
             return resized
-        repetition = (torch.arange(size) // was).view(-1, *[1] * (tensor.dim() - 1 - dim))
+        repetition = (positions // was).view(-1, *[1] * (tensor.dim() - 1 - dim))
         if not tensor.is_floating_point():
             return resized + repetition
-        noise = torch.randn(resized.shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(resized.shape, generator=generator, device="cpu")
         return resized + noise.to(resized) * repetition.sign() * (tensor.std(correction=0) or 1.0)
 
     return [tree_map_only(Tensor, function, inputs) for function in (resize_and_vary, resize)]

@@ -60,7 +60,7 @@ def rank_units(
     with torch.no_grad():
         _rank_by_example(walk, groups, model, inputs)
         for group in groups if criterion != "wanda" else ():
-            scores = torch.zeros(group.size, dtype=torch.float64)
+            scores = torch.zeros(group.size, dtype=torch.float64, device="cpu")
             for piece in group.slices:
                 scores += _score(piece, group.size, model, criterion, gradients)
             if criterion == "taylor":
@@ -82,7 +82,7 @@ def _score(
         values = weight * gradients.get(piece.tensor, torch.zeros_like(weight))
         is_counted = piece.role == "writer"
     if not is_counted:
-        return torch.zeros(size, dtype=torch.float64)
+        return torch.zeros(size, dtype=torch.float64, device="cpu")
     part = values.detach().double().cpu().narrow(piece.axis, piece.start, piece.width * size)
     return part.movedim(piece.axis, 0).reshape(size, -1).sum(1)
 
@@ -113,8 +113,8 @@ def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inpu
 
 
 def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
-    norms, scores = torch.zeros(2, group.size, dtype=torch.float64)
-    dead = torch.ones(group.size, dtype=torch.bool)
+    norms, scores = torch.zeros(2, group.size, dtype=torch.float64, device="cpu")
+    dead = torch.ones(group.size, dtype=torch.bool, device="cpu")
     for piece in group.slices:
         if piece.role != "reader":
             continue
@@ -195,8 +195,8 @@ class _Probe(fx.Interpreter):
 
     def _noise_like(self, value: Tensor, dim: int, size: float) -> Tensor:
         """Return normal numbers of several magnitudes, one magnitude per sample."""
-        noise = torch.randn(value.shape, generator=self.noise)
+        noise = torch.randn(value.shape, generator=self.noise, device="cpu")
         sample_shape = [1 if d == dim else length for d, length in enumerate(value.shape)]
-        scales = size * torch.tensor(_SCALES)
-        number = torch.randint(len(scales), sample_shape, generator=self.noise)
+        scales = size * torch.tensor(_SCALES, device="cpu")
+        number = torch.randint(len(scales), sample_shape, generator=self.noise, device="cpu")
         return (noise * scales[number]).to(value)

@@ -56,7 +56,8 @@ class GridWeight(CompressedWeight):
         """Return a saved weight, given its `format()`."""
         bits, low, *shape = form
         weight = torch.empty(shape, dtype=scale.dtype, device="meta")
-        no_codes = torch.full((len(scale), weight.numel() // len(scale)), low)
+        width = weight.numel() // len(scale)
+        no_codes = torch.full((len(scale), width), low, device=scale.device)
         # The range of the grid was checked when the codes were made.
         unscaled = torch.zeros_like(scale)
         grid = Grid(unscaled, unscaled if zero is None else zero, low, low)

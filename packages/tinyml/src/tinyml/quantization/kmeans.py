@@ -61,7 +61,7 @@ class Palette(CompressedWeight):
     @staticmethod
     def restore(form: Sequence[int], codes: Tensor, palette: Tensor) -> Palette:
         """Return a saved palette, given its `format()`."""
-        restored = Palette(torch.zeros(1), 1)
+        restored = Palette(torch.zeros(1, device="cpu"), 1)
         restored.bits, *shape = form
         restored.shape = torch.Size(shape)
         restored._palette = palette
