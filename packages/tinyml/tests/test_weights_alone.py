@@ -101,7 +101,7 @@ def test_an_exported_graph_computes_the_same(bits, activations):
 @pytest.mark.parametrize(
     "processor", ["as it is", "AVX2", pytest.param("plain", marks=pytest.mark.exhaustive)]
 )
-def test_one_token_is_never_slower_than_float(processor, times_of_float):
+def test_one_token_is_about_as_fast_as_in_float(processor, times_of_float):
     cases = [(bits, 1, size, size) for bits in (4, 8) for size in (1024, 4096)]
     ratios = times_of_float(processor, cases, 0.95)
     figure = f"tinyml: float over auto for one token, {processor}"
