@@ -77,8 +77,8 @@ class CompressedWeight(nn.Module):
 def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     """Make a dense layer compute its weight from the compressed one.
 
-    Raise `ValueError` if the layer has another parametrization: its copies share a generated class,
-    so a second one would also change the model from which the layer was copied.
+    Raise `ValueError` if the layer has another parametrization. torch generates a class for a
+    parametrized layer, which its copies share, so a second one would change the original as well.
     """
     if parametrize.is_parametrized(layer):
         names = list(cast(Any, layer).parametrizations)

@@ -120,7 +120,7 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
-        """Return the layer from which a model is compressed; raise `ValueError` if it is lost."""
+        """Return the layer that is compressed instead; raise `ValueError` if its weight is lost."""
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
             "start from the model before it was quantized with activations"

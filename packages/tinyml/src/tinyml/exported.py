@@ -28,9 +28,8 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Operators that torch defines by other operators, and for which the rules of this package exist.
-#: Decomposition takes most of the export time, so it is skipped if a graph contains no other
-#: composite operator.
+#: Composite operators, which torch defines by other operators, with a rule in this package. A graph
+#: without other composite operators is not decomposed, because that takes most of the export time.
 COMPOSITE = {
     "adaptive_avg_pool2d", "batch_norm", "conv2d", "conv_transpose2d", "dropout", "flatten",
     "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "prelu", "reshape", "rms_norm",

@@ -37,10 +37,11 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
-    """Return True if `call`, on two inputs, returns the product or the rows of the layer's weight.
+    """Return True if `call` returns the product with the layer's weight, or rows of an embedding.
 
-    `call` is the layer with its hooks, or its `forward`. The `forward` of a subclass may normalize
-    or scale the outputs, or compute positions from its inputs.
+    This is checked on two inputs. `call` is the layer with its hooks, or its `forward`, which a
+    subclass may override: it may normalize or scale the outputs, or compute positions. An exception
+    counts as another result.
     """
     weight = weight_of(layer)
     try:
@@ -84,7 +85,7 @@ def layers_of(
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
     Layers with compressed weights are included. A weight is left out if any layer that uses it is
-    named by `protect` (see `protected_modules`).
+    named by `protect` (see `protected_modules`). Raise `ValueError` if no layer remains.
     """
     layers: dict[str, nn.Module] = {}
     protected = protected_modules(model, protect)

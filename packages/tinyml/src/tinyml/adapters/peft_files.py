@@ -32,12 +32,14 @@ from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+#: Options of peft that change the function of an adapter, and their values without such a change.
 _REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
     "trainable_token_indices": None, "layer_replication": None,
     "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
     "arrow_config": None, "kasa_config": None, "monteclora_config": None,
 }  # fmt: skip
+#: Initializations that do not change the weight of the base.
 _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -199,7 +201,7 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
 
 
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return the entries from which `_of_pattern` recovers the values.
+    """Return a pattern, from which `_of_pattern` returns the values that are not `usual`.
 
     A name may also match as the end of a longer name, so longer names come first.
     """

@@ -59,11 +59,14 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _always_dense(model: nn.Module) -> list[str]:
-    """Return the layers that transformers never converts: the head and the last weight's layer."""
+    """Return the layers that transformers never converts: the head, and a layer with a weight last.
+
+    The second is the layer of the model's last parameter, unless this parameter is a bias.
+    """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     names = [name for name, layer in model.named_modules() if layer is head]
     last, _, key = list(model.named_parameters())[-1][0].rpartition(".")
-    if key == "original":  # of a compressed weight, which follows the bias if the layer has one
+    if key == "original":  # compressing a weight has moved it after the bias of its layer
         last, key = last.partition(".parametrizations.")[0], "weight"
         key = "bias" if model.get_submodule(last).bias is not None else key
     return [*names, last] if key == "weight" else names

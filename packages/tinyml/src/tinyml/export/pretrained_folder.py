@@ -118,8 +118,8 @@ def write_folder(
 ) -> None:
     """Write the weights and the configuration, with `settings` as `quantization_config`.
 
-    The configuration of `generate` is also written if the model has one, because it may differ from
-    that which readers derive from the model's configuration.
+    The model's generation configuration is also written, because it may differ from the one that
+    readers derive from the model's configuration.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[object] = set()

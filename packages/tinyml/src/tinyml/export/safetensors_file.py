@@ -175,7 +175,7 @@ def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:
 
 
 def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Make parameters of `model` shared if and only if they are shared in the file, in place."""
+    """Tie the parameters of `model` that the file ties, and copy all others, in place."""
     by_origin: dict[str, nn.Parameter] = {}
     used: set[nn.Parameter] = set()
     for owner, module in model.named_modules():

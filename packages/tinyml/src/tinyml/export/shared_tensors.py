@@ -27,10 +27,10 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def separate(tensor: Tensor, storages: set[int]) -> Tensor:
-    """Return a contiguous tensor on the CPU, a copy if its storage is one of `storages`.
+    """Return a contiguous tensor on the CPU that shares no memory with earlier results.
 
-    Its storage is added to `storages`: safetensors refuses tensors that share a part of their
-    memory.
+    `storages` are the addresses of the storages of earlier tensors; this tensor's is added.
+    safetensors refuses tensors that share a part of their memory.
     """
     address = tensor.untyped_storage().data_ptr()
     is_shared = address in storages

@@ -45,10 +45,10 @@ class Scale(nn.Module):
 def scales_for_bias(
     rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
 ) -> Tensor:
-    """Return the scales (rows, 1) of a weight, coarse enough for the bias in units of S_w S_in.
+    """Return the scales S_w (rows, 1) of a weight: `scale`, or larger ones if the bias needs them.
 
-    The bias must fit in 30 bits even if the weights are tiny. A filter of zeros outputs only its
-    bias, so its scale must be fine enough not to round the bias to zero.
+    The bias is stored in units of S_w S_in. It must fit in 30 bits, even if the weights are tiny. A
+    filter of zeros outputs only its bias, so its scale must not round the bias to zero.
     """
     least = bias.abs().view(-1, 1) / before.scale / 2**30
     fine = torch.full_like(least, after.scale / before.scale / 2**12)

@@ -28,11 +28,12 @@ from tinyml.integer.fixed_point import (
 from tinyml.integer.steps import Geometry, Product
 from tinyml.quantization.grid import Grid, grid_of
 
+#: The number of float64 values that fit in a processor's cache.
 _CACHED_VALUES = 2**16
 
 
 class IntegerProduct(nn.Module):
-    """A convolution or linear layer: Z + (m (sum q_w q_x + b) + 2^(s-1)) >> s."""
+    """A convolution or linear layer: Z + ((m (sum q_w q_x + b) + 2^(s-1)) >> s)."""
 
     weight: Tensor
     bias: Tensor
@@ -119,12 +120,12 @@ class RescaledValues(nn.Module):
         return [(value.long() - zero) * m for value, zero, m in parts]
 
     def requantized(self, total: Tensor) -> Tensor:
-        """Return int8 codes: Z + (total + 2^(s-1)) >> s."""
+        """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
         return shifted(total, self.shift.long(), self.after)
 
 
 class IntegerSum(RescaledValues):
-    """A sum of values of different scales: Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s."""
+    """A sum of values of different scales: Z + ((sum m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Add int8 values of equal shape."""
@@ -140,7 +141,7 @@ class IntegerCat(RescaledValues):
 
 
 class IntegerGate(RescaledValues):
-    """A product with broadcasting: Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s."""
+    """A product with broadcasting: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""

@@ -108,7 +108,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
 
 
 def _called(kernels: str, body: str) -> str:
-    """Return the functions of `kernels` that the body calls, directly or not, to avoid warnings."""
+    """Return the functions of `kernels` that the body needs; compilers warn of unused ones."""
     functions: list[str] = []
     for function in reversed(re.split(r"(?m)^(?=static )", kernels)):
         name = re.search(r"\w+(?=\()", function)

@@ -47,11 +47,11 @@ def prune_channels(
     `sparsity` is the fraction to remove from every group that can lose units, or a mapping from the
     name of a layer that writes a group to its fraction. With scope="global" it is the fraction of
     all units together, ranked by their scores relative to the mean of their group. At least one
-    unit of each group stays. No tensor of a layer that `protect` names, or that lies within one,
-    changes its size.
+    unit of each group stays. Layers that `protect` names, and all layers inside them, keep their
+    sizes.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the norm
-    of what it adds to its readers there; `tinyml.pruning.importance` describes the other criteria.
+    of its contribution to the layers that read it; `tinyml.pruning.importance` has all criteria.
     "taylor" needs `loss(model)`, the loss on typical data. Units that are always zero are removed
     first.
 

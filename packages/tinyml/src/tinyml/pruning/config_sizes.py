@@ -100,7 +100,7 @@ def _options(
 ) -> list[tuple[str, int]]:
     """Return the keys and numbers that change only tensors that differ in `small`.
 
-    A number may change by the ratio of any tensor's sizes, because it may count other units.
+    A number may change by the ratio of the new and old size of any tensor that was changed.
     """
     changes = set()
     for name, shape in _tensors(dense).items():

@@ -71,7 +71,7 @@ def rank_units(
 def _score(
     piece: Slice, size: int, model: nn.Module, criterion: Criterion, gradients: dict[str, Tensor]
 ) -> Tensor:
-    """Return what a slice adds to the score of each unit."""
+    """Return the contribution of a slice to the score of each unit."""
     weight = parameter_of(model, piece.tensor)
     values = weight.square()
     is_counted = piece.role != "passer"
@@ -189,7 +189,10 @@ class _Probe(fx.Interpreter):
         self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
 
     def _noise_scale(self, name: str, value: Tensor) -> float:
-        """Return the scale of the noise: 1 or a larger example's, limited so that squares fit."""
+        """Return the scale of the noise: the example's root mean square, but at least 1.
+
+        It is limited so that the squares of the largest noise do not overflow.
+        """
         most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
         return max(1.0, min(most, float(self.squares[name].mean().sqrt())))
 

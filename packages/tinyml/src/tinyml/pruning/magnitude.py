@@ -122,7 +122,7 @@ def prune(
 
 
 def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
-    """Return False for the round(sparsity * n) smallest scores; ties are removed in order."""
+    """Return a mask that is False for the round(sparsity * n) smallest scores, ties in order."""
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)

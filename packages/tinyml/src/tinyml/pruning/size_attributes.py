@@ -53,7 +53,7 @@ class SizeReads(TorchFunctionMode):
                     module.__dict__[name] = _Tagged.of(value, [Source(path, name)], self)
 
     def note_other_use(self, sources: Iterable[Source], use: str) -> None:
-        """Record that these attributes are not only used as sizes."""
+        """Record that these attributes are used other than as sizes."""
         for source in sources:
             self.read.add((source.module, source.name))
             self.other_uses.setdefault(Source(source.module, source.name), use)

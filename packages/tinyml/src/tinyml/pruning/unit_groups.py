@@ -91,8 +91,8 @@ class UnitGroups:
     def merge(self, node: fx.Node, alongs: Sequence[Along], grouped: bool = False) -> Any:
         """Merge the groups of several values that must have the same units, part by part.
 
-        Values with other numbers of elements are blocked at `node`. With grouped=True they are
-        merged as well, because several query heads share a key-value head.
+        If the parts of two values have different numbers of elements, `node` blocks the units. With
+        grouped=True they are merged, because several query heads share a key-value head.
         """
         first = alongs[0]
         for other in alongs[1:]:

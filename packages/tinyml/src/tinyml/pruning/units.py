@@ -42,7 +42,7 @@ class Walk(UnitGroups):
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
         """Record, for each size that the code reads from an attribute, the units that it counts."""
-        # A reshape may be exported as a copy and a view of one annotation; only the view has sizes.
+        # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
         sized = node.op == "call_function" and operator_name(node) in _SIZED
         for index, sources in size_sources(node).items() if sized else ():
             if isinstance(result, list):
@@ -60,7 +60,7 @@ class Walk(UnitGroups):
         self, node: fx.Node, sources: Sequence[Source], parts: tuple[tuple[Group, int], ...]
     ) -> None:
         for source in sources:
-            # The result of arithmetic does not determine what the attribute itself counts.
+            # The units of a computed size do not show which units the attribute itself counts.
             if not source.derived:
                 self.size_uses.setdefault(source, []).append(SizeUse(described(node), parts))
             elif not parts:

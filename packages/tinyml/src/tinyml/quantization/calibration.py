@@ -46,8 +46,9 @@ def visit_layers(
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
     tensor, such as queries, keys and values, share H. If batches reach different layers, as in a
-    mixture of experts, the first of these layers in the order of `layers` comes next. The batches
-    that did not reach it do not count for it. Raise `ValueError` if one of them reaches it later.
+    mixture of experts, the first of these layers in the order of `layers` comes next. A batch that
+    did not reach this layer does not count for it. Raise `ValueError` if the batch reaches the
+    layer later.
     """
     replay = _Replay(model, batches, layers)
     with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
@@ -224,7 +225,7 @@ class _Buffers:
         self._saved = [
             (module, name, buffer, buffer.clone())
             for module in model.modules()
-            if not isinstance(module, CompressedWeight)  # layers replace them
+            if not isinstance(module, CompressedWeight)  # rounding a layer replaces them
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -326,7 +327,7 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
 
 
 def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
-    """Return inputs (..., width) as (tokens, width)."""
+    """Return inputs (..., width) as (tokens, width), without padding if the mask fits."""
     flat = inputs.reshape(-1, inputs.shape[-1])
     # Blocks of experts flatten the batch and the sequence before their layers.
     if mask is not None and inputs.shape[:-1] in (mask.shape, (mask.numel(),)):

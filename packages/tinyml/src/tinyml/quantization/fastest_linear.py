@@ -96,7 +96,7 @@ class FastestLinear(Replacement):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        # The prepared form of an inference tensor would be rebuilt at every call.
+        # Inference tensors do not count modifications, so `prepared` would rebuild at every call.
         with torch.inference_mode(mode=False):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
@@ -110,7 +110,10 @@ class FastestLinear(Replacement):
         return name
 
     def timing(self, inputs: Tensor) -> Timing:
-        """Return the timing for inputs of this shape class, measured at its first use."""
+        """Return the timing for inputs like these, which is measured once.
+
+        Numbers of tokens that round up to the same power of two have one timing.
+        """
         shape = (inputs.numel() // self.in_features - 1).bit_length(), self.group_size
         key = (
             type(self), *shape, self.in_features, self.out_features,
@@ -195,9 +198,9 @@ def with_fastest_linears(
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
-    Linear layers that share a weight share the layer that `make(layer)` returns. Layers for
-    which it returns None, those that share their weight with a protected layer, and embeddings are
-    unchanged.
+    `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. Layers
+    with the same weight and bias have one replacement. Layers that share their weight with a
+    protected layer, and embeddings, are unchanged.
     """
     kept_weights = weights_of_modules(model, protected)
     linears = {

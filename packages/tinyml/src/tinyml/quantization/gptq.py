@@ -124,9 +124,9 @@ def gptq(
 
 
 def _weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return a parameter with the same memory for the weight of each linear layer, by its id.
+    """Return, by the id of each linear layer's weight, a parameter that shares its memory.
 
-    A copy of the model with these parameters does not need memory for weights that are rounded.
+    `copy.deepcopy` with these as its memo does not copy the weights, which are replaced anyway.
     """
     layers = (layer for layer in model.modules() if is_instance_of(layer, (nn.Linear,)))
     weights = (layer._parameters.get("weight") for layer in layers)
@@ -165,7 +165,7 @@ def gptq_codes(
     if activation_order:
         order = _by_activation(hessian.diagonal(), group)
     if refit is not None:
-        block = -(-block // group) * group  # a group is up to date only within its block
+        block = -(-block // group) * group  # only columns of one block contain all earlier errors
         scale, zero = scale.clone(), zero.clone()
     lower = reversed_cholesky(hessian, damping, order)
     remaining = weight[:, order].double()
@@ -197,7 +197,10 @@ def gptq_codes(
 
 
 def _by_activation(size: Tensor, group: int) -> Tensor:
-    """Return the columns, the largest diagonal of H first, with groups that stay together."""
+    """Return the order of the columns: groups by their sum of `size`, and inside them by `size`.
+
+    `size` is the diagonal of H. The largest values are first.
+    """
     by_group = size.view(-1, group)
     groups = by_group.sum(1).argsort(descending=True, stable=True)
     inside = by_group.argsort(dim=1, descending=True, stable=True)
@@ -229,9 +232,10 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 
 
 def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
-    """Return rows of U from column `start` on, where U^T U = (H / h + d I)^-1 is upper triangular.
+    """Return rows `start` to `end` of U, without the columns before `start`, which are zero.
 
-    With L of `reversed_cholesky`, U is P L^-1 P. Only the rows of one block of columns are computed
+    U is upper triangular, with U^T U = (H / h + d I)^-1. With L and P of `reversed_cholesky`, it is
+    P L^-1 P. Only the rows of one block of columns are computed
     at a time, because all of them need as much memory as H.
     """
     size = len(lower)

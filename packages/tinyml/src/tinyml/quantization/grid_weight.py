@@ -33,7 +33,7 @@ class GridWeight(CompressedWeight):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
+        self.transposed = transposed  # the weight is (in, out), as that of a Conv1D
         self.bits = bits
         self.shape = weight.shape
         self.rows = codes.shape

@@ -18,10 +18,10 @@ from tinyml.quantization.grid_weight import GridWeight
 
 
 class Int4Linear(FastestLinear):
-    """A layer y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float.
+    """A layer y = x w^T + bias with 4-bit w = S (q - Z).
 
-    The faster of the two is used. `grid` is the stored weight. The kernel's copy has the same size,
-    and the dense weight is as large as in a float model.
+    It is computed by the kernel or in float, whichever is faster. `grid` is the stored weight. The
+    kernel needs a copy of the same size, and float a dense weight.
     """
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:

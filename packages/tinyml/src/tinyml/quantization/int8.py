@@ -17,6 +17,7 @@ from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear
 from tinyml.quantization.grid import grid_of
 from tinyml.quantization.products import Int8Weights
 
+#: The least magnitude of a token's largest input for which the scale is a normal number.
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
 
@@ -59,7 +60,7 @@ class Int8Linear(FastestLinear):
         return self
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
-        """Return the implementation, the exact product and all times per number of tokens."""
+        """Return, per number of tokens, the implementation, the exact product and all times."""
         weights = self._weights()
         products = [f"{n} tokens: {weights.choice(self.example(n).float())}" for n in tokens]
         if self.always:

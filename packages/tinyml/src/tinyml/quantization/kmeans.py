@@ -82,7 +82,7 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-#: The largest number of clusters: 8 bits per code. The table of a summary has (4 k)^2 numbers.
+#: The largest number of clusters, for codes of 8 bits. `best_intervals` then needs 1024^2 numbers.
 _MOST_CLUSTERS = 256
 _MOST_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.

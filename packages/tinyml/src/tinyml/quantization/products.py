@@ -40,7 +40,7 @@ _chosen: dict[Any, Timing] = {}
 class Int8Weights:
     """int8 codes (outputs, inputs), multiplied by the fastest exact implementation here.
 
-    `product(inputs)` takes integers (tokens, inputs) of at most 127 in size, stored as floats, and
+    `product(inputs)` takes integers (tokens, inputs) from -127 to 127, stored as floats, and
     returns exact sums (tokens, outputs) as float32 or int32 (Note [Exact products]).
     """
 

@@ -32,7 +32,10 @@ def prepare_qat(
 ) -> nn.Module:
     """Return a copy of `model` for training, whose layers compute with rounded weights.
 
-    `convert` returns the model with stored integers after training.
+    The grids are symmetric, with 2 to 8 `bits`, and one step per output or per group of
+    `group_size` inputs. A step follows the largest weight, or is trained if `learn_scale` is True.
+    Layers of the types in `layers` are rounded, except those that `protect` names. After training,
+    `convert` returns the model with stored integers.
     """
     check_bits(bits, "symmetric training takes", least=2)
 

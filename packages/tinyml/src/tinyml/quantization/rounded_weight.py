@@ -1,11 +1,11 @@
 """Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
-The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). A grid that
-follows the extremes of the weights contains all of them, so every weight has this gradient (Jacob
-et al., 2018, section 3.1), including the largest, whose gradient must not depend on the rounding of
-its quotient. With a learned step, the gradient of weights outside the range is zero, and the
-gradient of the step follows by autograd (Esser et al., "Learned Step Size Quantization", 2020,
-equations 3 and 5, section 2.2).
+The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). If the grid is
+computed from the extremes of the weights, no weight lies outside its range, so every weight has
+this gradient (Jacob et al., 2018, section 3.1). The largest weight has it too, even if the rounded
+quotient of this weight and the step is above the largest code. With a learned step, the gradient of
+weights outside the range is zero, and autograd computes the gradient of the step (Esser et al.,
+"Learned Step Size Quantization", 2020, equations 3 and 5, section 2.2).
 """
 
 from __future__ import annotations
