@@ -146,6 +146,25 @@ def squared_error(weights, rounded):
     return (weights.double() - rounded.double()).square().sum()
 
 
+DISTRIBUTIONS = {
+    "normal": torch.distributions.Normal(0.0, 1.0),
+    "heavy tails": torch.distributions.StudentT(2.0),
+    "one-sided": torch.distributions.LogNormal(0.0, 1.0),
+    "two peaks": torch.distributions.Beta(0.3, 0.3),
+}
+
+
+@pytest.mark.parametrize("k", [4, 16])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_error_is_at_most_that_of_sklearn(name, k):
+    cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")
+    torch.manual_seed(0)
+    values = DISTRIBUTIONS[name].sample((3000,)).double()
+    centroids, codes = kmeans(values, k)
+    theirs = cluster.KMeans(k, random_state=0, n_init=10).fit(values.numpy()[:, None])
+    assert squared_error(values, centroids[codes.int()]) <= theirs.inertia_ * (1 + 1e-9)
+
+
 @pytest.mark.timing
 def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
     cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")

@@ -61,8 +61,8 @@ def _kmeans(device: str, quick: bool) -> list[Row]:
 
 
 def _sklearn(values: Tensor) -> tuple[float, float]:
-    """Return milliseconds and squared error of scikit-learn's default, or -1 if it is not run."""
-    if values.numel() > 1_000_000 or not importlib.util.find_spec("sklearn"):
+    """Return milliseconds and squared error of scikit-learn, or -1 if it is not installed."""
+    if not importlib.util.find_spec("sklearn"):
         return -1.0, -1.0
     kmeans_of: Any = importlib.import_module("sklearn.cluster").KMeans
     start = time.perf_counter()

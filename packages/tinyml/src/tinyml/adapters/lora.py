@@ -12,8 +12,6 @@ state dict contains the base without the update, so it is refused while the upda
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, tensor_versions, without_autocast
 from tinyml.layers import (
@@ -35,7 +34,7 @@ from tinyml.layers import (
 from tinyml.validation import check_finite
 
 
-class LoRA(Replacement):
+class LoRA(LowRankUpdate, Replacement):
     """A frozen linear layer or embedding with a trainable update of rank `rank`."""
 
     def __init__(
@@ -53,12 +52,6 @@ class LoRA(Replacement):
             raise TypeError("expected max_norm=None, got an embedding that rewrites its weight")
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
-        outputs, inputs = weight.t().shape if self.transposed else weight.shape
-        rank = operator.index(rank)
-        if not 1 <= rank <= min(inputs, outputs):
-            raise ValueError(
-                f"expected 1 <= rank <= {min(inputs, outputs)}, the smaller side of W; got {rank}"
-            )
         if dropout and isinstance(base, NonDynamicallyQuantizableLinear):
             raise ValueError(
                 "nn.MultiheadAttention reads the weight of out_proj without calling the layer, so "
@@ -66,19 +59,12 @@ class LoRA(Replacement):
             )
         if dropout and isinstance(base, nn.Embedding):
             raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
-        if alpha is not None and not math.isfinite(alpha):
-            raise ValueError(f"expected a finite alpha, got {alpha}")
-        if weight.device.type != "meta":
-            check_finite("the base weight", weight)
-            if "forward" in vars(base) or type(base).forward not in PLAIN_FORWARDS:
-                _check_outputs(base, base.forward)
-        self.rank = rank
-        self.scaling = float(rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
-        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
-        self.lora_A = nn.Parameter(weight.new_empty(rank, inputs, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank, dtype=dtype))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        outputs, inputs = weight.t().shape if self.transposed else weight.shape
+        self.create_factors(weight, (outputs, inputs), rank, alpha)
+        is_plain = "forward" not in vars(base) and type(base).forward in PLAIN_FORWARDS
+        if weight.device.type != "meta" and not is_plain:
+            _check_outputs(base, base.forward)
         if isinstance(base, nn.Embedding):
             # An embedding reads one column of A per index, so A starts at zero and B is random, as
             # in peft.
@@ -201,14 +187,6 @@ class LoRA(Replacement):
             self._stamp = None
             self._check_unchanged()
         return self.base if self.merged else self
-
-    def get_extra_state(self) -> Tensor:
-        """Return the factor alpha / r of the update."""
-        return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Load the saved scaling, which belongs to the saved factors."""
-        self.scaling = float(state)
 
 
 def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:

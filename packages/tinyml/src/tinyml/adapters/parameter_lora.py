@@ -8,8 +8,6 @@ with ranks as the outer index.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -17,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
 from tinyml.conversion import without_autocast
 from tinyml.validation import check_finite, suggestion
 
 
-class ParameterLoRA(nn.Module):
+class ParameterLoRA(LowRankUpdate, nn.Module):
     """A trainable update of rank `rank` of a frozen parameter, as a parametrization."""
 
     def __init__(
@@ -31,23 +30,11 @@ class ParameterLoRA(nn.Module):
         super().__init__()
         if weight.dim() not in (2, 3):
             raise ValueError(f"expected a parameter of 2 or 3 dimensions, got {weight.dim()}")
-        outputs, inputs = weight.shape[-2:]
-        if inputs_first:
-            outputs, inputs = inputs, outputs
-        rank = operator.index(rank)
-        if not 1 <= rank <= min(inputs, outputs):
-            raise ValueError(f"expected 1 <= rank <= {min(inputs, outputs)}, got {rank}")
-        if alpha is not None and not math.isfinite(alpha):
-            raise ValueError(f"expected a finite alpha, got {alpha}")
-        if weight.device.type != "meta":
-            check_finite("the adapted parameter", weight)
-        self.rank, self.inputs_first = rank, inputs_first
-        self.scaling = float(rank if alpha is None else alpha) / rank
+        self.inputs_first = inputs_first
+        first, second = weight.shape[-2:]
         experts = weight.shape[0] if weight.dim() == 3 else 1
-        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
-        self.lora_A = nn.Parameter(weight.new_empty(experts * rank, inputs, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank * experts, dtype=dtype))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        sizes = (second, first) if inputs_first else (first, second)
+        self.create_factors(weight, sizes, rank, alpha, experts)
         self._updated: Tensor | None = None
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
@@ -77,14 +64,6 @@ class ParameterLoRA(nn.Module):
     def _name_in(self, owner: nn.Module) -> str:
         parametrizations = cast(Any, owner).parametrizations
         return next(name for name, listed in parametrizations.items() if listed[-1] is self)
-
-    def get_extra_state(self) -> Tensor:
-        """Return the factor alpha / r of the update."""
-        return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Load the saved scaling, which belongs to the saved factors."""
-        self.scaling = float(state)
 
 
 def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:

@@ -53,7 +53,9 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     tensors: dict[str, Tensor] = {}
     for name, adapter in adapters.items():
         for key, parameter in zip(("A", "B"), (adapter.lora_A, adapter.lora_B), strict=True):
-            tensors[_key(name, adapter.base, key)] = parameter.detach().cpu().contiguous()
+            is_embedding = isinstance(adapter.base, nn.Embedding)
+            factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
+            tensors[f"{_PREFIX}{name}.{factor}"] = parameter.detach().cpu().contiguous()
     single = parameter_adapters(model)
     for path, name in _paths_in_file(list(single)).items():
         for key, parameter in zip("AB", (single[name].lora_A, single[name].lora_B), strict=True):
@@ -216,9 +218,3 @@ def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> An
         if re.fullmatch(rf"(.*\.)?({key})", name):
             return value
     return otherwise
-
-
-def _key(name: str, base: nn.Module, factor: str) -> str:
-    if isinstance(base, nn.Embedding):
-        return f"{_PREFIX}{name}.lora_embedding_{factor}"
-    return f"{_PREFIX}{name}.lora_{factor}.weight"

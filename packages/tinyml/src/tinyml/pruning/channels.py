@@ -213,7 +213,8 @@ def _chosen_elements(
     """
     chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
     for group, index in keep.items():
-        removed = _removed(group, index)
+        removed = torch.ones(group.size, dtype=torch.bool, device="cpu")
+        removed[index] = False
         for piece in group.slices:
             size = piece.width * group.size
             inside = (
@@ -241,10 +242,6 @@ def _select(
     index = torch.cat([*parts, torch.arange(end, whole.shape[axis], device="cpu")])
     layer, _, key = name.rpartition(".")
     _replace(model.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
-
-
-def _removed(group: Group, kept_units: Tensor) -> Tensor:
-    return torch.ones(group.size, dtype=torch.bool, device="cpu").index_fill(0, kept_units, False)
 
 
 def _new_sizes(
