@@ -39,8 +39,8 @@ def weight_of(layer: nn.Module) -> Tensor:
 def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
     """Return True if `call` returns the product with the layer's weight, or rows of an embedding.
 
-    This is checked on two inputs. `call` is the layer with its hooks, or its `forward`, which a
-    subclass may override: it may normalize or scale the outputs, or compute positions. An exception
+    This is checked on two inputs. `call` is the layer with its hooks, or its `forward`. The
+    `forward` of a subclass may normalize or scale the outputs, or compute positions. An exception
     counts as another result.
     """
     weight = weight_of(layer)

@@ -48,8 +48,9 @@ def _merge_all(adapters: dict[str, LoRA]) -> None:
 def merge_and_unload(model: nn.Module) -> nn.Module:
     """Merge every adapter and restore the plain layers, in place; return the model.
 
-    Adapters that are already merged are included. Weights have the names that they had before
-    `add_lora`, so `save_pretrained` writes what `from_pretrained` reads, and they remain frozen. If
+    Adapters that are already merged are included. Weights have their names from
+    before `add_lora`, so `from_pretrained` can read the result of `save_pretrained`. They remain
+    frozen. If
     an adapter cannot be merged, an error is raised and nothing changes. An adapted weight that was
     tied to another layer is separate afterwards, and the model's configuration is updated.
     """

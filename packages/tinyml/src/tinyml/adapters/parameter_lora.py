@@ -1,9 +1,9 @@
 """Low-rank updates of single parameters, such as the fused experts of a layer.
 
-The update of a matrix (out, in) is (alpha / r) B A, and a stack of matrices (experts, out, in) has
-one update per expert. A parametrization adds it when the parameter is read. The factors have the
-shapes of peft's: A (experts * r, in), with experts as the outer index, and B (out, r * experts),
-with ranks as the outer index.
+The update of a matrix (out, in) is (alpha / r) B A. A stack of matrices (experts, out, in) has one
+update per expert. A parametrization adds the update when the parameter is read. The factors have
+the shapes of peft's: A (experts * r, in), with experts as the outer index, and B (out, r *
+experts), with ranks as the outer index.
 """
 
 from __future__ import annotations

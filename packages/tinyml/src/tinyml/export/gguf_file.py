@@ -64,8 +64,9 @@ def save_gguf(
 
     The copy has the types of `model`, so 16-bit weights in it are rounded once more.
 
-    Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4 bits ("Q4_0"), in groups of a
-    multiple of 32 inputs and with float16 scales, are stored exactly. Dense weights are rounded.
+    Dense weights are rounded. Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4
+    bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32 inputs, and their
+    scales must be float16 numbers.
     All other tensors, and those whose rows blocks do not divide, are stored unchanged.
     Raise `ValueError` for weights so large or small that the float16 scales of `kind` change them.
 
@@ -237,8 +238,8 @@ def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Num
     """Return the scales of the layer `name` in float16.
 
     Raise `ValueError` if float16 changes the product of a scale and the largest code by more than
-    `tolerance`, which is half of a step of the layer's largest weights. Scales above 65504 and
-    those of layers with tiny weights, which become zero, are examples.
+    `tolerance`, half of a step of the layer's largest weights. This happens to scales above 65504,
+    and in layers with tiny weights, whose scales become zero.
     """
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)

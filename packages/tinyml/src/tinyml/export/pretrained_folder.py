@@ -1,7 +1,7 @@
 """Folders that transformers and vLLM load: packed weights and a `quantization_config`.
 
-The formats store codes of 4 or 8 bits with a 16-bit scale per output and group of inputs. The
-values of a weight in the file are exactly those of `layer.weight` before it is rounded to 16 bits.
+The formats store codes of 4 or 8 bits with a 16-bit scale per output and group of inputs. A weight
+in the file, rounded to 16 bits, is exactly `layer.weight`.
 """
 
 from __future__ import annotations

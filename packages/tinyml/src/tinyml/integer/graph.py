@@ -37,8 +37,8 @@ _TRACED_SAMPLES, _CHECKED_SAMPLES = 7, 5
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
-    Raise `ValueError` with the name of the operator if an operator has no integer form, and if a
-    number of samples is written into the model, as in `x.view(2, -1)`.
+    Raise `ValueError` if an operator, which the error names, has no integer form. Also raise it if
+    the model contains a number of samples, as in `x.view(2, -1)`.
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
@@ -142,7 +142,7 @@ class _Walk:
     def _add_step(
         self, kind: Callable[..., Step], node: fx.Node, sources: Sequence[Step], *fields: Any
     ) -> Step:
-        """Add a step that computes the value of `node`; `fields` are those of its kind."""
+        """Add a step that computes the value of `node`; `fields` are the other fields of `kind`."""
         step = kind(node.name, list(sources), self._shape(node), *fields)
         self.steps.append(step)
         return step

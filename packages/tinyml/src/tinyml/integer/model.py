@@ -44,9 +44,9 @@ class IntegerModel(nn.Module):
     """The int8 form of a float model of images or features, calibrated on batches of inputs.
 
     The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
-    products of values, concatenation along channels, maximum and mean pooling, flattening, dropout,
-    and any activation that is a function of one number (as a table). The ranges are measured on
-    `batches`, whose first dimension is the batch.
+    products of values, concatenation along channels, maximum and mean pooling, and flattening. An
+    activation may be any function of one number and becomes a table. The ranges are measured on
+    `batches`, whose first dimension is the batch. Raise `ValueError` for other operators.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:

@@ -44,9 +44,9 @@ def prune_channels(
 ) -> nn.Module:
     """Return a smaller copy of `model` without the least important channels, units and heads.
 
-    `sparsity` is the fraction to remove from every group that can lose units, or a mapping from the
-    name of a layer that writes a group to its fraction. With scope="global" it is the fraction of
-    all units together, ranked by their scores relative to the mean of their group. At least one
+    `sparsity` is the fraction of the units to remove from every group of units. It may be a mapping
+    from the name of a layer that writes a group to the group's fraction. With scope="global" it is
+    the fraction of all units, ranked by score relative to the mean score of the group. At least one
     unit of each group stays. Layers that `protect` names, and all layers inside them, keep their
     sizes.
 
@@ -188,8 +188,8 @@ def _select_units(
 ) -> nn.Module:
     """Reduce `model` in place to the kept units, in the given order, and return it.
 
-    Raise `ValueError` unless its outputs equal those of a full-size copy in which the weights that
-    read the removed units are zero.
+    Raise `ValueError` if a full-size copy has other outputs, after the weights that read the
+    removed units were set to zero.
     """
     attributes = _new_sizes(model, walk, keep)
     zeroed = copy.deepcopy(model)

@@ -1,10 +1,10 @@
 """The sizes in the configuration of a pruned transformers model.
 
 `from_pretrained` builds a model from its configuration, so a pruned model can be loaded only if the
-configuration contains the new sizes. The name of a key does not prove its meaning: a change is
-accepted only if the model that is built from it has exactly the tensors and attributes of the
-pruned model, except for integers that its code does not read. The models are built on the meta
-device, without memory for weights.
+configuration contains the new sizes. The name of a key does not prove its meaning. Therefore a
+model is built from each changed configuration, on the meta device, without memory for weights. The
+change is accepted only if this model has exactly the tensors and attributes of the pruned model,
+except for integers that the code does not read.
 """
 
 from __future__ import annotations

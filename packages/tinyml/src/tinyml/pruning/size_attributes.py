@@ -3,7 +3,7 @@
 After units are removed, code such as `x.view(b, n, self.num_heads, -1)` needs another number of
 heads. An attribute that merely equals the old number, such as `layer_idx` or a window, must not
 change. Therefore every integer attribute is replaced by a `_Tagged` integer while the model is
-exported, and a torch function mode records which sizes of which operation came from it.
+exported. A torch function mode records the sizes of operations that came from these integers.
 """
 
 from __future__ import annotations

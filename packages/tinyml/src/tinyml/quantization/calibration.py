@@ -3,11 +3,11 @@
 Note [Replayed blocks]
 GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
 before it. Running every batch from the start for each layer would take time quadratic in the number
-of layers. Therefore the outputs of a finished block (a child of an `nn.ModuleList` or
-`nn.Sequential`) are recorded, and later runs return the record instead of running the block. The
+of layers. Therefore the outputs of a finished block are recorded, and later runs return the record
+instead of running the block. A block is a child of an `nn.ModuleList` or `nn.Sequential`. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
 
-Only the last finished block of a list keeps its record, which is one set of hidden states. Earlier
+Only the last finished block of a list keeps its record: its outputs for all batches. Earlier
 blocks return placeholders. These reach only the next block, which ignores its inputs because it
 returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
 do, the operation on the placeholder raises an error. From then on, all records are kept.

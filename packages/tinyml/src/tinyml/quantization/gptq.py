@@ -197,9 +197,9 @@ def gptq_codes(
 
 
 def _by_activation(size: Tensor, group: int) -> Tensor:
-    """Return the order of the columns: groups by their sum of `size`, and inside them by `size`.
+    """Return the order of the columns, given the diagonal of H as `size`; the largest are first.
 
-    `size` is the diagonal of H. The largest values are first.
+    Groups are ordered by the sum of their sizes, and the columns of a group by size.
     """
     by_group = size.view(-1, group)
     groups = by_group.sum(1).argsort(descending=True, stable=True)

@@ -4,8 +4,8 @@ The gradient of the rounding is the straight-through estimator (Bengio et al., 2
 computed from the extremes of the weights, no weight lies outside its range, so every weight has
 this gradient (Jacob et al., 2018, section 3.1). The largest weight has it too, even if the rounded
 quotient of this weight and the step is above the largest code. With a learned step, the gradient of
-weights outside the range is zero, and autograd computes the gradient of the step (Esser et al.,
-"Learned Step Size Quantization", 2020, equations 3 and 5, section 2.2).
+weights outside the range is zero, and autograd computes the gradient of the step. See equations 3
+and 5 and section 2.2 of Esser et al., "Learned Step Size Quantization", 2020.
 """
 
 from __future__ import annotations
