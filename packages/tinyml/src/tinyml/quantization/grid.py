@@ -55,9 +55,9 @@ def wide(tensor: Tensor) -> Tensor:
 def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     """Return a grid for each row of a (rows, n) tensor.
 
-    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. One
-    bit has only the codes -1 and 0. Otherwise S = (rmax - rmin) / (qmax - qmin) and Z = round(qmin
-    - rmin / S). This range is widened to include zero, which then has a code.
+    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code.
+    One bit has only the codes -1 and 0. Otherwise S = (rmax - rmin) / (qmax - qmin) and Z =
+    round(qmin - rmin / S). This range is widened to include zero, which then has a code.
     """
     check_bits(bits, "a grid has")
     check_finite("the tensor to quantize", rows)

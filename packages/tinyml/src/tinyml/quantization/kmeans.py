@@ -128,8 +128,8 @@ def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tenso
         means = sums[edges].diff() / counts.clamp(min=1)
         # An empty cluster keeps its centroid; its neighbors may still move a value to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
-    codes = _codes(flat, _boundaries(centroids, flat))
-    return centroids, codes.view(values.shape)
+    codes = torch.bucketize(flat, _boundaries(centroids, flat), out_int32=True)
+    return centroids, codes.to(torch.int16).view(values.shape)
 
 
 def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
@@ -157,20 +157,6 @@ def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
     rounded = middles.to(like)
     below = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
     return torch.where(rounded.double() > middles, below, rounded)
-
-
-def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
-    """Return the number of boundaries below each value, as int16."""
-    if len(boundaries) > 31 or flat.device.type != "cpu":
-        return torch.bucketize(flat, boundaries).to(torch.int16)
-    # A few comparisons of cached values are faster than a binary search per value.
-    codes = torch.empty(flat.numel(), dtype=torch.int16, device=flat.device)
-    for values, out in zip(flat.split(1 << 15), codes.split(1 << 15), strict=True):
-        above = torch.zeros(len(values), dtype=torch.uint8, device=flat.device)
-        for boundary in boundaries:
-            above += values > boundary
-        out.copy_(above)
-    return codes
 
 
 @torch.no_grad()
