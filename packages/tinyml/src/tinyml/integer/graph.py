@@ -207,13 +207,10 @@ class _Walk:
             raise self._unknown(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
-    def _add(self, node: fx.Node, a: Any, b: Any) -> Step:
-        return self._plus(node, a, b, 1.0)
-
     def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
-        return self._plus(node, a, b, -1.0)
+        return self._add(node, a, b, -1.0)
 
-    def _plus(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
+    def _add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")

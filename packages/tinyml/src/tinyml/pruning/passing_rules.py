@@ -150,10 +150,6 @@ def _transpose(walk: UnitGroups, node: fx.Node, x: fx.Node, a: int = 0, b: int =
     return Along(swapped.get(along.dim, along.dim), along.parts)
 
 
-def _expand(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    return _broadcast(walk, node, [x], shape_of(node))
-
-
 def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
     """Join units that are concatenated, or merge units if another dimension is concatenated."""
     parts = [part for part in parts if math.prod(shape_of(part))]
@@ -237,7 +233,7 @@ _WINDOWS = (
     "upsample_nearest2d upsample_bilinear2d"
 )
 _ELEMENTWISE_TOO = (
-    "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
+    "expand rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
     "feature_dropout _to_copy to alias detach masked_fill"
 )
 #: For each operator name, the rule by which it passes units on.
@@ -255,7 +251,6 @@ PASSING_RULES: dict[str, Callable[..., Any]] = {
         (_mean, "mean sum amax amin"),
         (_permute, "permute"),
         (_transpose, "transpose t"),
-        (_expand, "expand"),
         (_cat, "cat"),
         (_split, "split split_with_sizes"),
         (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),

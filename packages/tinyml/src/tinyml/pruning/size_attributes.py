@@ -152,8 +152,12 @@ class _Tagged(int):
         return self
 
 
-def _derive(name: str) -> Callable[..., Any]:
-    """Return a method whose integer result records the attributes of its operands."""
+def _recording(name: str) -> Callable[..., Any]:
+    """Return a method that records how an integer is used.
+
+    An integer result records the attributes of its operands. Any other result, such as that of a
+    comparison or a division, is a use other than as a size.
+    """
     operation = getattr(int, name)
 
     def method(self: _Tagged, *others: Any) -> Any:
@@ -169,23 +173,10 @@ def _derive(name: str) -> Callable[..., Any]:
     return method
 
 
-def _observe(name: str) -> Callable[..., Any]:
-    """Return a method that records that the attribute is used other than as a size."""
-    operation = getattr(int, name)
-
-    def method(self: _Tagged, *others: Any) -> Any:
-        result = operation(int(self), *others)
-        if result is not NotImplemented:
-            self.reads.note_other_use(self.sources, name.strip("_"))
-        return result
-
-    return method
-
-
-_ARITHMETIC = "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pow rpow"
-# `==` is not a use of an attribute, because code compares sizes only to check them.
-_OTHER_USES = "lt le gt ge truediv rtruediv float"
-for _name in _ARITHMETIC.split():
-    setattr(_Tagged, f"__{_name}__", _derive(f"__{_name}__"))
-for _name in _OTHER_USES.split():
-    setattr(_Tagged, f"__{_name}__", _observe(f"__{_name}__"))
+# `==` is not among them, because code compares sizes only to check them.
+_RECORDED = (
+    "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pow rpow "
+    "lt le gt ge truediv rtruediv float"
+)
+for _name in _RECORDED.split():
+    setattr(_Tagged, f"__{_name}__", _recording(f"__{_name}__"))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tinyml.compressed_weight import CompressedWeight, compressed_weight
-from tinyml.conversion import compress_weights, plain_copy
+from tinyml.conversion import compress_weights, install_weight, plain_copy
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
@@ -50,26 +50,16 @@ def prepare_qat(
 def convert(model: nn.Module) -> nn.Module:
     """Return a copy of a model from `prepare_qat` with integer weights."""
     model = copy.deepcopy(model)
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(compressed_weight(layer), RoundedWeight)
-    }
-    if not layers:
-        raise ValueError("expected a model from prepare_qat, got one without rounded layers")
-    stored: dict[int, GridWeight] = {}
-    for layer in layers.values():
-        rounded = cast(RoundedWeight, compressed_weight(layer))
-        original = cast(Any, layer).parametrizations.weight.original
-        weight = original.detach()
-        if id(rounded) not in stored:
+    is_rounded = False
+    for layer in list(model.modules()):
+        # Layers that share a weight are converted with the first of them.
+        if isinstance(rounded := compressed_weight(layer), RoundedWeight):
+            weight = cast(Any, layer).parametrizations.weight.original.detach()
             rows, grid = rounded.grid(weight)
-            stored[id(rounded)] = GridWeight(
-                grid.quantize(rows), grid, weight, rounded.bits, transposed=rounded.transposed
-            )
-        # Replaced in place: torch's removal of a parametrization would also affect the original,
-        # because both copies of a layer share the generated class.
-        slot = cast(Any, layer).parametrizations.weight
-        slot[0] = stored[id(rounded)]
-        slot.original = nn.Parameter(slot[0].right_inverse(weight), original.requires_grad)
+            codes, transposed = grid.quantize(rows), rounded.transposed
+            stored = GridWeight(codes, grid, weight, rounded.bits, transposed=transposed)
+            install_weight(model, layer, stored)
+            is_rounded = True
+    if not is_rounded:
+        raise ValueError("expected a model from prepare_qat, got one without rounded layers")
     return model
