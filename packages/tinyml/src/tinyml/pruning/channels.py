@@ -217,9 +217,8 @@ def _chosen_elements(
         removed[index] = False
         for piece in group.slices:
             size = piece.width * group.size
-            inside = (
-                index[:, None] * piece.width + torch.arange(piece.width, device="cpu")
-            ).flatten()
+            offsets = torch.arange(piece.width, device="cpu")
+            inside = (index[:, None] * piece.width + offsets).flatten()
             pieces = chosen.setdefault((piece.tensor, piece.axis), [])
             pieces.append((piece.start, piece.start + size, inside + piece.start))
             if piece.role == "reader":
