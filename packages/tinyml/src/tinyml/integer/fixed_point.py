@@ -65,12 +65,9 @@ def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s."""
     mantissa, exponent = torch.frexp(factors.double())
-    multiplier = (mantissa * 2**31).round().long()
+    # A mantissa just below 1 would be rounded to 2^31.
+    multiplier = (mantissa * 2**31).round().clamp(max=2**31 - 1)
     shift = 31 - exponent.long()
-    multiplier, shift = (
-        torch.where(multiplier == 2**31, multiplier >> 1, multiplier),
-        torch.where(multiplier == 2**31, shift - 1, shift),
-    )
     if (shift < 1).any():
         raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
     # An int32 times a multiplier has at most 62 bits; a longer shift always yields zero.
