@@ -408,6 +408,9 @@ def test_coverage_is_printed_with_every_interval_beyond_the_runs():
     for fit, text in ((fit_parametric(runs), COVERAGE), (fit_isoflop(runs), VALLEY_COVERAGE)):
         assert text in str(fit.optimal(1e23))
         assert "published tables" not in str(fit.optimal(1e20))
+    # The drift of nine budgets starts at the mean of the largest 1.8 budgets.
+    between = fit_isoflop(runs).optimal(0.9 * float(runs.compute.max()))
+    assert VALLEY_COVERAGE in str(between)
     fit = fit_parametric(runs)
     assert COVERAGE in str(fit.predict(1e11, 1e13))
     inside = fit.predict(float(runs.parameters[0]), float(runs.tokens[0]))

@@ -170,6 +170,12 @@ def test_vanished_term_stays_vanished_if_the_runs_do_not_show_it():
     assert proof.holds
 
 
+@pytest.mark.parametrize("loss", ["lad", "squares"])
+def test_delta_of_a_huber_loss_is_ignored_by_other_losses(loss):
+    runs = isoflop_runs(noise=5e-3, seed=2)
+    assert fit_parametric(runs, loss, delta=0.0).law == fit_parametric(runs, loss).law
+
+
 def test_objective_is_not_above_lbfgs_from_many_starts():
     runs = isoflop_runs(noise=5e-3, seed=2)
     assert fit_parametric(runs).objective <= lbfgs(runs, 20) * (1 + 1e-9)

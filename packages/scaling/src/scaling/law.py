@@ -91,7 +91,7 @@ class Optimum(ComparesArrays):
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
     #: A sentence on the measured coverage of such intervals on published tables; empty if the
-    #: optimum is not extrapolated.
+    #: intervals do not include drift.
     coverage: str = ""
 
     def __str__(self) -> str:

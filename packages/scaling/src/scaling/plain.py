@@ -31,10 +31,9 @@ def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
 
 
 def law(constants: Constants, n: Array, d: Array) -> Array:
-    """Return E + A / N^alpha + B / D^beta for constants (log E, log A, log B, alpha, beta)."""
-    # Logarithms keep E, A and B positive, and comparable if they differ by orders of magnitude.
+    """Return E + A / N^alpha + B / D^beta for constants (E, A, B, alpha, beta)."""
     e, a, b, alpha, beta = constants
-    loss: Array = np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
+    loss: Array = e + a * n**-alpha + b * d**-beta
     return loss
 
 
@@ -51,29 +50,34 @@ def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
     alpha change together.
     """
 
-    def objective(constants: Constants) -> float:
-        return float(huber(np.log(law(constants, n, d)) - np.log(loss)).sum())
+    def constants_of(search_point: Array) -> Constants:
+        # Logarithms keep E, A and B positive, and comparable if they differ by orders of magnitude.
+        e, a, b = np.exp(search_point[:3]).tolist()
+        alpha, beta = search_point[3:].tolist()
+        return e, a, b, alpha, beta
+
+    def objective(search_point: Array) -> float:
+        predicted = law(constants_of(search_point), n, d)
+        return float(huber(np.log(predicted) - np.log(loss)).sum())
 
     starts = [
-        (e, a, b, alpha, beta)
-        for e in (-1.0, 0.5)
-        for a in (5.0, 10.0)
-        for b in (5.0, 10.0)
+        (log_e, log_a, log_b, alpha, beta)
+        for log_e in (-1.0, 0.5)
+        for log_a in (5.0, 10.0)
+        for log_b in (5.0, 10.0)
         for alpha in (0.3, 0.6)
         for beta in (0.3, 0.6)
     ]
     box = [(-7, 3), (-5, 30), (-5, 30), (0.02, 2), (0.02, 2)]
     ends = [minimize(objective, start, method="L-BFGS-B", bounds=box) for start in starts]
-    e, a, b, alpha, beta = min(ends, key=lambda end: end.fun).x
-    return float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), float(alpha), float(beta)
+    return constants_of(min(ends, key=lambda end: end.fun).x)
 
 
 def best_model(constants: Constants, compute: float) -> tuple[float, float]:
     """Return the (N, D) with the lowest loss for `compute` FLOPs.
 
-    The constants are (E, A, B, alpha, beta), not the logarithms of `law`. The derivative of the
-    loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: a FLOP spent on size then
-    lowers the loss as much as a FLOP spent on data.
+    The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta: a
+    FLOP spent on size then lowers the loss as much as a FLOP spent on data.
     """
     _, a, b, alpha, beta = constants
     product = compute / 6  # N D

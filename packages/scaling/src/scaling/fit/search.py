@@ -212,10 +212,10 @@ def refit(
 
 
 def require_objective(loss: Loss, delta: float) -> None:
-    """Raise `ValueError` unless `loss` is known and `delta` is positive."""
+    """Raise `ValueError` unless `loss` is known and the `delta` of a Huber loss is positive."""
     if loss not in get_args(Loss):
         raise ValueError(f"expected loss to be one of {get_args(Loss)}, got {loss!r}")
-    if not delta > 0:
+    if loss == "huber" and not delta > 0:
         raise ValueError(f"expected delta > 0 (1e-3 is usual), got {delta}")
 
 

@@ -62,8 +62,7 @@ class IsoflopFit(ComparesArrays):
         product = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(product / high, product / low if low else math.inf)
         intervals = {"parameters": Interval(low, high), "tokens": tokens}
-        is_beyond = not self.valleys[0].compute <= compute <= self.valleys[-1].compute
-        coverage = VALLEY_COVERAGE if is_beyond else ""
+        coverage = VALLEY_COVERAGE if self._decades_of_drift(compute) else ""
         best = Optimum(compute, n, product / n, math.nan, intervals, coverage)
         warn_of_optimum(best, self.runs)
         return best
@@ -89,12 +88,16 @@ class IsoflopFit(ComparesArrays):
         middle = float(np.mean(np.log([valley.compute for valley in self.valleys])))
         position = np.array([1.0, math.log(compute) - middle])
         scatter = math.sqrt(float(position @ self.covariance @ position))
-        start = drift_start(np.array([valley.compute for valley in self.valleys]))
-        lowest = self.valleys[0].compute
-        decades = max(math.log10(compute / start), math.log10(lowest / compute), 0.0)
         student = float(stdtrit(freedom, 0.975))
-        half = math.hypot(student * scatter, normal_quantile(0.95) * self.drift * decades)
+        drift = self.drift * self._decades_of_drift(compute)
+        half = math.hypot(student * scatter, normal_quantile(0.95) * drift)
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
+
+    def _decades_of_drift(self, compute: float) -> float:
+        """Return the decades of a compute above the start of the drift or below the budgets."""
+        budgets = np.array([valley.compute for valley in self.valleys])
+        above = math.log10(compute / drift_start(budgets))
+        return max(above, math.log10(budgets[0] / compute), 0.0)
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""

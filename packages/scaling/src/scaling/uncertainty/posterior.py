@@ -50,7 +50,8 @@ class Prediction:
 
     loss: float
     interval: Interval
-    #: The coverage measured for such intervals on published tables; empty within the runs.
+    #: The coverage measured for such intervals on published tables; empty if the interval does not
+    #: include drift.
     coverage: str = ""
 
     def __str__(self) -> str:
