@@ -166,6 +166,24 @@ def test_interval_of_the_best_rate_covers_the_exact_rate():
     assert covered >= 16
 
 
+@pytest.mark.parametrize("seeds", [1, pytest.param(6, marks=pytest.mark.exhaustive)])
+def test_best_rates_at_large_batch_sizes_err_by_the_stated_percentage(seeds):
+    """The error is that of the fitted curve, which the intervals do not include: README, Limits."""
+    sizes = (128, 256) if seeds == 1 else (128, 256, 512, 1024)
+    errors = []
+    covered = []
+    for seed in range(seeds):
+        sweep = sweep_learning_rate(batch_sizes=sizes, seed=seed)
+        errors += (sweep.best_rates / sweep.exact_rates - 1).tolist()
+        pairs = zip(sweep.exact_rates, sweep.intervals, strict=True)
+        covered += [exact in interval for exact, interval in pairs]
+    assert -0.02 < min(errors) <= max(errors) < 0.02
+    if seeds == 6:
+        assert np.mean(errors) == pytest.approx(-0.009, abs=0.003)
+        assert min(errors) == pytest.approx(-0.016, abs=0.004)
+        assert np.mean(covered) < 0.5
+
+
 def quadratic(rate, batch_size, seed):
     """Return a noisy loss whose best rate is 0.1 sqrt(B)."""
     best = 0.1 * batch_size**0.5

@@ -17,14 +17,23 @@ LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 SIZES = np.geomspace(3e7, 3e9, 12)
 SPREAD = np.geomspace(1e9, 3e11, 12)
 
+#: Sizes, tokens and the cause that the error states, with a jitter of up to 2 %.
 DESIGNS = {
-    "20 tokens per parameter": (SIZES, 20 * SIZES, "20 tokens per parameter"),
+    "20 tokens per parameter": (SIZES, 20 * SIZES, "(19.9|20|20.1) tokens per parameter"),
     "D follows N": (SIZES, 20 * SIZES * (SIZES / 1e8) ** 0.3, r"D = c N\^1.30"),
     "N follows D": (SIZES, 5e10 * (SIZES / 1e8) ** -0.5, r"D = c N\^-0.50"),
-    "one budget": (SIZES, 1e20 / SIZES, "one budget, 6 N D = 6e[+]20"),
-    "one size": (np.full(12, 1e8), SPREAD, "'parameters' is 1e[+]08 in all"),
-    "one token count": (SIZES, np.full(12, 1e10), "'tokens' is 1e[+]10 in all"),
-    "one model": (np.full(12, 1e8), np.full(12, 1e10), "1e[+]08 parameters and 1e[+]10 tokens"),
+    "one budget": (SIZES, 1e20 / SIZES, r"one budget, 6 N D = (5\.9.|6|6\.0.)e[+]20"),
+    "one size": (np.full(12, 1e8), SPREAD, r"'parameters' is (9\.9.e[+]07|1(\.01)?e[+]08) in all"),
+    "one token count": (
+        SIZES,
+        np.full(12, 1e10),
+        r"'tokens' is (9\.9.e[+]09|1(\.01)?e[+]10) in all",
+    ),
+    "one model": (
+        np.full(12, 1e8),
+        np.full(12, 1e10),
+        r"(9\.9.e[+]07|1(\.01)?e[+]08) parameters and (9\.9.e[+]09|1(\.01)?e[+]10) tokens",
+    ),
     "a curve": (SIZES, 20 * SIZES * np.exp(0.1 * np.log(SIZES / 3e8) ** 2), "cannot be told apart"),
     "two sizes": (np.repeat([1e8, 1e9], 6), np.tile(SPREAD[::2], 2), "cannot be told apart"),
     "two by two": (np.repeat([1e8, 1e9], 6), np.tile([1e9, 1e11], 6), "cannot be told apart"),
@@ -52,10 +61,8 @@ def test_design_that_does_not_identify_the_law_is_refused_with_its_cause(name, n
         fit_parametric,
         lambda runs: fit_law("chinchilla", runs),
     ):
-        with pytest.raises(ValueError, match="do not identify"):
+        with pytest.raises(ValueError, match=f"do not identify a law: .*{cause}"):
             call(runs)
-    with pytest.raises(ValueError, match=cause if jitter == 0 else "do not identify"):
-        fit_parametric(runs)
     with pytest.raises(ValueError, match="budget"):
         fit_isoflop(runs)
 

@@ -181,6 +181,31 @@ def test_objective_is_not_above_lbfgs_from_many_starts():
     assert fit_parametric(runs).objective <= lbfgs(runs, 20) * (1 + 1e-9)
 
 
+def test_fit_and_interval_are_those_of_lmfit():
+    """The optional reference is lmfit: a search by MINPACK, and intervals by an F test."""
+    lmfit = pytest.importorskip("lmfit")
+    runs = isoflop_runs(noise=2e-3, seed=3)
+    fit = fit_parametric(runs, "squares")
+    x, y, target = np.log([runs.parameters, runs.tokens, runs.loss])
+    x, y = x - x.mean(), y - y.mean()
+
+    def residuals(p):
+        terms = np.exp(p["a"] - p["alpha"] * x) + np.exp(p["b"] - p["beta"] * y)
+        return np.log(p["E"] + terms) - target
+
+    start = lmfit.create_params(E=1.7, a=-1.0, b=-1.0, alpha=0.35, beta=0.35)
+    search = lmfit.Minimizer(residuals, start)
+    result = search.minimize(method="leastsq")
+    assert fit.objective == pytest.approx(result.chisqr / 2, rel=1e-9)
+    names = ["E", "alpha", "beta"]
+    for name, levels in lmfit.conf_interval(search, result, p_names=names, sigmas=[0.95]).items():
+        (_, low), (_, best), (_, high) = levels
+        interval = fit.posterior.interval(name)
+        assert getattr(fit.law, name) == pytest.approx(best, rel=1e-6)
+        assert interval.low == pytest.approx(low, abs=0.05 * (high - low))
+        assert interval.high == pytest.approx(high, abs=0.05 * (high - low))
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), delta=st.sampled_from([1e-3, 1e-2, np.inf]))
 def test_derivatives_agree_with_differences(seed, delta):

@@ -45,6 +45,21 @@ def test_drawn_band_is_the_interval():
         assert expected.low < low < high < expected.high
 
 
+@pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
+def test_bands_of_an_isoflop_fit_are_the_intervals_of_its_optima():
+    fit = fit_isoflop(isoflop_runs(noise=2e-3))
+    _, growth, _ = plot(fit, up_to=1e24).axes  # valleys, N and D, color bar
+    best = fit.optimal(1e24)
+    for name, line, band in zip(
+        ("parameters", "tokens"), growth.lines, growth.collections, strict=False
+    ):
+        assert line.get_ydata()[-1] == pytest.approx(getattr(best, name), rel=1e-9)
+        vertices = band.get_paths()[0].vertices
+        ends = vertices[np.isclose(vertices[:, 0], 1e24), 1]
+        expected = best.intervals[name]
+        assert (ends.min(), ends.max()) == pytest.approx((expected.low, expected.high), rel=1e-6)
+
+
 def test_stars_mark_the_bottoms_of_valleys():
     fit = fit_isoflop(isoflop_runs(noise=1e-3))
     axes = plot(fit).axes[0]

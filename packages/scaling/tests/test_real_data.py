@@ -142,6 +142,19 @@ def test_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
     assert drawn.interval("alpha").high == pytest.approx(0.373, abs=0.003)
 
 
+def test_exponents_of_hoffmann_and_besiroglu_are_those_of_the_chinchilla_runs(chinchilla):
+    """Hoffmann et al. print N_opt ~ C^0.49 for parabolas, and C^0.46 for a parametric fit.
+
+    Besiroglu et al. 2024 show that the parametric fit to the same runs gives C^0.51 instead.
+    """
+    parabolas = quiet(fit_isoflop, chinchilla, degree=2)
+    assert 0.49 in parabolas.exponent_interval
+    assert 0.462 <= parabolas.exponent <= 0.534  # the interval of Hoffmann et al., table 2
+    interval = quiet(fit_parametric, chinchilla).posterior.interval("exponent")
+    assert 0.513 in interval
+    assert 0.46 not in interval
+
+
 def test_tied_constants_are_those_of_their_runs():
     """Gadre et al. print E + (a M^eta + b M^-eta) C^-eta for these 34 models on c4."""
     path = FOLDER / "scaling" / "overtrained_c4.csv"

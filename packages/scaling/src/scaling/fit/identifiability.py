@@ -45,12 +45,14 @@ def line_defect(parameters: Array, tokens: Array) -> str:
     """Return a description of the line on which log N and log D lie, or an empty string."""
     logs = np.log([parameters, tokens])
     centered = logs - logs.mean(1)[:, None]
-    if singular_values(centered).min() >= MIN_SINGULAR_VALUE:
+    spreads = singular_values(logs)
+    if spreads.min() >= MIN_SINGULAR_VALUE:
         return ""
     a, b = np.linalg.svd(centered)[0][:, -1]  # a x + b y is constant over the runs
-    thickness = f"within {math.expm1(float((a * centered[0] + b * centered[1]).std())):.2g}"
+    deviation = math.expm1(float((a * centered[0] + b * centered[1]).std()))
+    thickness = f"within {100 * deviation:.2g} %"
     mean_n, mean_d = np.exp(logs.mean(1))
-    if np.ptp(centered) < MIN_SINGULAR_VALUE:
+    if spreads.max() < MIN_SINGULAR_VALUE:
         return f"all of them have {mean_n:.3g} parameters and {mean_d:.3g} tokens {thickness}"
     if abs(b) < 0.05:
         return f"column 'parameters' is {mean_n:.3g} in all of them {thickness}"

@@ -158,7 +158,7 @@ def _figures(result: Drawable, up_to: float) -> str:
 
     figures = []
     for draw in panels(result, up_to):
-        figure = Figure(figsize=(5, 3.9))
+        figure = Figure(figsize=(4.4, 3.5))
         figure.set_layout_engine("constrained")
         draw(figure.subplots())
         figures.append(_figure(figure))
