@@ -43,6 +43,25 @@ def test_published_constants_of_every_law_are_reproduced(name):
     assert proved.proof.complete
 
 
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("seed", [33, 122, 132])
+def test_no_fixed_exponent_is_better_than_a_proof(seed):
+    """The optimum of these runs is at the largest exponent, which few starts reach."""
+    random = np.random.default_rng(seed)
+    n = 10 ** random.uniform(7, 10, 20)
+    d = 10 ** random.uniform(9, 12, 20)
+    exponent = random.uniform(0.05, 1.2)
+    amplitudes = np.exp(random.uniform(2, 8, 2))
+    loss = 1.8 + amplitudes @ [n**-exponent, d**-exponent]
+    loss *= np.exp(random.choice([1e-3, 1e-2, 5e-2]) * random.standard_t(2, 20))
+    rows = {"parameters": n, "tokens": d, "loss": loss}
+    fit = fit_law("tied", rows, prove=True)
+    for fixed in (0.1, 0.5, 1.0, 2.0, 3.0):
+        terms = {k: v.replace("gamma", str(fixed)) for k, v in CATALOG["tied"].terms.items()}
+        form = Form("fixed", ["parameters", "tokens"], terms, {})
+        assert fit.objective <= fit_law(form, rows).objective * (1 + 1e-9)
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("name", CATALOG)
 def test_fit_takes_50_ms(name):

@@ -18,7 +18,8 @@ from scaling.fit.varpro import Problem
 from scaling.units import Array
 
 #: A term has vanished if its log amplitude is within this distance of the lower bound: the term no
-#: longer contributes, so its exponent is undetermined.
+#: longer contributes, so its exponent is undetermined. On twelve tables of `hard_runs` in
+#: test_parametric.py, distances of 6 to 26 lead to the same optima.
 VANISHED = 18.0
 
 

@@ -40,6 +40,10 @@ MAX_STEPS = 1000
 #: Amplitudes at which a vanished term is retried, in units of `Problem.target_spread`.
 REVIVAL_SIZES = 4.0 ** -np.arange(13)
 
+#: Largest number of values of each exponent at which a vanished term is retried. All combinations
+#: are evaluated at once, so more values would need gigabytes for a large table.
+REVIVAL_EXPONENTS = 17
+
 #: Without `prove`, the number of best grid points that are used as starts, and the approximate
 #: number of further starts from a coarser grid.
 BEST_STARTS = 8
@@ -273,7 +277,10 @@ def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> 
             if k != term:
                 shared.update(other.slopes)
         private = [j for j in problem.terms[term].slopes if j not in shared][:2]
-        grids = [problem.exponent_grid[j] for j in private]
+        grids = []
+        for j in private:
+            axis = problem.exponent_grid[j]
+            grids.append(axis[:: math.ceil(len(axis) / REVIVAL_EXPONENTS)])
         values = np.array(list(itertools.product(sizes, *grids)))
         trials = np.tile(ends.theta[i], (len(values), 1))
         trials[:, [term, *(problem.num_terms + j for j in private)]] = values

