@@ -88,14 +88,6 @@ def test_resampling_by_label_keeps_runs_of_a_label_together(fit):
         bootstrap(fit, by=np.arange(72) % 3)
 
 
-def test_higher_level_gives_wider_intervals_of_the_optimum(fit):
-    narrow, wide = (bootstrap(fit, resamples=1000, level=level) for level in (0.8, 0.99))
-    a, b = (resampled.optimal(1e24).intervals for resampled in (narrow, wide))
-    for name in ("parameters", "tokens", "loss"):
-        assert b[name].low < a[name].low < a[name].high < b[name].high
-    assert b["loss"].level == 0.99
-
-
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 @pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
 def test_every_extrapolation_has_an_interval(fit):

@@ -19,6 +19,9 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
+#: Level of all intervals.
+LEVEL = 0.95
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -26,13 +29,13 @@ class Interval:
 
     low: float
     high: float
-    level: float = 0.95
+    level: float = LEVEL
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"[{self.low:.5g}, {self.high:.5g}] {100 * self.level:.4g}%"
+        return f"[{self.low:.5g}, {self.high:.5g}] {self.level:.0%}"
 
 
 def require_numbers(**named: object) -> None:
@@ -47,12 +50,6 @@ def require_budget(compute: float) -> None:
     require_numbers(compute=compute)
     if not 0 < compute < math.inf:
         raise ValueError(f"expected a positive and finite compute, got compute = {compute}")
-
-
-def require_level(level: float) -> None:
-    """Raise `ValueError` unless 0 < level < 1."""
-    if not 0 < level < 1:
-        raise ValueError(f"expected 0 < level < 1, got level = {level}")
 
 
 def require_no_nan(values: Array) -> None:

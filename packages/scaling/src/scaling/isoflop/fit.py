@@ -23,12 +23,12 @@ from scaling.law import Interval, Optimum, require_budget
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
+    NORMAL_QUANTILE,
     PRIOR_VALLEY_DRIFT,
     VALLEY_COVERAGE,
     CutError,
     drift_per_decade,
     drift_start,
-    normal_quantile,
 )
 from scaling.units import Array
 
@@ -90,7 +90,7 @@ class IsoflopFit(ComparesArrays):
         scatter = math.sqrt(float(position @ self.covariance @ position))
         student = float(stdtrit(freedom, 0.975))
         drift = self.drift * self._decades_of_drift(compute)
-        half = math.hypot(student * scatter, normal_quantile(0.95) * drift)
+        half = math.hypot(student * scatter, NORMAL_QUANTILE * drift)
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
     def _decades_of_drift(self, compute: float) -> float:

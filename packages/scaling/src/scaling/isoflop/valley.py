@@ -40,7 +40,7 @@ from scaling.units import Array
 START_EXPONENTS = np.geomspace(0.06, 1.5, 5)
 
 #: Bounds of p and q. At 0.01 a valley cannot be distinguished from a parabola. In 60 generated
-#: tables of five laws, lower bounds of 0.001 to 0.03 and upper bounds of 2 to 8 give the same sizes.
+#: tables of five laws, lower bounds of 0.001 to 0.03 and upper ones of 2 to 8 give equal sizes.
 MIN_EXPONENT = 0.01
 MAX_EXPONENT = 4.0
 

@@ -29,7 +29,7 @@ from scaling.fit.search import (
     search,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import Interval, quantile_ends, require_level
+from scaling.law import LEVEL, Interval, quantile_ends
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.units import COLUMNS, Array
@@ -89,9 +89,7 @@ class LawFit(ComparesArrays):
             _column(inputs, name)
         return self.form.predict(self.constants, **inputs)
 
-    def interval(
-        self, target: str | Callable[[Mapping[str, float]], float], *, level: float = 0.95
-    ) -> Interval:
+    def interval(self, target: str | Callable[[Mapping[str, float]], float]) -> Interval:
         """Return the interval of a constant, or of any function of the constants.
 
         The ends are quantiles of 400 resamples. Their distances from the estimate are multiplied by
@@ -100,16 +98,9 @@ class LawFit(ComparesArrays):
         is infinite.
 
         Raises:
-            ValueError: The constant is unknown, the level is not between 0 and 0.9875, or the
-                function does not return a finite number for the fitted constants, or returns NaN
-                for a resample.
+            ValueError: The constant is unknown, or the function does not return a finite number
+                for the fitted constants, or returns NaN for a resample.
         """
-        require_level(level)
-        if RESAMPLES * (1 - level) < 5:
-            raise ValueError(
-                f"expected a level of at most {1 - 5 / RESAMPLES:g} for {RESAMPLES} resamples, got "
-                f"{level:g}"
-            )
         if isinstance(target, str) and target not in self.constants:
             raise ValueError(f"expected one of {self.form.constants}, got {target!r}")
 
@@ -124,10 +115,10 @@ class LawFit(ComparesArrays):
             )
         n = len(self.residuals)
         if self.freedom <= 0:
-            return Interval(-math.inf, math.inf, level)
+            return Interval(-math.inf, math.inf)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
-        ends = np.array(quantile_ends(values, 0.5 - level / 2, 0.5 + level / 2))
+        ends = np.array(quantile_ends(values, 0.5 - LEVEL / 2, 0.5 + LEVEL / 2))
         widening = math.sqrt(n / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
@@ -135,7 +126,7 @@ class LawFit(ComparesArrays):
             low, high = estimate + widening * (ends - estimate)
             if isinstance(target, str) and target in self.form.terms:
                 low = max(low, 0.0)
-        return Interval(min(float(low), estimate), max(float(high), estimate), level)
+        return Interval(min(float(low), estimate), max(float(high), estimate))
 
 
 def fit_law(

@@ -16,11 +16,14 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, Interval, quantile_ends, require_level
+from scaling.law import CONSTANTS, LEVEL, Interval, quantile_ends
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import Sample
 from scaling.uncertainty.quantity import Quantity, named_quantity
+
+#: Smallest number of resamples, of which 2.5 are beyond each end of an interval.
+FEWEST_RESAMPLES = 100
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,22 +46,21 @@ class Bootstrap(Sample):
         target = named_quantity(target) if isinstance(target, str) else target
         freedom = self.runs - len(CONSTANTS)
         if freedom <= 0:
-            return Interval(0.0, math.inf, self.level)
+            return Interval(0.0, math.inf)
         values = target.evaluate(self.constants)
         estimate = target.evaluate(self.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
-        student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + self.level / 2)
+        student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + LEVEL / 2)
         half = student * math.sqrt(1 + len(CONSTANTS) / freedom)
         low, high = quantile_ends(values, ndtr(2 * bias - half), ndtr(2 * bias + half))
-        return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
+        return Interval(min(float(low), estimate), max(float(high), estimate))
 
 
 def bootstrap(
     fit: Estimate,
     *,
     resamples: int = 4000,
-    level: float = 0.95,
     seed: int = 0,
     by: str | Sequence[object] | None = None,
 ) -> Bootstrap:
@@ -69,19 +71,14 @@ def bootstrap(
     order.
 
     Raises:
-        ValueError: There are fewer than five groups, or too few resamples for the level.
+        ValueError: There are fewer than five groups, or fewer than `FEWEST_RESAMPLES` resamples.
 
     A `ScalingWarning` is issued if more than one percent of the refits did not converge.
     """
     if not isinstance(fit, Estimate):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
-    require_level(level)
-    if resamples * (1 - level) < 5:
-        needed = math.ceil(5 / (1 - level))
-        raise ValueError(
-            f"expected at least {needed} resamples for a {100 * level:.4g}% interval, got"
-            f" {resamples}"
-        )
+    if resamples < FEWEST_RESAMPLES:
+        raise ValueError(f"expected at least {FEWEST_RESAMPLES} resamples, got {resamples}")
     n = len(fit.runs)
     group = np.arange(n) if by is None else _groups(fit.runs, by)
     count = int(group.max()) + 1
@@ -100,7 +97,7 @@ def bootstrap(
             ScalingWarning,
             stacklevel=2,
         )
-    return Bootstrap(fit.law, problem.to_constants(ends.theta), level, n, count)
+    return Bootstrap(fit.law, problem.to_constants(ends.theta), n, count)
 
 
 def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:

@@ -31,11 +31,14 @@ from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
 from scaling.fit.search import Estimate, estimate
-from scaling.law import Interval, Optimum
+from scaling.law import LEVEL, Interval, Optimum
 from scaling.runs import Runs
 from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+
+#: A standard normal variable is within plus or minus this number with probability `LEVEL`.
+NORMAL_QUANTILE = float(ndtri(0.5 + LEVEL / 2))
 
 #: Drift starts at the mean compute of this fraction of the runs, the largest ones.
 LARGEST_FRACTION = 0.2
@@ -127,8 +130,7 @@ class Drift(ComparesArrays):
             # Along the optima, a decade of parameters or of tokens is two decades of compute.
             decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
-        noise = run_noise(residuals, mean.interval.level)
-        with_noise = _widen(mean.interval, mean.loss, noise)
+        with_noise = _widen(mean.interval, mean.loss, run_noise(residuals))
         interval = _widen(with_noise, mean.loss, self.loss * decades, ratio)
         return Prediction(mean.loss, interval, COVERAGE if decades else "")
 
@@ -149,16 +151,16 @@ def drift_start(compute: Array) -> float:
     return float(np.exp(weights @ logs / weights.sum()))
 
 
-def run_noise(residuals: Array, level: float = 0.95) -> float:
+def run_noise(residuals: Array) -> float:
     """Return the standard deviation of log losses about the law, from n residuals.
 
-    The standard deviation is that of the normal distribution that has the `level` quantile of the
-    absolute residuals. An interval of this level therefore contains the runs at this rate, even if
+    The standard deviation is that of the normal distribution that has the 95 % quantile of the
+    absolute residuals. A 95 % interval therefore contains the runs at this rate, even if
     their errors have heavy tails. The factor sqrt(n / (n - 5)) is for the five fitted constants.
     """
     n = len(residuals)
-    quantile = float(np.quantile(np.abs(residuals), level))
-    return quantile * math.sqrt(n / max(n - 5, 1)) / normal_quantile(level)
+    quantile = float(np.quantile(np.abs(residuals), LEVEL))
+    return quantile * math.sqrt(n / max(n - 5, 1)) / NORMAL_QUANTILE
 
 
 def measure_drift(whole: Estimate) -> Drift:
@@ -235,11 +237,6 @@ def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
     return (PRIOR_WEIGHT * prior + observations * measured) / (PRIOR_WEIGHT + observations)
 
 
-def normal_quantile(level: float) -> float:
-    """Return z such that a standard normal variable is within ±z with probability `level`."""
-    return float(ndtri(0.5 + level / 2))
-
-
 def _widen(interval: Interval, value: float, deviation: float, ratio: float = 1.0) -> Interval:
     """Scale both log half-widths by `ratio` and add an independent normal deviation.
 
@@ -249,7 +246,7 @@ def _widen(interval: Interval, value: float, deviation: float, ratio: float = 1.
         return interval
     if not 0 < interval.low <= value <= interval.high < math.inf:
         return interval
-    extra = normal_quantile(interval.level) * deviation
+    extra = NORMAL_QUANTILE * deviation
     low = math.hypot(ratio * math.log(value / interval.low), extra)
     high = math.hypot(ratio * math.log(interval.high / value), extra)
-    return Interval(value * math.exp(-low), value * math.exp(min(high, 600.0)), interval.level)
+    return Interval(value * math.exp(-low), value * math.exp(min(high, 600.0)))

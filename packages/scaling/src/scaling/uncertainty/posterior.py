@@ -20,14 +20,11 @@ import numpy as np
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.law import CONSTANTS, Interval, Law, Optimum, require_no_nan
+from scaling.law import CONSTANTS, LEVEL, Interval, Law, Optimum, require_no_nan
 from scaling.uncertainty.noise import fit_noise
 from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
 from scaling.units import Array
-
-#: Level of the intervals.
-LEVEL = 0.95
 
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
@@ -69,7 +66,6 @@ class Sample(ComparesArrays):
     law: Law
     #: E, A, B, alpha and beta of each law, (laws, 5).
     constants: Array
-    level: float
 
     def interval(self, target: str | Quantity) -> Interval:
         """Return the interval of a constant, of "exponent", or of any `Quantity`."""
@@ -111,13 +107,13 @@ class Posterior(Sample):
         """
         target = named_quantity(target) if isinstance(target, str) else target
         if not len(self.weights):
-            return Interval(0.0, math.inf, self.level)
+            return Interval(0.0, math.inf)
         values = target.evaluate(self.constants)
         require_no_nan(values)
         estimate = float(target.evaluate(self.law.constants[None])[0])
-        tails = [0.5 - self.level / 2, 0.5 + self.level / 2]
+        tails = [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]
         low, high = weighted_quantiles(values, self.weights, tails)
-        return Interval(min(low, estimate), max(high, estimate), self.level)
+        return Interval(min(low, estimate), max(high, estimate))
 
     def log_deviation(self, values: Array) -> float:
         """Return the standard deviation over the laws of the log of a positive quantity.
@@ -152,7 +148,7 @@ def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> li
 def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     """Sample the laws consistent with the runs of a fit: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
-    unbounded = Posterior(fit.law, fit.law.constants[None], LEVEL, np.empty(0))
+    unbounded = Posterior(fit.law, fit.law.constants[None], np.empty(0))
     if freedom <= 0:
         return unbounded
     # Noiseless runs have only rounding errors.
@@ -166,7 +162,7 @@ def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     if not possible.any():
         return unbounded
     weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
-    return Posterior(fit.law, constants[possible], LEVEL, weights[possible] / weights.sum())
+    return Posterior(fit.law, constants[possible], weights[possible] / weights.sum())
 
 
 class _Exponents(NamedTuple):

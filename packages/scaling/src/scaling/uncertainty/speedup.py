@@ -17,7 +17,7 @@ from scaling.law import Interval, require_budget, require_numbers
 from scaling.laws.fit import LawFit
 from scaling.laws.form import Form
 from scaling.uncertainty.diagnostics import lack_of_fit
-from scaling.uncertainty.drift import PRIOR_LOSS_DRIFT, drift_start, normal_quantile
+from scaling.uncertainty.drift import NORMAL_QUANTILE, PRIOR_LOSS_DRIFT, drift_start
 from scaling.uncertainty.posterior import weighted_quantiles
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
@@ -160,7 +160,7 @@ class _Recipe:
         """
         grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
         gaps = np.log(self.best_loss(self.constants, grid) / loss)
-        margin = normal_quantile(0.95) * np.hypot(error, self.law_error(grid))
+        margin = NORMAL_QUANTILE * np.hypot(error, self.law_error(grid))
         return _first_crossing(grid, gaps - margin), _first_crossing(grid, gaps + margin)
 
 
