@@ -61,7 +61,7 @@ class Sweep(ComparesArrays):
     #: 95 % interval of each best rate, from a jackknife over seeds, or with fewer than three seeds
     #: from the scatter about the fitted curve. It is (0, inf) if neither is available. It covers
     #: the noise of the losses and not the error of the curve: in the built-in sweeps at batch sizes
-    #: from 128, where the noise is small, the best rates are up to 1.7 % below the exact ones.
+    #: from 128, where the noise is small, the best rates are up to 1.6 % below the exact ones.
     intervals: tuple[Interval, ...]
     #: The theoretically optimal rates of SGD on linear regression; None for other sweeps.
     exact_rates: Array | None
