@@ -40,10 +40,12 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 #: A standard normal variable is within plus or minus this number with probability `LEVEL`.
 NORMAL_QUANTILE = float(ndtri(0.5 + LEVEL / 2))
 
-#: Drift starts at the mean compute of this fraction of the runs, the largest ones.
+#: Drift starts at the mean compute of this fraction of the runs, the largest ones. In the
+#: calibration, 0.1 and 0.3 give intervals that are 2 and 5 % wider in the mean, in logarithms.
 LARGEST_FRACTION = 0.2
 
-#: Fractions of the runs, ordered by compute, that are below the cuts.
+#: Fractions of the runs, ordered by compute, that are below the cuts. In the calibration, three
+#: cuts (0.3, 0.5, 0.7) and seven cuts (0.2 to 0.8) give intervals that are 1 and 6 % wider.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
 #: Typical drift per decade of the log best size, for a parametric law and for an IsoFLOP law. The
