@@ -257,6 +257,7 @@ def test_a_state_that_could_not_be_loaded_does_not_replace_the_checkpoint(tmp_pa
     with pytest.raises(ValueError, match="expected numbers, texts and tensors only"):
         worker.push()
     assert file.read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["worker"]
 
 
 def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(tmp_path, monkeypatch):

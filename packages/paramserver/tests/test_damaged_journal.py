@@ -94,8 +94,11 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
-def assert_refused(folder, name, offset=None):
-    """Assert that the error names the file and a byte up to `offset`, and that nothing changes."""
+def assert_refused(folder, name, offset):
+    """Assert that the error names the file and a byte up to `offset`, and that nothing changes.
+
+    The byte is the start of the damaged record, head, state of a snapshot, or end of a snapshot.
+    """
     before, server = contents(folder), new_server()
     fresh = state_of(server)
     with pytest.raises(JournalError) as error:
@@ -107,7 +110,7 @@ def assert_refused(folder, name, offset=None):
     assert f"python -m paramserver recover {folder}" in text
     damaged_name, byte = re.search(r"(\w+-\d+) is damaged at byte (\d+)", text).groups()
     assert damaged_name == name
-    assert offset is None or int(byte) <= offset
+    assert int(byte) <= offset
 
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
@@ -136,7 +139,7 @@ def test_a_byte_that_is_flipped_anywhere_is_refused(written, stride):
             flipped = bytearray(raw)
             flipped[offset] ^= 1 << offset % 8
             path.write_bytes(flipped)
-            assert_refused(folder, name, offset if name.startswith("journal") else None)
+            assert_refused(folder, name, offset)
         path.write_bytes(raw)
 
 
@@ -149,7 +152,7 @@ def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(writte
             continue
         for stop in offsets(name, raw, stride):
             (folder / name).write_bytes(raw[:stop])
-            assert_refused(folder, name)
+            assert_refused(folder, name, stop)
         (folder / name).write_bytes(raw)
 
 
@@ -163,7 +166,7 @@ def test_truncated_last_file_restores_all_complete_records(written, stride, capl
     for number, stop in enumerate([*offsets(path.name, raw, stride), len(raw)]):
         path.write_bytes(raw[:stop])
         if stop < 28:  # a file gets its name after its header is written
-            assert_refused(folder, path.name)
+            assert_refused(folder, path.name, stop)
             continue
         acknowledged = [state for sizes, state in states if sizes.get(path.name, 0) <= stop]
         server, journal = opened(folder)

@@ -1,11 +1,14 @@
 """An invalid message of any sender changes nothing and is answered or dropped."""
 
 import copy
+import gc
 import hashlib
 import json
 import random
+import resource
 import sys
 import threading
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -334,6 +337,89 @@ def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
 @pytest.mark.exhaustive
 def test_a_hundred_thousand_mutated_messages(tmp_path):
     fuzz(tmp_path, 100_000)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    ("policy", "tries"),
+    [
+        (Asynchronous(), 300),
+        *(pytest.param(p, 20_000, marks=pytest.mark.exhaustive) for p in POLICIES),
+    ],
+    ids=str,
+)
+def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
+    job = job_of(policy, 1)
+    (messages,) = recorded(job, tmp_path)
+    folder = tmp_path / "player"
+    folder.mkdir()
+    player = Player(job, 0, folder)
+    chance = random.Random(1)
+    for frames in messages:
+        player.receive(frames)
+    tracemalloc.start()
+    sizes = []
+    for stop in (tries // 4, tries):
+        for i in range(sizes[-1][0] if sizes else 0, stop):
+            frames = mutated(chance, chance.choice(messages), messages)
+            if i % 3 == 0:
+                with_unknown_sender(chance, frames)
+            player.receive(frames)
+        gc.collect()
+        sizes.append((stop, tracemalloc.get_traced_memory()[0], resident_bytes()))
+    tracemalloc.stop()
+    (_, traced, resident), (_, traced_later, resident_later) = sizes
+    assert traced_later - traced < 2**18
+    assert resident_later - resident < 2**23
+    core = player.server.core
+    # Workers of the recorded run, and workers that joined with a mutated number.
+    joined = {0, 1, *(number for number in NUMBERS if 0 <= number < 2**31)}
+    assert core.ledger.members.keys() <= joined
+    assert core.waits.last_seen.keys() <= joined
+    assert len(core.ledger.log_from(0).entries) < 100
+    assert len(player.server._waiting) + len(player.server._incoming) <= len(joined)
+    player.close()
+
+
+@pytest.mark.parametrize("tries", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_a_job_that_runs_while_mutated_messages_arrive_is_not_disturbed(tries, tmp_path):
+    """Unknown senders send mutations of messages of an equal job."""
+    job = job_of(Asynchronous(), 1)
+    for name in ("recorded", "running"):
+        (tmp_path / name).mkdir()
+    (messages,) = recorded(job, tmp_path / "recorded")
+    with Served(job, tmp_path / "running") as served, zmq.Context() as context:
+        sent = threading.Event()
+
+        def send():
+            chance = random.Random(2)
+            with context.socket(zmq.DEALER) as unknown:
+                unknown.connect(served.addresses[0])
+                for _ in range(tries):
+                    frames = mutated(chance, chance.choice(messages), messages)
+                    with_unknown_sender(chance, frames)
+                    unknown.send_multipart(frames[1:])
+                    while unknown.poll(0):
+                        unknown.recv_multipart()
+                unknown.send_multipart([b'[-1,0,0,0,9,0,0,0,0,0,-1,-1,""]'])
+                assert unknown.poll(60_000)  # the server has received all earlier messages
+            sent.set()
+
+        sender = threading.Thread(target=send)
+        with join_servers(job, 0, served.addresses) as worker:
+            sender.start()
+            while not sent.is_set():
+                pushes = count(worker, worker.pushes + 1, 0.0)
+            sender.join()
+        assert worker.module.x[:, 0].unique().tolist() == [pushes]
+        members = served.servers[0].core.ledger.members
+        assert members.keys() == {0}
+        assert members[0].epoch == 1
+    version, _, _, _ = restarted(job, 0, tmp_path / "running")
+    assert version == pushes
 
 
 INVALID = [

@@ -35,6 +35,7 @@ from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
 from paramserver.server import LocalConnection
 from paramserver.transport.connection import RemoteConnection
+from paramserver.transport.pieces import FiniteCheck
 from paramserver_training import (
     ADAMW,
     SGD,
@@ -385,6 +386,29 @@ def test_compressed_data_that_encode_cannot_have_returned_are_refused(bits):
 def test_values_that_are_not_a_float32_vector_are_not_encoded(values):
     with pytest.raises(ValueError, match="expected a vector of float32 elements, got shape"):
         Integers(8).encode(values)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_values_that_are_not_finite_are_not_encoded(value):
+    values = torch.ones(3000)
+    values[2000] = value
+    with pytest.raises(ValueError, match="expected finite values, got 1 of 3000 elements that are"):
+        Integers(4).encode(values)
+
+
+def test_compressed_data_of_the_buffers_size_are_checked_after_decoding():
+    """The bytes look like finite elements of the buffer, but encode elements that overflow."""
+    policy = LocalSteps(1, OUTER, Integers(8))
+    server = Server({"x": nn.Parameter(torch.zeros(15))}, INNER, policy, workers=1)
+    scale = torch.tensor([3e38]).numpy().tobytes()
+    empty_block = b"\x00\x00\x00\xff\xff"
+    last_block = b"\x01\x0f\x00\xf0\xff" + bytes([127] * 15)
+    data = torch.frombuffer(bytearray(scale + 8 * empty_block + last_block), dtype=torch.uint8)
+    check = FiniteCheck(server.shard, data)
+    check.update(len(data))
+    assert check.is_certain()
+    with pytest.raises(ValueError, match="gradient of x is not finite in 15 of 15 elements"):
+        server.core.replica.unpack((0, 0, 0), data, is_known_finite=True)
 
 
 def test_a_worker_of_another_policy_is_refused():

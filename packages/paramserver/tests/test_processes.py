@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -158,6 +159,53 @@ def test_hanging_worker_is_restarted(monkeypatch):
     )
     assert result.values == [5, 3]
     assert result.versions == [10]
+
+
+def train_and_note(worker, steps, folder):
+    for step in range(steps):
+        train(worker, 1)
+        (folder / f"{worker.rank}-{step}").touch()
+        time.sleep(0.1)
+    return worker.pushes
+
+
+@pytest.mark.parametrize(
+    "suspended", [pytest.param("worker 0", marks=pytest.mark.exhaustive), "all"]
+)
+def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspended, tmp_path):
+    """As if a machine had slept: a worker waits for its own answers only, and no peer is blamed."""
+    pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    workers = 1 if suspended == "worker 0" else 2
+
+    def suspend():
+        assert until(lambda: (tmp_path / "0-2").exists(), 60)
+        children = [
+            process.pid
+            for process in multiprocessing.active_children()
+            if process.name == suspended or suspended == "all"
+        ]
+        for number in children:
+            os.kill(number, signal.SIGSTOP)
+        time.sleep(3.0)
+        for number in children:
+            os.kill(number, signal.SIGCONT)
+        return len(children)
+
+    with ThreadPoolExecutor(1) as pool:
+        count = pool.submit(suspend)
+        result = run(
+            train_and_note,
+            model(),
+            SGD,
+            args=(6, tmp_path),
+            workers=workers,
+            transport="zeromq",
+            timeout=2.0,
+        )
+        assert count.result() == (1 if suspended == "worker 0" else 3)
+    assert result.values == [6] * workers
+    assert result.versions == [6]
+    assert result.lost == {}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Bulk-synchronous training equals one process, and the staleness bound holds in any order."""
 
+import gc
 import sys
 import threading
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -463,3 +465,48 @@ def test_wrong_ranks_and_orders_of_servers_are_named():
         Worker(model(), hosts, rank=-1)
     with pytest.raises(ValueError, match="pass the servers in the order of their shards"):
         Worker(model(), hosts[::-1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "servers", "pulls", "pushes"),
+    [
+        (Asynchronous(), 1, True, 200),
+        (Asynchronous(), 2, False, 200),
+        *(
+            pytest.param(policy, servers, pulls, 10_000, marks=pytest.mark.exhaustive)
+            for servers in (1, 2)
+            for policy, pulls in (
+                (Asynchronous(), True),
+                (Asynchronous(), False),
+                (StaleSynchronous(2), True),
+                (BulkSynchronous(), True),
+                (LocalSteps(1), True),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
+    module = nn.Linear(3, 2)
+    parameters = dict(module.named_parameters())
+    shards = partition(parameters, servers)
+    hosts = [Server(parameters, SGD, policy, workers=1, shard=shard) for shard in shards]
+    worker = Worker(module, hosts, optimizer=SGD if isinstance(policy, LocalSteps) else None)
+
+    def push(count):
+        for _ in range(count):
+            if pulls:
+                worker.pull()
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            worker.push()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    push(20)
+    tracemalloc.start()
+    growth = -push(pushes // 2) + push(pushes // 2)
+    tracemalloc.stop()
+    assert growth < 2**15  # less than 7 bytes per push of the exhaustive test
+    assert max(len(host.core.ledger.log_from(0).entries) for host in hosts) <= 4
+    assert hosts[0].version == 20 + pushes

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -287,6 +288,37 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
             assert version.result() == 0
 
 
+class SuspendedSocket:
+    """A socket whose first poll lasts an hour, because its process is suspended."""
+
+    def __init__(self, socket, jumps):
+        self._socket = socket
+        self._jumps = jumps
+
+    def poll(self, milliseconds):
+        if not self._jumps[0]:
+            self._jumps[0] = 3600.0
+            return 0
+        return self._socket.poll(milliseconds)
+
+    def __getattr__(self, name):
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("timeout", [1.5, 2.0, 60.0])
+def test_a_worker_that_is_suspended_during_a_poll_requests_again(served, monkeypatch, timeout):
+    jumps = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
+    monkeypatch.setattr(zeromq_connection, "time", clock)
+    job = replace(job_of(), timeout=timeout)
+    server = served(job)
+    with join_servers(job, 0, [server.address]) as worker:
+        connection = worker._connections[0]
+        connection._socket = SuspendedSocket(connection._socket, jumps)
+        assert worker.pull() == 0
+        assert jumps == [3600.0]
+
+
 @pytest.mark.parametrize(
     "name", ["server 0", pytest.param("server 1", marks=pytest.mark.exhaustive)]
 )
@@ -392,6 +424,47 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
     context.term()
     slow.close()
     assert read_final_state(job_of(), [server.address])[0].version == 5
+
+
+def connect_raw(port):
+    """Return a connection to the server that has completed the handshake of ZMTP 3.0."""
+    raw = socket.create_connection(("127.0.0.1", port))
+    raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    assert len(raw.recv(64, socket.MSG_WAITALL)) == 64
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    raw.sendall(bytes([4, len(ready)]) + ready)
+    assert raw.recv(1000)
+    return raw
+
+
+def test_a_frame_is_limited_before_it_is_stored(served):
+    """A connection that announces a frame of more than 2 MiB is closed at once."""
+    server = served(job_of())
+    port = int(server.address.rsplit(":", 1)[1])
+    largest = zeromq.PIECE + 2**20
+    for size, is_closed in ((largest, False), (largest + 1, True), (2**62, True)):
+        with connect_raw(port) as raw:
+            raw.settimeout(0.5 if not is_closed else 30)
+            raw.sendall(b"\x02" + struct.pack(">Q", size) + b"x")
+            if is_closed:
+                with suppress(ConnectionResetError):
+                    assert raw.recv(1) == b""
+            else:
+                with pytest.raises(TimeoutError):
+                    raw.recv(1)
+    with join_servers(job_of(), 0, [server.address]) as worker:
+        assert count(worker, 3, 0.0) == 3
+
+
+def test_a_message_of_many_frames_is_dropped(served):
+    server = served(job_of())
+    with join_servers(job_of(), 0, [server.address]) as worker:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
+            unknown.connect(server.address)
+            unknown.send_multipart([b"x"] * 100_000)
+            unknown.send(b'[0,0,0,0,3,0,0,0,0,0,-1,-1,""]')  # answered after the first message
+            assert unknown.poll(30_000)
+        assert count(worker, 3, 0.0) == 3
 
 
 @pytest.mark.parametrize("connections", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
@@ -602,9 +675,17 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
     assert "expected --before FILE:BYTE" in error_of("recover", str(tmp_path), "--before", "12")
 
 
-def test_an_open_address_needs_keys():
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "127.0.0.1.example.com", "localhost.example.com"])
+def test_an_open_address_needs_keys(host):
     with pytest.raises(ValueError, match="pass keys, or bind tcp://127"):
-        open_server(job_of(), 0, "tcp://0.0.0.0:5555", journal=None)
+        open_server(job_of(), 0, f"tcp://{host}:5555", journal=None)
+
+
+def test_loopback_addresses_need_no_keys(served):
+    for host in ("localhost", "127.0.0.2"):
+        address = served(job_of(), address=f"tcp://{host}:*").address
+        with join_servers(job_of(), 0, [address]) as worker:
+            assert count(worker, 1, 0.0) == 1
 
 
 def test_an_address_that_is_taken_is_named(served):

@@ -31,13 +31,14 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         unfinished.rename(path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise RuntimeError(
             f"cannot write the checkpoint {path}: {error}; free space on its disk, or make its "
             "folder writable, and start the worker again, which continues from the previous "
             "checkpoint"
         ) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -36,7 +36,8 @@ class Integers:
         """Encode a float32 vector as bytes: the scales of all blocks, then the coded integers.
 
         Raises:
-            ValueError: `values` is not a vector of float32 elements, or is empty.
+            ValueError: `values` is not a vector of float32 elements, is empty, or has an element
+                that is not finite.
         """
         if values.dim() != 1 or not len(values) or values.dtype != torch.float32:
             raise ValueError(
@@ -47,6 +48,11 @@ class Integers:
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
         # Shape (blocks,). A subnormal scale would have too few bits.
         scales = (blocks.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+        if not scales.isfinite().all():
+            raise ValueError(
+                f"expected finite values, got {int((~values.isfinite()).sum())} of {len(values)} "
+                "elements that are not finite; lower the learning rate"
+            )
         rounded = (blocks / scales[:, None]).round().clamp(-largest, largest)
         integers = rounded.to(torch.int8).view(-1)
         if self.bits == 4:

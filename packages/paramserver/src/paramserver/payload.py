@@ -213,11 +213,6 @@ class Changes(Gradients):
         shard = self._fragments[server][self._fragment].shard
         key = (server, self._fragment)
         flat = flatten(shard.views(change))
-        if not flat.isfinite().all():
-            raise ValueError(
-                "expected finite parameters after the local steps; nothing was sent: "
-                "lower the learning rate"
-            )
         if key in self._residuals:
             flat += self._residuals[key]
         data = self._compression.encode(flat)

@@ -156,9 +156,12 @@ class Session:
     def _forward_log(self, kind: Kind = Kind.SYNC) -> Requests[bool]:
         """Forward the first server's log; return True if this worker's last push is not applied."""
         (answer,) = yield [self._request(0, kind)]
-        if others := self._requests_with_log(Kind.REPLAY, Log.from_text(answer.text))[1:]:
+        log = Log.from_text(answer.text)
+        if others := self._requests_with_log(Kind.REPLAY, log)[1:]:
             answers = yield others
             self._positions[1:] = [answer.position for answer in answers]
+        # The next request reports this position, so that the first server discards these entries.
+        self._positions[0] = log.stop
         return bool(answer.number)
 
     def _request(self, server: int, kind: Kind) -> Request:

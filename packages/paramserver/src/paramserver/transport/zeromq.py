@@ -20,6 +20,7 @@ computes, so that the server can distinguish a slow worker from a dead one.
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,8 @@ from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE = 1.0
-#: Seconds between two iterations of the loop above which the process was probably suspended.
+#: Maximum of the seconds between two iterations of the loop above which the process was probably
+#: suspended. With a short timeout, the limit is half of the timeout, but at least 0.25.
 _SUSPENDED = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT = 10.0
@@ -55,7 +57,8 @@ class ZeroMQServer:
         journal: the journal of `core`; the server writes its snapshots.
 
     Raises:
-        ValueError: `keys` is None, and the address starts neither with tcp://127. nor with ipc://.
+        ValueError: `keys` is None, and the address is neither ipc:// nor a loopback address (an
+            IPv4 address 127.x.x.x, or localhost).
         RuntimeError: the address cannot be bound.
     """
 
@@ -68,9 +71,9 @@ class ZeroMQServer:
         journal: DiskJournal | None = None,
     ) -> None:
         zmq = import_zmq()
-        if keys is None and not address.startswith(("tcp://127.", "ipc://")):
+        if keys is None and not re.match(r"ipc://|tcp://(localhost|127(\.\d+){3}):", address):
             raise ValueError(
-                f"expected keys or a loopback address, got {address}, which other machines can "
+                f"expected keys or a loopback address, got {address}, which other machines may "
                 "reach; pass keys, or bind tcp://127.0.0.1"
             )
         self.core = core
@@ -109,6 +112,7 @@ class ZeroMQServer:
         """
         last_report = 0.0
         last_check = time.monotonic()
+        suspended = min(_SUSPENDED, max(0.25, self.core.waits.timeout / 2))
         while not self._stopped.is_set():
             changed = False
             for _ in range(64):  # waiting requests are retried at least after this many messages
@@ -116,7 +120,7 @@ class ZeroMQServer:
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
             now = time.monotonic()
-            if now - last_check > _SUSPENDED:
+            if now - last_check > suspended:
                 # The messages of the workers may not have been received yet.
                 self.core.reset_silence(now)
             last_check = now

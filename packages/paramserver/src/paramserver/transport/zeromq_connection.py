@@ -14,7 +14,8 @@ from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_INTERVAL = 1.0
-#: Seconds of silence after which a request or its answer is considered lost.
+#: Maximum of the seconds of silence after which a request or its answer is considered lost. With a
+#: short timeout, it is half of the timeout, but longer than the interval of the server's WAITs.
 _RETRY = 2.5
 #: Maximum number of pieces that a socket queues for receiving.
 MAX_PIECES = 4
@@ -83,14 +84,15 @@ class ZeroMQConnection(Connection):
         # Seconds without a message. A poll counts as at most its timeout: if this process was
         # suspended, it sends the request again before it gives up.
         silence = 0.0
+        retry = min(_RETRY, max(1.25, self._timeout / 2))
         self._send(message, written)
         answer = Message(Kind.WAIT)
         receiver = PieceReceiver(self.parameters)
         is_complete = False
         while not is_complete:
             poll_start = time.monotonic()
-            if not self._socket.poll(int(_RETRY * 1000)):
-                silence += min(_RETRY, time.monotonic() - poll_start)
+            if not self._socket.poll(int(retry * 1000)):
+                silence += min(retry, time.monotonic() - poll_start)
                 if silence > self._timeout:
                     raise self._lost(start)
                 if self._sent.done:  # otherwise the request has not left this process yet
