@@ -17,11 +17,14 @@
   tokens: bytes that a worker exchanges, and the loss on held-out text.
 - `link`: two hosts joined by a link of a given rate, and the fraction of a worker's time in which
   it computes. Both methods see the same rows of text in the same order.
+- `equal_loss`: the same with equal numbers of steps, and the loss on held-out text at their end
+  (`--equal-loss` measures these rows alone).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -408,50 +411,53 @@ def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:
     ]
 
 
-def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float, int]:
-    """Train as a rank of a process group; return as `train` does."""
+def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float, float]:
+    """Train as a rank of a process group.
+
+    Return the seconds of computation, the seconds in total, and the loss on held-out text.
+    """
     dist.init_process_group("gloo")
     model = decoder(size)
+    corpus = load_corpus()
     if kind != "data-parallel":
         # Each host serves half of the model, so that no worker is slowed down by serving more.
         make, hosts = partial(TimedAdamW, lr=lr), range(WORKERS)
         with join(model, make, POLICIES[kind], servers=hosts, timeout=240) as worker:
-            return train(worker, steps)
+            compute_seconds, total, _ = train(worker, steps)
+        return compute_seconds, total, held_out(model, corpus)
     torch.set_num_threads(1)
-    corpus = load_corpus()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
-    def step(number: int) -> None:
-        tokens, targets = batch(corpus, number, dist.get_rank())
-        logits = wrapped(tokens).flatten(0, 1)
-        nn.functional.cross_entropy(logits, targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with wrapped.no_sync():  # the time of steps without communication
+    def seconds_of(steps_to_take: int) -> float:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         start = time.perf_counter()
-        for number in range(10):
-            step(number)
-        alone = (time.perf_counter() - start) / 10
-    start = time.perf_counter()
-    for number in range(steps):
-        step(number)
-    return alone * steps, time.perf_counter() - start, data_parallel_bytes(model, steps)
+        for number in range(steps_to_take):
+            optimizer.param_groups[0]["lr"] = lr * rate_at(number, steps)
+            tokens, targets = batch(corpus, number, dist.get_rank())
+            logits = wrapped(tokens).flatten(0, 1)
+            nn.functional.cross_entropy(logits, targets.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    initial = copy.deepcopy(model.state_dict())
+    with wrapped.no_sync():  # the time of steps without communication
+        compute_seconds = seconds_of(10) / 10 * steps
+    model.load_state_dict(initial)
+    return compute_seconds, seconds_of(steps), held_out(model, corpus)
 
 
-def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, object]]:
-    """Return the fraction of time that a worker computes, for two hosts on one link."""
-    rows: list[dict[str, object]] = []
-    # Data-parallel training is so slow that it takes a tenth of the steps.
-    for kind, count in {
-        "data-parallel": max(5, steps // 10),
-        **dict.fromkeys(LINKED, steps),
-    }.items():
+def link_rows(steps_of: dict[str, int], size: str, lr: float, rate: str) -> list[dict]:
+    """Return the fraction of time that a worker computes, for two hosts on one link.
+
+    `steps_of` contains the number of steps per kind: "data-parallel", or a key of `POLICIES`.
+    """
+    rows: list[dict] = []
+    for kind, count in steps_of.items():
         with tempfile.TemporaryDirectory() as folder, emulated_hosts(WORKERS, rate) as hosts:
             command = [sys.executable, __file__, "--rank-of", kind, "--json", f"{folder}/rows"]
             command += ["--size", size, "--steps", str(count), "--lr", str(lr)]
-            if any(run_everywhere(hosts, command, dict(os.environ), seconds=900)):
+            if any(run_everywhere(hosts, command, dict(os.environ), seconds=1800)):
                 raise RuntimeError(f"a rank of {kind} failed")
             sent = max(host.sent_bytes() for host in hosts)
             results = [json.loads(Path(f"{folder}/rows-{w}").read_text()) for w in range(WORKERS)]
@@ -465,10 +471,30 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
                 "computing_share": min(computed / total for computed, total, _ in results),
                 "step_ms": max(total for _, total, _ in results) / count * 1e3,
                 "sent_bytes_a_step": sent / count,
+                "held_out_loss": results[0][2],
             }
         )
         print(rows[-1], file=sys.stderr)
     return rows
+
+
+def equal_loss_rows(size: str, steps: int, lr: float, rate: str) -> list[dict]:
+    """Return the sent bytes and the loss of data-parallel training and DiLoCo on one link."""
+    rows = link_rows(dict.fromkeys(("data-parallel", LINKED[-1]), steps), size, lr, rate)
+    return [
+        {
+            "case": "equal_loss",
+            "kind": row["kind"],
+            "size": size,
+            "rate": rate,
+            "steps": steps,
+            "held_out_loss": row["held_out_loss"],
+            "loss_over_data_parallel": row["held_out_loss"] / rows[0]["held_out_loss"],
+            "sent_bytes": row["sent_bytes_a_step"] * steps,
+            "times_fewer_bytes": rows[0]["sent_bytes_a_step"] / row["sent_bytes_a_step"],
+        }
+        for row in rows
+    ]
 
 
 def plot(rows: list[dict[str, object]], path: str) -> None:
@@ -511,6 +537,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-exchange", dest="exchange", action="store_false")
     parser.add_argument("--journal", action="store_true", help="measure the rows `journal` alone")
+    parser.add_argument(
+        "--equal-loss", action="store_true", help="measure the rows `equal_loss` alone"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--size", default="mini", help="size of the suite's decoder")
     parser.add_argument("--link-size", default="tiny")
@@ -526,8 +555,11 @@ def main() -> None:
         result = one_rank(options.rank_of, options.size, options.steps, options.lr)
         Path(f"{options.json}-{os.environ['RANK']}").write_text(json.dumps(result))
         os._exit(0)
-    if options.journal:
-        rows = journal_rows(80, 5)
+    if options.journal or options.equal_loss:
+        if options.journal:
+            rows = journal_rows(80, 5)
+        else:
+            rows = equal_loss_rows(options.size, options.steps, options.lr, options.rate)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
         print(table(rows))
@@ -547,7 +579,13 @@ def main() -> None:
     if reason := why_not():
         print(f"no link is emulated: {reason}", file=sys.stderr)
     elif options.link_steps:
-        rows += link_rows(options.link_size, options.link_steps, options.lr, options.rate)
+        # Data-parallel training is so slow that it takes a tenth of the steps.
+        steps_of = dict.fromkeys(LINKED, options.link_steps)
+        steps_of = {"data-parallel": max(5, options.link_steps // 10)} | steps_of
+        rows += [
+            {key: value for key, value in row.items() if key != "held_out_loss"}
+            for row in link_rows(steps_of, options.link_size, options.lr, options.rate)
+        ]
     if options.plot:
         plot(rows, options.plot)
     if options.json:

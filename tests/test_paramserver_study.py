@@ -98,9 +98,19 @@ def test_four_bits_save_400_times_the_bytes_and_cost_one_percent():
 @pytest.mark.timing
 @pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
 def test_workers_compute_95_percent_of_their_time_on_a_link_of_100_mbit():
-    rows = {row["kind"]: row for row in study.link_rows("tiny", 150, 3e-3, "100mbit")}
+    steps = {"data-parallel": 15, "DiLoCo, 4 bits, 5 fragments, overlap 5": 150}
+    rows = {row["kind"]: row for row in study.link_rows(steps, "tiny", 3e-3, "100mbit")}
     figure = "paramserver: computing share on 100 Mbit/s"
     plain = rows["data-parallel"]["computing_share"]
     assert_at_most(f"{figure}, data-parallel", 0.8, plain, "", margin=0)
     streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]["computing_share"]
     assert_at_least(f"{figure}, DiLoCo", 0.95, streaming, "", margin=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
+def test_diloco_sends_20_times_fewer_bytes_over_a_link_at_equal_loss():
+    rows = {row["kind"]: row for row in study.equal_loss_rows("mini", 2000, 3e-3, "100mbit")}
+    streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]
+    assert streaming["loss_over_data_parallel"] <= 1.01
+    assert streaming["times_fewer_bytes"] >= 20
