@@ -14,7 +14,16 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from paramserver import Asynchronous, BulkSynchronous, OptimizerSpec, Server, Worker, partition
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    LocalSteps,
+    OptimizerSpec,
+    Server,
+    StaleSynchronous,
+    Worker,
+    partition,
+)
 from paramserver.journal import DiskJournal
 from paramserver_training import ADAMW, batch, model
 
@@ -82,27 +91,47 @@ class CountedFile:
         return getattr(self._file, name)
 
 
+#: An update with this optimizer adds the gradient, so the order of updates has no effect.
+ADD = partial(torch.optim.SGD, lr=1.0)
+
+
+def set_gradients(worker, step, policy):
+    """Set gradients that depend on the pulled parameters, except for a stale policy."""
+    if isinstance(policy, StaleSynchronous):
+        for parameter in worker.module.parameters():
+            parameter.grad = torch.full_like(parameter, -0.5 * (step + 1) * (worker.rank + 1))
+        return
+    inputs, targets = batch(step, worker.rank)
+    F.mse_loss(worker.module(inputs), targets).backward()
+
+
 def train(folder, policy, servers):
     """Train from the state of the journals; return the version, parameters and staleness.
 
-    A policy that averages has two workers. Other policies have one, because the gradients of two
-    depend on the order in which they pull.
+    An asynchronous policy has one worker, because the gradients of two depend on the order in which
+    they pull. The staleness of a stale policy depends on it too, so its gradients are counted.
     """
-    count = 2 if policy.averages else 1
+    count = 1 if isinstance(policy, Asynchronous) else 2
+    is_stale = isinstance(policy, StaleSynchronous)
+    spec = ADD if is_stale else SPEC
     parameters = dict(model().named_parameters())
     hosts, journals = [], []
     for shard in partition(parameters, servers):
-        hosts.append(Server(parameters, SPEC, policy, workers=count, shard=shard, elastic=True))
+        hosts.append(Server(parameters, spec, policy, workers=count, shard=shard, elastic=True))
         path = folder / f"server-{shard.number}"
         journals.append(DiskJournal.start(path, hosts[-1].core, fsync=True))
-    workers = [Worker(model(), hosts, rank=rank) for rank in range(count)]
+    local = {"optimizer": SPEC} if isinstance(policy, LocalSteps) else {}
+    workers = []
+    for rank in range(count):
+        if local:
+            local["checkpoint"] = folder / f"worker-{rank}"
+        workers.append(Worker(model(), hosts, rank=rank, **local))
     for step in range(min(worker.position for worker in workers), STEPS):
         active = [worker for worker in workers if worker.position == step]
         for worker in active:
             worker.pull()
         for worker in active:
-            inputs, targets = batch(step, worker.rank)
-            F.mse_loss(worker.module(inputs), targets).backward()
+            set_gradients(worker, step, policy)
             worker.push()
         for host, journal in zip(hosts, journals, strict=True):
             if step in (1, 2):
@@ -112,7 +141,8 @@ def train(folder, policy, servers):
     for journal in journals:
         journal.close()
     trained = [p.detach() for p in workers[0].module.parameters()]
-    return version, trained, [host.staleness for host in hosts]
+    staleness = [host.staleness for host in hosts]
+    return version, trained, [s.total() for s in staleness] if is_stale else staleness
 
 
 def in_a_fork(function, *args):
@@ -172,7 +202,11 @@ def test_a_job_killed_at_some_changes_of_its_journals_equals_the_undisturbed_one
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("policy", [BulkSynchronous(), Asynchronous()], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [BulkSynchronous(), Asynchronous(), StaleSynchronous(1), LocalSteps(2, ADD)],
+    ids=["bulk", "asynchronous", "stale", "local"],
+)
 def test_a_job_killed_at_any_change_of_its_journals_equals_the_undisturbed_one(
     tmp_path, policy, servers
 ):
