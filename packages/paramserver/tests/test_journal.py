@@ -119,6 +119,10 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
     assert state_of(server_with(tmp_path)[0]) == state_of(server)
 
 
+class Killed(BaseException):
+    """The process of a server was killed."""
+
+
 class RepeatingConnection(LocalConnection):
     """Repeats a request while the disk is full, as a server over ZeroMQ does."""
 
@@ -127,16 +131,56 @@ class RepeatingConnection(LocalConnection):
             try:
                 return super().request(message, written)
             except DiskFullError:
-                pass
+                self.on_full_disk()
+
+    def on_full_disk(self):
+        pass
 
 
-def train_on_full_disk(folder, policy, servers, full_at, monkeypatch):
-    """Train two workers while record `full_at` fails twice; return the parameters and records."""
+class KilledConnection(RepeatingConnection):
+    """Stands for servers that are killed while a request waits for room on the disk."""
+
+    def on_full_disk(self):
+        raise Killed
+
+
+def start_servers(folder, policy, servers):
+    """Return the servers of a job, restored from their journals."""
     linear = nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.zero_()
     parameters = dict(linear.named_parameters())
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    hosts = []
+    for shard in partition(parameters, servers):
+        hosts.append(Server(parameters, sgd, policy, workers=2, shard=shard, elastic=True))
+        OPEN.append(DiskJournal.start(folder / f"server-{shard.number}", hosts[-1].core))
+    return hosts
+
+
+def train_two_steps(hosts, connection=RepeatingConnection):
+    """Train two workers from the state of the servers up to step 2; return the servers' states."""
+    connections = [[connection(host, rank) for host in hosts] for rank in range(2)]
+    workers = [Worker(nn.Linear(3, 2), connections[rank], rank=rank) for rank in range(2)]
+    for step in range(min(worker.position for worker in workers), 2):
+        active = [worker for worker in workers if worker.position == step]
+        for worker in active:
+            worker.pull()
+        for worker in active:
+            for parameter in worker.module.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step + worker.rank)
+            worker.push()
+    workers[0].pull()  # all servers apply the last update
+    _close(len(OPEN))
+    return [state_of(host) for host in hosts]
+
+
+def train_on_full_disk(folder, policy, servers, full_at, monkeypatch, *, is_killed=False):
+    """Train while record `full_at` fails twice; return the state of the servers and the records.
+
+    With `is_killed`, the servers are killed then, and start again when there is room.
+    """
     append = DiskJournal._append
     records = itertools.count()
     failures = iter([False] * full_at + [True] * 4)  # `record` tries twice
@@ -147,31 +191,23 @@ def train_on_full_disk(folder, policy, servers, full_at, monkeypatch):
         append(self, kind, parts)
         next(records)
 
-    def start(shard):
-        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        server = Server(parameters, sgd, policy, workers=2, shard=shard, elastic=True)
-        OPEN.append(DiskJournal.start(folder / f"server-{shard.number}", server.core))
-        return server
-
-    hosts = [start(shard) for shard in partition(parameters, servers)]
+    hosts = start_servers(folder, policy, servers)
     with monkeypatch.context() as patch:
         patch.setattr(DiskJournal, "_append", append_if_there_is_room)
-        connections = [[RepeatingConnection(host, rank) for host in hosts] for rank in range(2)]
-        workers = [Worker(nn.Linear(3, 2), connections[rank], rank=rank) for rank in range(2)]
-        for step in range(2):
-            for worker in workers:
-                worker.pull()
-            for worker in workers:
-                for parameter in worker.module.parameters():
-                    parameter.grad = torch.full_like(parameter, 1.0 + step + worker.rank)
-                worker.push()
-    _close(len(hosts))
-    trained = [state_of(host) for host in hosts]
-    restarted = [start(host.shard) for host in hosts]
+        if is_killed:
+            with pytest.raises(Killed):
+                train_two_steps(hosts, KilledConnection)
+            _close(len(OPEN))
+        else:
+            trained = train_two_steps(hosts)
+    restarted = start_servers(folder, policy, servers)
+    if is_killed:
+        return train_two_steps(restarted), next(records)
     assert [state_of(host) for host in restarted] == trained
     return trained, next(records)
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
     "policy",
@@ -179,13 +215,15 @@ def train_on_full_disk(folder, policy, servers, full_at, monkeypatch):
     ids=repr,
 )
 def test_a_request_that_found_a_full_disk_at_any_record_is_repeated(
-    policy, servers, tmp_path, monkeypatch
+    policy, servers, is_killed, tmp_path, monkeypatch
 ):
     expected, records = train_on_full_disk(tmp_path / "room", policy, servers, 10**6, monkeypatch)
     assert records > 10
     for full_at in range(records):
         folder = tmp_path / f"full-{full_at}"
-        trained, _ = train_on_full_disk(folder, policy, servers, full_at, monkeypatch)
+        trained, _ = train_on_full_disk(
+            folder, policy, servers, full_at, monkeypatch, is_killed=is_killed
+        )
         assert trained == expected, full_at
 
 
