@@ -11,12 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, Job
 from paramserver.running.supervise import open_server, read_final_state
+from test_zeromq import UNIT_SGD, Vector, count
 
 pytestmark = pytest.mark.exhaustive
 ray = pytest.importorskip("ray", reason="the peer Ray is not installed")
-pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-
-from test_zeromq import UNIT_SGD, Vector, count
 
 PUSHES = 100
 
