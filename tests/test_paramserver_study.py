@@ -78,6 +78,20 @@ def test_readme_states_the_measured_pushes_with_a_journal():
     assert f"took {least:.1f} to {most:.1f} times as long" in text
 
 
+def test_readme_states_the_measured_bytes_of_diloco():
+    text = " ".join((folder("paramserver") / "README.md").read_text().split())
+    kind = "DiLoCo, 4 bits, 5 fragments, overlap 5"
+    loss = {row["kind"]: row for row in newest_rows("measured") if row["case"] == "loss"}
+    assert f"exchanged {loss[kind]['times_fewer_bytes']:.0f} times fewer bytes" in text
+    losses = [loss[name]["held_out_loss"] for name in (kind, "data-parallel")]
+    assert f"was {losses[0]:.2f} instead of {losses[1]:.2f}" in text
+    (linked,) = (row for row in newest_rows("equal-loss") if row["kind"] == kind)
+    assert f"sent {linked['times_fewer_bytes']:.0f} times fewer bytes" in text
+    assert f"at {linked['loss_over_data_parallel']:.3f} times the loss" in text
+    assert linked["times_fewer_bytes"] >= 20
+    assert linked["loss_over_data_parallel"] <= 1.01
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timing
 def test_a_bound_lets_four_reach_the_target_before_the_slow_one_would():

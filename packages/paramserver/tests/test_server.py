@@ -507,8 +507,8 @@ def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
     tracemalloc.start()
     growth = -push(pushes // 2) + push(pushes // 2)
     tracemalloc.stop()
-    # Less than 14 bytes per push of the exhaustive test. Without a pull, the staleness of every push
-    # is a new one, whose count takes up to 150 bytes.
+    # Less than 14 bytes per push of the exhaustive test. Without a pull, every push has another
+    # staleness, whose count takes up to 150 bytes.
     assert growth < 2**16 + (0 if pulls else 150 * pushes // 2)
     assert max(len(host.core.ledger.log_from(0).entries) for host in hosts) <= 4
     assert hosts[0].version == 20 + pushes
