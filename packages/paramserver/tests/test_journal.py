@@ -461,9 +461,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("written", "restarted"), OTHERS.values(), ids=OTHERS)
 def test_journal_of_other_settings_is_refused_by_name(tmp_path, written, restarted):
-    journal = DiskJournal(tmp_path)
-    journal.snapshot(written.core)
-    journal.close()
+    DiskJournal.start(tmp_path, written.core).close()
     before = restarted.state_dict()["parameters"].clone()
     with pytest.raises(ValueError, match=r"expected a journal with|expected the state of a shard"):
         DiskJournal(tmp_path).load(restarted.core)
@@ -473,9 +471,7 @@ def test_journal_of_other_settings_is_refused_by_name(tmp_path, written, restart
 
 @pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: slower(p)), Asynchronous()])
 def test_journal_of_equal_settings_is_continued(tmp_path, policy):
-    journal = DiskJournal(tmp_path)
-    journal.snapshot(of(policy, lambda p: slower(p)).core)
-    journal.close()
+    DiskJournal.start(tmp_path, of(policy, lambda p: slower(p)).core).close()
     restarted = of(policy, lambda p: slower(p))
     journal = DiskJournal(tmp_path)
     assert journal.load(restarted.core)

@@ -213,10 +213,9 @@ def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
 
 
 def test_a_journal_of_another_schedule_or_group_is_refused(tmp_path):
-    journal = DiskJournal(tmp_path)
     cosine = SCHEDULERS["cosine"]
-    journal.snapshot(servers_of(model(), OptimizerSpec(ADAMW, cosine, no_decay, 0.3))[0].core)
-    journal.close()
+    (server,) = servers_of(model(), OptimizerSpec(ADAMW, cosine, no_decay, 0.3))
+    DiskJournal.start(tmp_path, server.core).close()
     longer = partial(lr_scheduler.CosineAnnealingLR, T_max=7)
     others = {
         "scheduler CosineAnnealingLR": OptimizerSpec(ADAMW, longer, no_decay, 0.3),

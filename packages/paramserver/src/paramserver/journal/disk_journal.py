@@ -159,14 +159,10 @@ class DiskJournal:
     def snapshot(self, core: Core) -> None:
         """Copy the state of `core`, start a new file, and write the copy in a thread.
 
-        If this fails, `error` is set and the journal continues without the snapshot.
-
-        Raises:
-            RuntimeError: the folder has a journal that was not loaded.
+        The journal must be loaded. If this fails, `error` is set and the journal continues without
+        the snapshot.
         """
         self.wait()
-        if self._file is None and files.file_numbers(self.folder, "journal"):
-            raise RuntimeError(f"{self.folder} has a journal; load it before the first snapshot")
         try:
             self._start_next_file()
         except OSError as error:
@@ -231,16 +227,14 @@ class DiskJournal:
         file = path.open("r+b", buffering=0)
         stop = self._stop
         try:
-            if self._file:
-                self._append(files.SEAL, [])
+            self._append(files.SEAL, [])
             # If the server dies here, the next server reads the seal and renames the file.
             path.rename(files.journal_path(self.folder, "journal", number))
         except OSError:
             file.close()
             self._stop = stop
             with suppress(OSError):
-                if self._file:  # discard the seal; a seal requires the next file
-                    self._discard_incomplete_record()
+                self._discard_incomplete_record()  # the seal, which requires the next file
                 path.unlink()
             raise
         self._file_number = number

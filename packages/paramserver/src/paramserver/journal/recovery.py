@@ -157,8 +157,8 @@ class _GoodPart:
         position = 0
         try:
             if snapshot is not None:
-                position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._identity = files.check_snapshot(self.folder, snapshot)
+                position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
             for span in files.checked_spans(self.folder, snapshot):
                 name = files.journal_path(self.folder, "journal", span.file_number).name
