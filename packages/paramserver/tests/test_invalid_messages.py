@@ -5,7 +5,6 @@ import gc
 import hashlib
 import json
 import random
-import resource
 import sys
 import threading
 import tracemalloc
@@ -32,8 +31,9 @@ from paramserver import (
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import answer_requests
 from paramserver.running.supervise import join_servers, open_server, read_final_state
+from paramserver.transport.distributed import DistributedChannel
 from paramserver.transport.shared_memory import channel_pairs
-from test_zeromq import UNIT_SGD, Vector, count
+from test_zeromq import UNIT_SGD, Vector, count, resident_bytes
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
@@ -339,10 +339,6 @@ def test_a_hundred_thousand_mutated_messages(tmp_path):
     fuzz(tmp_path, 100_000)
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 @pytest.mark.parametrize(
     ("policy", "tries"),
     [
@@ -444,6 +440,19 @@ def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
     assert raw == INVALID[-1] or "sent an invalid message" in server.core.failure
     channel.close()
+
+
+@pytest.mark.parametrize("length", [-1, 2**26 + 1, 2**62])
+def test_a_text_of_a_rank_is_limited_before_it_is_received(length):
+    channel = DistributedChannel("worker 1", 1, (0, 1), 128, None)
+
+    def receive(data, timeout):
+        assert data.shape == (9,)  # no memory for the text
+        data.copy_(torch.tensor([Kind.JOIN, 0, 0, 0, 0, 0, -1, -1, length]))
+
+    channel._receive = receive
+    with pytest.raises(ValueError, match=f"at most {2**26} bytes, worker 1 announced {length}"):
+        channel.receive()
 
 
 def state_of(server):

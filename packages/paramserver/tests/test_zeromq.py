@@ -467,6 +467,10 @@ def test_a_message_of_many_frames_is_dropped(served):
         assert count(worker, 3, 0.0) == 3
 
 
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 @pytest.mark.parametrize("connections", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
     server = served(job_of())
@@ -478,6 +482,7 @@ def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
         with join_servers(job_of(), 0, [server.address]) as worker:
             count(worker, 2, 0.0)
             before = len(os.listdir("/proc/self/fd"))
+            resident = resident_bytes()
             with ExitStack() as stack:
                 for i in range(connections):
                     raw = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -490,6 +495,7 @@ def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
             while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert len(os.listdir("/proc/self/fd")) <= before
+            assert resident_bytes() - resident < 2**25
             assert count(worker, 22, 0.0) == 22
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
