@@ -510,5 +510,7 @@ def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
     # Less than 14 bytes per push of the exhaustive test. Without a pull, every push has another
     # staleness, whose count takes up to 150 bytes.
     assert growth < 2**16 + (0 if pulls else 150 * pushes // 2)
-    assert max(len(host.core.ledger.log_from(0).entries) for host in hosts) <= 4
+    # A step has up to three entries, and the worker reports which of them all servers have replayed
+    # in its next step.
+    assert max(len(host.core.ledger.log_from(0).entries) for host in hosts) <= 6
     assert hosts[0].version == 20 + pushes
