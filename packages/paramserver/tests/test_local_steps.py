@@ -401,9 +401,11 @@ def test_compressed_data_of_the_buffers_size_are_checked_after_decoding():
     policy = LocalSteps(1, OUTER, Integers(8))
     server = Server({"x": nn.Parameter(torch.zeros(15))}, INNER, policy, workers=1)
     scale = torch.tensor([3e38]).numpy().tobytes()
-    empty_block = b"\x00\x00\x00\xff\xff"
-    last_block = b"\x01\x0f\x00\xf0\xff" + bytes([127] * 15)
-    data = torch.frombuffer(bytearray(scale + 8 * empty_block + last_block), dtype=torch.uint8)
+    four_empty_blocks = sum(2 << 10 * i for i in range(4)).to_bytes(5, "little")
+    last_block = b"\x01\x0f\x00\xf0\xff" + bytes([100] * 15)  # not compressed
+    data = torch.frombuffer(
+        bytearray(scale + 8 * four_empty_blocks + last_block), dtype=torch.uint8
+    )
     check = FiniteCheck(server.shard, data)
     check.update(len(data))
     assert check.is_certain()
