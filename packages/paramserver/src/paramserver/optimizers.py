@@ -258,14 +258,11 @@ def _checked(scheduler: LRScheduler) -> LRScheduler:
 
     Raises:
         ValueError: the scheduler needs the loss, or its state cannot be stored.
-        TypeError: it is not an `LRScheduler`.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "expected a scheduler of the number of updates, got ReduceLROnPlateau, which needs the "
             "loss; pass another one"
         )
-    if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"expected a torch scheduler, got {type(scheduler).__name__}")
     save_state(_without_numpy(scheduler.state_dict()), io.BytesIO())
     return scheduler

@@ -317,10 +317,10 @@ class Core:
 
     def _check_clock(self, worker: int, message: Message) -> None:
         member = self.ledger.members[worker]
-        if not member.active and self._elastic:
-            raise PeerLost(f"training continues without this worker: worker {worker} has left")
         if not member.active:
-            raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
+            raise PeerLost(
+                f"training continues without this worker: worker {worker} has finished or left"
+            )
         # Elastic workers may resend a push whose answer was lost. Otherwise a second push of one
         # clock means that two workers use the same number.
         may_repeat = self._elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
