@@ -396,6 +396,20 @@ def test_values_that_are_not_finite_are_not_encoded(value):
         Integers(4).encode(values)
 
 
+def test_outer_steps_that_diverge_end_training_with_compression():
+    policy = LocalSteps(1, partial(torch.optim.SGD, lr=1e38), Integers(4))
+    module = nn.Linear(2, 1)
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    server = Server(dict(module.named_parameters()), sgd, policy, workers=1)
+    worker = Worker(module, server, optimizer=sgd)
+    worker.pull()
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    with pytest.raises(ValueError, match="expected finite values, got 3 of 3 elements"):
+        worker.push()
+    assert "the server is lost: ValueError: expected finite values" in server.core.failure
+
+
 def test_compressed_data_of_the_buffers_size_are_checked_after_decoding():
     """The bytes look like finite elements of the buffer, but encode elements that overflow."""
     policy = LocalSteps(1, OUTER, Integers(8))
