@@ -47,7 +47,7 @@ GUIDES = (
     "contributing",
     "changelog",
 )
-FIRST_GUIDES = ("Getting started <getting_started>", "Overview <overview>")
+FIRST_GUIDES = ("Getting started <getting_started>", "Reading order, glossary, help <overview>")
 PICTURES = (".svg", ".png")
 #: Front matter of a page that the sidebar does not list, and of one without a list of its headings.
 UNLISTED = "---\norphan: true\n---\n"

@@ -34,6 +34,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from llmsys_suite.step.case import Case
@@ -250,6 +251,7 @@ def layers() -> list[Row]:
         for name, autocast in (("forward_end_mib", False), ("forward_end_autocast_mib", True)):
             saved = saved_bytes(config, memory.ROWS, autocast=autocast)
             row[name] = (stored + saved) / memory.MIB
+        row["training_peak_autocast_mib"] = _autocast_step(config).peak_bytes / memory.MIB
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(measured["drawn"]["inference_timeline"]),
@@ -258,6 +260,63 @@ def layers() -> list[Row]:
             row["largest"] = _largest_groups(step.at_peak)[:5]
         rows.append(row)
     return rows
+
+
+class _Autocast(TorchFunctionMode):
+    """CUDA's autocast to bf16 for the operators of the suite's model, on any device.
+
+    torch has no autocast for meta tensors, and it cannot run a backward pass of fake CUDA tensors
+    without a GPU. At the end of the forward pass, the live bytes are those of `saved_bytes`, which
+    uses torch's own autocast.
+    """
+
+    HALF = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+    FULL = (Tensor.softmax, F.rms_norm, F.cross_entropy)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[Tensor, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Cast the floating-point arguments of an operator, then call it."""
+        if func in self.HALF:
+            args = [self._half(item) for item in args]
+        elif func in self.FULL:
+            args = [
+                item.float() if isinstance(item, Tensor) and item.is_floating_point() else item
+                for item in args
+            ]
+        return func(*args, **(kwargs or {}))
+
+    def _half(self, item: Any) -> Any:
+        if not isinstance(item, Tensor) or item.dtype != torch.float32:
+            return item
+        if not (item.is_leaf and item.requires_grad):
+            return item.bfloat16()
+        if item not in self.cache:
+            self.cache[item] = item.bfloat16()
+        return self.cache[item]
+
+
+def _autocast_step(config: Any) -> Any:
+    """Return the live memory of an AdamW step whose forward pass runs under bf16 autocast."""
+    from accounting.memory.live import make_state, training_step_memory
+    from llmsys_suite.model import Decoder, plain_attention
+    from llmsys_suite.stages import memory
+
+    with torch.device("meta"):
+        model = Decoder(config, plain_attention)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        tokens = torch.zeros(memory.ROWS, config.context, dtype=torch.long)
+        make_state(optimizer)
+
+        def loss() -> Tensor:
+            with _Autocast() as autocast:
+                value = model.loss(tokens, tokens)
+            autocast.cache.clear()
+            return value
+
+        return training_step_memory(model, loss, optimizer)
 
 
 def _largest_groups(blocks: list[Any]) -> list[Row]:

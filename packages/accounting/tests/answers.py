@@ -373,7 +373,7 @@ ANSWERS = [
     ),
     Answer(
         "b2.3T",
-        "DDP overhead after the backward: s=1 GB, w=10 GB/s, o=1 ms, 10 buckets",
+        "DDP overhead after the backward pass: s=1 GB, w=10 GB/s, o=1 ms, 10 buckets",
         "bucket_overhead_seconds(1e9, bandwidth=1e10, latency=1e-3, num_buckets=10)",
         0.02,
         "s",
@@ -382,7 +382,7 @@ ANSWERS = [
     ),
     Answer(
         "b2.3opt",
-        "the bucket size that makes it least",
+        "the bucket size that minimizes it",
         "optimal_bucket_bytes(1e9, bandwidth=1e10, latency=1e-3)",
         1e8,
         "B",

@@ -632,16 +632,16 @@ FAULTS: list[Fault] = [
         then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder)).mul_(run.world)), ("ddp bucketed",)),
     Fault("train", "the last column of one gradient is lost", lambda run:
         then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder, "down.weight"))[:, -1].zero_()), ("ddp bucketed",)),
-    Fault("train", "one gradient is that of the step before", stale_gradient, ("ddp overlapped",)),
+    Fault("train", "one gradient is that of the previous step", stale_gradient, ("ddp overlapped",)),
     Fault("train", "two gradients of one shape are swapped", lambda run:
         then(FLAT, "communicate", swaps_gradients)),
     Fault("train", "nothing is exchanged", lambda run:
         mock.patch.object(VARIANTS[NAIVE], "communicate", return_value=None), (NAIVE,)),
-    Fault("train", "gradients travel in bfloat16", lambda run:
+    Fault("train", "gradients are sent in bfloat16", lambda run:
         after(ddp, "all_reduce_gradients", lambda _, model: gradients(model, lambda g: g.copy_(g.bfloat16()))), (NAIVE,)),
     Fault("train", "a mean is divided twice, which Adam hides", lambda run:
         then("fsdp", "communicate", lambda v: gradients(v.model, lambda g: g.div_(run.world))), ("fsdp",)),
-    Fault("train", "a gradient is handed over twice", lambda run:
+    Fault("train", "a gradient is pushed twice", lambda run:
         then(SERVER, "forward_backward", lambda v: gradients(v.decoder, lambda g: g.mul_(2))), (SERVER,)),
     # Weights.
     Fault("train", "the last element of each shard is not updated", lambda run:
@@ -690,7 +690,7 @@ FAULTS: list[Fault] = [
     Fault("train", "torch DDP is slowed", lambda run:
         instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     # Bytes.
-    Fault("train", "what is said to stay in shared memory goes over TCP", lambda run:
+    Fault("train", "a variant that reports shared memory sends over TCP", lambda run:
         around(collectives, "all_reduce", goes_over_tcp), ("ddp shared memory",)),
     Fault("train", "buckets in shared memory are summed twice and used once", lambda run:
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
@@ -712,7 +712,7 @@ FAULTS: list[Fault] = [
     Fault("plan", "the rate of a product is doubled", lambda run:
         after(clocks, "product_rate", lambda rate, *_: 2 * rate)),
     # Learning.
-    Fault("learn", "the held-out loss is that of the text trained on", lambda run:
+    Fault("learn", "the held-out loss is that of the training text", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
     Fault("learn", "the held-out loss is one rank's", lambda run:
         after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
@@ -742,7 +742,7 @@ FAULTS: list[Fault] = [
     Fault("attention", "a kernel's output is scaled by 1.5", lambda run:
         kernel(lambda f, q, k, v: 1.5 * f(q, k, v))),
     Fault("attention", "a kernel sees one position ahead", lambda run: kernel(one_ahead)),
-    Fault("attention", "a kernel gives values no gradient", lambda run:
+    Fault("attention", "a kernel returns no gradient for the values", lambda run:
         kernel(lambda f, q, k, v: f(q, k, v.detach() + 0 * v))),
     Fault("attention", "a kernel leaves out the scale", lambda run:
         kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
@@ -756,7 +756,7 @@ FAULTS: list[Fault] = [
     Fault("parallel", "the pipeline's head has no gradient", lambda run: split("pipeline", headless)),
     Fault("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
         split("pipeline", sums_over_microbatches)),
-    Fault("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
+    Fault("parallel", "one rank does not train the replicated parameters of tensor parallelism", one_rank_waits),
     Fault("parallel", "the splits train at twice the rate", lambda run:
         around(splits.SplitModel, "__init__", at_twice_the_rate)),
     Fault("parallel", "one microbatch is missing from the loss", lambda run:
@@ -778,7 +778,7 @@ FAULTS: list[Fault] = [
     Fault("scale", "runs stop at half their budget", lambda run: around(scale, "train_one", half_budget)),
     Fault("scale", "tokens are those of one row", lambda run:
         scaled("tokens", lambda row: row["tokens"] // scale.ROWS)),
-    Fault("scale", "the loss is that of the text trained on", lambda run:
+    Fault("scale", "the loss is that of the training text", lambda run:
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
     Fault("scale", "the rate does not decay", lambda run:
         mock.patch.object(scale, "_cosine", return_value=1.0)),
@@ -793,7 +793,7 @@ FAULTS: list[Fault] = [
         edit(inspect, lambda result: result.lens.pop())),
     Fault("inspect", "a component is missing from the attributions", lambda run:
         edit(inspect, lambda result: result.attribution.pop(1))),
-    Fault("inspect", "another head is ablated than the one that is named", lambda run:
+    Fault("inspect", "the ablated head is not the reported one", lambda run:
         around(inspect, "loss_without", lambda original, model, layer, head, *batch: original(
             model, layer, (head + 1) % model.config.num_heads, *batch))),
     Fault("inspect", "the ablation does nothing", lambda run:
@@ -803,14 +803,14 @@ FAULTS: list[Fault] = [
     Fault("compress", "the loss is that of the uncompressed model", lambda run:
         methods(lambda by_method: [row.update(heldout_loss=by_method[compress.BASELINE]["heldout_loss"]) for row in by_method.values()])),
     Fault("compress", "two methods' rows are swapped", lambda run: methods(swapped_methods)),
-    Fault("compress", "half of the weights are pruned in name only", lambda run:
+    Fault("compress", "a fifth is pruned instead of half", lambda run:
         mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.2).model})),
     Fault("compress", "codebooks of 2 bits have 4", lambda run:
         mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 4)})),
     Fault("compress", "bits of the file are flipped", lambda run: after(tinyml, "save", flipped_bits)),
     Fault("compress", "a grid is rounded down instead of to the nearest", lambda run:
         around(tinyml, "quantize", rounded_down)),
-    Fault("compress", "times smaller are differences", lambda run:
+    Fault("compress", "the factors of compression are differences", lambda run:
         methods(lambda by_method: [row.update(smaller=by_method[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in by_method.values()])),
     # Faults that an outsider planted.
     Fault("train", "every variant trains at a higher rate from the fourth step on", lambda run:
@@ -824,11 +824,11 @@ FAULTS: list[Fault] = [
         instead("torch FSDP2", "update", lambda original, v: [time.sleep(0.1), original(v)]), ("torch FSDP2",)),
     Fault("train", "the weights start at twice their scale", lambda run:
         around(torch.nn.init, "trunc_normal_", lambda original, w, std=1.0, **more: original(w, std=2 * std, **more))),
-    Fault("plan", "activations are of one layer", lambda run:
+    Fault("plan", "activations are those of one layer", lambda run:
         predicts("training_bytes_by_part", lambda parts: parts | {"activations": parts["activations"] // 2})),
     Fault("learn", "tokens are those of one rank", lambda run:
         after(learn, "run", lambda result, *_: result and replace(result, tokens=result.tokens // 2))),
-    Fault("learn", "the slowest variant is said to be the fastest", lambda run:
+    Fault("learn", "the slowest variant is reported as the fastest", lambda run:
         around(choice, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in choice.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
     Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
     Fault("parallel", "1F1B is GPipe", lambda run:
@@ -857,12 +857,12 @@ FAULTS: list[Fault] = [
         around(final_weights, "furthest", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
         [mock.patch.object(final_weights, "_bits", return_value=""), last_bit(run)]),
-    Fault("plan", "half of the moments are called activations", lambda run: after(plan, "predict", optimizer_in_activations)),
+    Fault("plan", "half of the moments are reported as activations", lambda run: after(plan, "predict", optimizer_in_activations)),
     Fault("plan", "the planned and the measured peak are halved", half_of_both_peaks),
     Fault("plan", "the clock of the thread is four times too slow, in the audit too", lambda run:
         mock.patch.object(time, "thread_time", lambda original=time.thread_time: original() / 4)),
-    Fault("links", "the stage is said to be impossible", lambda run: mock.patch.object(links, "run", return_value=Skipped("one rank has no link"))),
-    Fault("parallel", "the stage is said to be impossible", lambda run: mock.patch.object(parallel, "run", return_value=Skipped("no split"))),
+    Fault("links", "the stage is reported as impossible", lambda run: mock.patch.object(links, "run", return_value=Skipped("one rank has no link"))),
+    Fault("parallel", "the stage is reported as impossible", lambda run: mock.patch.object(parallel, "run", return_value=Skipped("no split"))),
     Fault("parallel", "the median of the iterations is halved", lambda run: rows(parallel, lambda row: {"iteration_ms": row["iteration_ms"] / 2})),
     Fault("attention", "the formula is SDPA", lambda run: mock.patch.dict(attention.KERNELS, {"plain": F.scaled_dot_product_attention})),
     Fault("attention", "the tiled kernel is SDPA", lambda run: mock.patch.dict(attention.KERNELS, {"flashattn2 tiled": F.scaled_dot_product_attention})),
@@ -874,13 +874,13 @@ FAULTS: list[Fault] = [
     Fault("compress", "k-means is a linear grid", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 4 bits": lambda model: tinyml.quantize(model, 4)})),
     # Faults that a third outsider planted.
     Fault("train", "variants run one after another, not interleaved", lambda run: around(train, "run", one_after_another)),
-    Fault("learn", "the checkpoint is said to be one step earlier", lambda run: checkpoint_state(lambda state: {"step": state["step"] - 1})),
-    Fault("learn", "the checkpoint's seed is another one", lambda run: checkpoint_state(lambda state: {"seed": state["seed"] + 1})),
-    Fault("learn", "the checkpoint lacks the last loss", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
+    Fault("learn", "the checkpoint reports one step too few", lambda run: checkpoint_state(lambda state: {"step": state["step"] - 1})),
+    Fault("learn", "the checkpoint has another seed", lambda run: checkpoint_state(lambda state: {"seed": state["seed"] + 1})),
+    Fault("learn", "the last loss is missing from the checkpoint", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
     Fault("parallel", "the time of all iterations is shorter by 15 %", lambda run:
         rows(parallel, lambda row: {"iteration_ms": 0.85 * row["iteration_ms"], "seconds": [0.85 * s for s in row["seconds"]]})),
     Fault("scale", "the law is left out", lambda run: after(scale, "fit", lambda result, *_: replace(result, law={}, valleys=[], extrapolated={}))),
-    Fault("inspect", "another head than that of the table is ablated", ablates_another_head),
+    Fault("inspect", "the ablated head is not the one in the table", ablates_another_head),
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),
     Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),

@@ -13,11 +13,13 @@ import argparse
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -132,18 +134,50 @@ def inject(
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return Markdown: the number of faults that were found, and the check that found each."""
+    """Return Markdown: the number of faults that were found, by stage, and the check of each."""
     detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
-    lines = [
-        f"{detected} of {len(outcomes)} injected faults were found: {detected / len(outcomes):.0%}."
-    ]
-    lines += ["", "| injected fault | found by |", "|---|---|"]
+    stages: dict[str, list[Outcome]] = {stage: [] for stage in (*STAGES, "folder")}
     for outcome in outcomes:
-        checks = outcome.failed_checks
-        first = checks[0] if checks else "**nothing**"
-        more = f" and {len(checks) - 1} more" if len(checks) > 1 else ""
-        lines.append(f"| {outcome.fault} | {first}{more} |")
+        stages.setdefault(outcome.fault.partition(": ")[0], []).append(outcome)
+    stages = {stage: part for stage, part in stages.items() if part}
+    lines = [
+        f"{detected} of {len(outcomes)} injected faults were found: {detected / len(outcomes):.0%}.",
+        "",
+        "| stage | found | checks that found most |",
+        "|---|---|---|",
+    ]
+    for stage, part in stages.items():
+        found = sum(bool(outcome.failed_checks) for outcome in part)
+        lines.append(f"| {stage} | {found} of {len(part)} | {_most_frequent(part)} |")
+    for stage, part in stages.items():
+        lines += ["", f"### Faults in {stage}", "", "| injected fault | found by |", "|---|---|"]
+        lines += [f"| {o.fault.partition(': ')[2]} | {_found_by(o, stage)} |" for o in part]
     return "\n".join(lines)
+
+
+def _most_frequent(outcomes: list[Outcome]) -> str:
+    """Return the three kinds of checks that found most of the faults first."""
+    kinds = Counter(
+        _kind(outcome.failed_checks[0]) for outcome in outcomes if outcome.failed_checks
+    )
+    return "; ".join(f"{kind} ({count})" for kind, count in kinds.most_common(3))
+
+
+def _kind(check: str) -> str:
+    """Return the name of a check without the stage, the variant and the rank."""
+    for first in ("an error", "the folder's digests"):
+        if check.startswith(first):
+            return first
+    return re.sub(r", rank \d+$", "", check.rpartition(": ")[2])
+
+
+def _found_by(outcome: Outcome, stage: str) -> str:
+    """Return the first failed check, without its stage, and the number of the other ones."""
+    checks = outcome.failed_checks
+    if not checks:
+        return "**nothing**"
+    first = textwrap.shorten(checks[0].removeprefix(f"{stage}: "), 120, placeholder=" …")
+    return f"{first} and {len(checks) - 1} more" if len(checks) > 1 else first
 
 
 def rank_main() -> int:

@@ -23,7 +23,7 @@ from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
-from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, unaudited
+from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, Unaudited, unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -368,10 +368,11 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
 def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported):
     folder, markdown = reported
     page = (folder.path / "report.html").read_text()
-    for stage, figures in UNAUDITED.items():
+    for stage, entries in UNAUDITED.items():
         assert unaudited(stage) in markdown
         assert unaudited(stage) in page
-        assert all(words in unaudited(stage) for words in figures)
+        assert all(entry.figures in unaudited(stage) for entry in entries)
+        assert all(entry.errors in unaudited(stage) for entry in entries if entry.errors != Unaudited.errors)
     assert markdown.count(OF_THE_RUN) == page.count(OF_THE_RUN) == 1
     # The label is visible without opening the details before it.
     assert page.rindex("</details>") < page.index(OF_THE_RUN)
