@@ -141,14 +141,15 @@ def table(outcomes: list[Outcome]) -> str:
         stages.setdefault(outcome.fault.partition(": ")[0], []).append(outcome)
     stages = {stage: part for stage, part in stages.items() if part}
     lines = [
-        f"{detected} of {len(outcomes)} injected faults were found: {detected / len(outcomes):.0%}.",
+        f"{detected} of {len(outcomes)} injected faults were found: "
+        f"{detected / len(outcomes):.0%}.",
         "",
         "| stage | found | checks that found most |",
         "|---|---|---|",
     ]
     for stage, part in stages.items():
-        found = sum(bool(outcome.failed_checks) for outcome in part)
-        lines.append(f"| {stage} | {found} of {len(part)} | {_most_frequent(part)} |")
+        num_detected = sum(bool(outcome.failed_checks) for outcome in part)
+        lines.append(f"| {stage} | {num_detected} of {len(part)} | {_most_frequent(part)} |")
     for stage, part in stages.items():
         lines += ["", f"### Faults in {stage}", "", "| injected fault | found by |", "|---|---|"]
         lines += [f"| {o.fault.partition(': ')[2]} | {_found_by(o, stage)} |" for o in part]
