@@ -70,7 +70,7 @@ UNAUDITED: dict[str, tuple[Unaudited, ...]] = {
         Unaudited("the use of tf32 in products"),
         Unaudited("bytes on the wire on a GPU"),
         Unaudited("the peak memory of each variant within a step"),
-        Unaudited("the times of torch's DDP and FSDP2", "too long by a factor below 1.4"),
+        Unaudited("the times of DDP and FSDP2 of torch", "too long by a factor below 1.4"),
         Unaudited("the rounds that other programs disturbed"),
     ),
     "learn": (
@@ -94,7 +94,7 @@ UNAUDITED: dict[str, tuple[Unaudited, ...]] = {
     "parallel": (
         Unaudited("waiting", fields=("rows.waiting",)),
         Unaudited("the dtype of products", "a wrong dtype, and errors below its rounding"),
-        Unaudited("the time of an iteration", "less work than reported, or another split's time"),
+        Unaudited("the time of an iteration", "less work than reported, or the time of another split"),
     ),
     "memory": (
         Unaudited("the peak of inference", fields=("peaks.inference_peak_mib",)),
