@@ -94,7 +94,9 @@ UNAUDITED: dict[str, tuple[Unaudited, ...]] = {
     "parallel": (
         Unaudited("waiting", fields=("rows.waiting",)),
         Unaudited("the dtype of products", "a wrong dtype, and errors below its rounding"),
-        Unaudited("the time of an iteration", "less work than reported, or the time of another split"),
+        Unaudited(
+            "the time of an iteration", "less work than reported, or the time of another split"
+        ),
     ),
     "memory": (
         Unaudited("the peak of inference", fields=("peaks.inference_peak_mib",)),
