@@ -349,7 +349,26 @@ def continue_in_another_dtype(path):
                     assert state[name][key].dtype == dtype
                     assert torch.equal(state[name][key], entry[key].to(dtype))
                 assert state[name]["step"] == entry["step"]
+            step_as_one_process(other, other_optimizer, values, whole, dtype)
     return True
+
+
+def step_as_one_process(model, optimizer, values, states, dtype):
+    """Step a resumed model, and compare one process that starts from the same values and state."""
+    twin = cast(values, dtype)
+    theirs = torch.optim.AdamW(twin.named_parameters(), lr=0.1)
+    for name, parameter in twin.named_parameters():
+        theirs.state[parameter] = {
+            key: value.to(dtype) if value.dim() else value.clone()
+            for key, value in states[name].items()
+        }
+    inputs = batch(1, 0).to(dtype)
+    for module, stepped in ((model, optimizer), (twin, theirs)):
+        mean_square(module, inputs).backward()
+        stepped.step()
+    # A bfloat16 has eight significant bits.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert_alike(model, twin, rtol=tolerance, atol=tolerance)
 
 
 def load_in_inference_mode(path):

@@ -137,6 +137,26 @@ def test_the_formula_gives_the_numbers_of_the_papers_figure():
         zero_stage_bytes(1, 1, 4)
 
 
+def test_the_report_names_the_parameters_that_stay_whole():
+    def ignore_the_head(group):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = FSDP(model, group=group, ignored_params=model[1].parameters())
+        return model, torch.optim.AdamW(model.parameters())
+
+    def loss_of(model):
+        return model(torch.ones(1, 4)).sum()
+
+    report = memory_report(ignore_the_head, loss_of, world=4)
+    assert report.replicated == dict.fromkeys(("1.weight", "1.bias"), "in ignored_params")
+    assert str(report).splitlines()[-1] == (
+        "whole on every rank: 1.weight and 1 more, in ignored_params"
+    )
+    assert not memory_report(make_build(3), loss, world=4).replicated
+    reasons = memory_report(make_build(2), loss, world=4).replicated
+    assert set(reasons.values()) == {"in no module that stage 3 shards"}
+    assert reasons.keys() == {name for name, _ in make_build(0)(None)[0].named_parameters()}
+
+
 def parameter_bytes_while_running():
     model, _ = make_build(3)(None)
     largest = 0

@@ -384,6 +384,26 @@ def test_elementwise_state_that_cannot_be_joined_is_refused():
         how_to_split(ListedState, {}, elementwise=True, shapes=[(4, 3)])
 
 
+class LastTrialSteps(torch.optim.SGD):
+    """SGD that divides by the largest element of all parameters from its 49th step on."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        largest = max(parameter.grad.abs().max() for parameter in parameters)
+        for parameter in parameters:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+            scale = largest if self.state[parameter]["step"] >= 49 else 1.0
+            parameter.sub_(parameter.grad / scale, alpha=0.01)
+
+
+def test_a_trial_has_fifty_steps():
+    with pytest.raises(ValueError, match="LastTrialSteps is not element-wise"):
+        how_to_split(LastTrialSteps, {}, elementwise=True, shapes=[(4, 3)])
+    with pytest.raises(ValueError, match="its step on one parameter depends on the others"):
+        how_to_split(LastTrialSteps, {}, shapes=[(4, 3)])
+
+
 class NormalizedByKeyword(torch.optim.SGD):
     """SGD that divides by the norm of all gradients if an argument without a name says so."""
 

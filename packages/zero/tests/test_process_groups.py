@@ -241,23 +241,25 @@ def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
 
 
-def abandoned(call):
+def abandoned(call, deleted_path):
     """Delete the work of one rank before the other rank sends its blocks."""
     first = dist.get_rank() == 0
-    dist.barrier()
-    if not first:
-        time.sleep(0.5)
+    while not first and not deleted_path.exists():
+        time.sleep(0.01)
     large, small = torch.ones(1_000_000), torch.ones(500_000)
     pair = (small, large) if call is direct_reduce_scatter else (large, small)
     work = call(*pair, async_op=True)
     if not first:
         work.wait()
     del work, pair, large, small
+    if first:
+        deleted_path.touch()
     total = torch.ones(3)
     dist.all_reduce(total)
     return total.tolist()
 
 
 @pytest.mark.parametrize("call", [direct_reduce_scatter, direct_all_gather])
-def test_abandoned_work_does_not_block_the_group(call):
-    assert run_ranks(abandoned, 2, call, timeout=60) == [[2.0] * 3] * 2
+def test_abandoned_work_does_not_block_the_group(call, tmp_path):
+    outcomes = run_ranks(abandoned, 2, call, tmp_path / "deleted", timeout=60)
+    assert outcomes == [[2.0] * 3] * 2

@@ -111,6 +111,7 @@ CONFUSING = {
     "state": lambda seed: Wrapped("state", make(seed)),
     "optimizer": lambda seed: Wrapped("optimizer", nn.Sequential(Wrapped("state", make(seed)),
                                                                  nn.Linear(2, 3))),
+    "param_groups": lambda seed: Wrapped("param_groups", make(seed)),
 }  # fmt: skip
 
 
@@ -137,7 +138,14 @@ def read_confusing_names(folder, combinations, stages):
     return True
 
 
-SOME = [*zip(CONFUSING, FORMS, strict=True), ("optimizer", "flat"), ("model", "flat")]
+SOME = [
+    ("model", "nested"),
+    ("model", "flat"),
+    ("state", "flat"),
+    ("optimizer", "numbers"),
+    ("optimizer", "flat"),
+    ("param_groups", "flat"),
+]
 
 
 @pytest.mark.parametrize(
@@ -493,6 +501,8 @@ def every_dtype(folder):
     """Exchange tensors of every dtype with the format's reference implementation."""
     import safetensors.torch
 
+    assert DTYPES.keys() >= safetensors.torch._TYPES.keys()
+    assert DTYPES["F8_E8M0"] == torch.float8_e8m0fnu
     theirs = Buffers(fill=1)
     if dist.get_rank() == 0:
         safetensors.torch.save_file(theirs.state_dict(), f"{folder}/theirs.safetensors")

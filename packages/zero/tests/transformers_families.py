@@ -56,6 +56,19 @@ def build(name, dtype=torch.float64):
     return model.to(dtype).eval()
 
 
+def masks_of(name, tokens):
+    """Return masks with which transformers reads no values, which the meta device does not have."""
+    if name == "mamba":
+        return {}
+    if name != "t5":
+        return {"attention_mask": torch.ones_like(tokens)}
+    # T5 also reads the values of masks of two dimensions.
+    batch, length = tokens.shape
+    seen = torch.zeros(batch, 1, length, length)
+    later = torch.full((length, length), torch.finfo(seen.dtype).min).triu(1)
+    return {"attention_mask": seen, "decoder_attention_mask": seen + later}
+
+
 def loss_of(name):
     """Return the loss of a family's model on random inputs, which become tokens or pixels."""
 
@@ -64,8 +77,6 @@ def loss_of(name):
             pixels = inputs.new_zeros(2, 3, 8, 8) + inputs.mean()
             return model(pixel_values=pixels).logits.square().mean()
         tokens = (inputs * 100).long().abs() % 40
-        # Without a mask, transformers reads values, which the meta device does not have.
-        masks = {} if name == "mamba" else {"attention_mask": torch.ones_like(tokens)}
-        return model(input_ids=tokens, labels=tokens, **masks).loss
+        return model(input_ids=tokens, labels=tokens, **masks_of(name, tokens)).loss
 
     return loss

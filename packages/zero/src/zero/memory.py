@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.fsdp.fsdp import find_fsdp
+from zero.fsdp.shard import find_sharded
 from zero.fsdp.unit import Unit
+from zero.fsdp.wrapping import original_name
 from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun
@@ -66,6 +68,8 @@ class MemoryReport:
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]
+    #: Maps the name of each parameter that every rank stores whole between steps to the reason.
+    replicated: dict[str, str]
 
     @property
     def predicted_peak(self) -> int:
@@ -84,6 +88,12 @@ class MemoryReport:
             for moment in moments:
                 cells = (f"{getattr(moment, c) / 2**20:13.3f}" for c in columns)
                 lines.append(f"{kind[:4]} {moment.name:>15}" + "".join(cells))
+        names_of: dict[str, list[str]] = {}
+        for name, reason in self.replicated.items():
+            names_of.setdefault(reason, []).append(name)
+        for reason, names in names_of.items():
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            lines.append(f"whole on every rank: {names[0]}{more}, {reason}")
         return "\n".join(lines)
 
 
@@ -112,13 +122,13 @@ def memory_report(
     else:
         ranks = DryRun(1)
     with torch.device("meta"):
-        predicted = _run(build, loss, ranks, _OperatorCounter)
+        predicted, replicated = _run(build, loss, ranks, _OperatorCounter)
     if world is not None:
-        return MemoryReport(predicted, ())
+        return MemoryReport(predicted, (), replicated)
     counter_cls = _CudaCounter if torch.device(device).type == "cuda" else _OperatorCounter
     with torch.device(device):
-        measured = _run(build, loss, group, counter_cls)
-    return MemoryReport(predicted, measured)
+        measured, _ = _run(build, loss, group, counter_cls)
+    return MemoryReport(predicted, measured, replicated)
 
 
 def zero_stage_bytes(
@@ -145,8 +155,24 @@ def zero_stage_bytes(
     return parameters * sum(bytes_per_element)
 
 
-def _run(build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]) -> tuple[Moment, ...]:
-    """Return the moments of the second step."""
+def _find_replicated(model: nn.Module) -> dict[str, str]:
+    """Return the names of the parameters that every rank stores whole, with the reasons."""
+    fsdp = find_fsdp(model)
+    module = fsdp.module if fsdp else model
+    ignored = fsdp.ignored_params if fsdp else set()
+    replicated = {}
+    for name, parameter in module.named_parameters():
+        if parameter in ignored:
+            replicated[original_name(name)] = "in ignored_params"
+        elif find_sharded(parameter) is None:
+            replicated[original_name(name)] = "in no module that stage 3 shards"
+    return replicated
+
+
+def _run(
+    build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]
+) -> tuple[tuple[Moment, ...], dict[str, str]]:
+    """Return the moments of the second step, and the replicated parameters."""
     model, optimizer = build(group)
     sizes = _sizes(model, optimizer)
     moments = [Moment("initialized", **sizes, activations=0, peak=sum(sizes.values()))]
@@ -166,7 +192,7 @@ def _run(build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]) ->
         _step(optimizer)
     moments.append(_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
-    return tuple(moments)
+    return tuple(moments), _find_replicated(model)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -153,8 +153,15 @@ def _numbers_by_value(key: str) -> tuple[int, str]:
 
 
 def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) -> list[str]:
-    """Return the prefix of each optimizer: the part of its names before `param_groups`."""
-    roots = {_before(name, "param_groups") for name in entries} - {None}
+    """Return the prefix of each optimizer: the part of its names before `param_groups`.
+
+    A module may be called `param_groups`, so copies of the model's tensors and entries of an
+    optimizer's state do not count.
+    """
+    found = {_before(n, "param_groups") for n in entries if not _ends_with_name(n, names)}
+    candidates = {root for root in found if root is not None}
+    state_prefixes = tuple(f"{root}state." for root in candidates)
+    roots = {root for root in candidates if not root.startswith(state_prefixes)}
     if not roots:
         # Without groups, a `state` entry counts only if the model has its parameter.
         suffixes = _suffixes(prefix)
@@ -164,7 +171,12 @@ def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) ->
                 parameter = name.removeprefix(f"{root}state.").rpartition(".")[0]
                 if any(parameter.removeprefix(suffix) in names for suffix in suffixes):
                     roots.add(root)
-    return sorted(root for root in roots if root is not None)
+    return sorted(roots)
+
+
+def _ends_with_name(entry: str, names: set[str]) -> bool:
+    """Return True if the last components of an entry are a name of the model."""
+    return any(entry[match.end() :] in names for match in re.finditer(r"\.", entry))
 
 
 def _before(name: str, word: str) -> str | None:
