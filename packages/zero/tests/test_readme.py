@@ -1,11 +1,13 @@
-"""The README's example runs without changes, and prints what the README shows."""
+"""The README's example prints what the README shows, and its figures are measured."""
 
 import contextlib
 import io
+import json
 import os
 import re
 from pathlib import Path
 
+import pytest
 from worker_pool import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
@@ -30,3 +32,34 @@ def run_example(folder):
 def test_the_readmes_example_runs(tmp_path):
     output = re.search(r"^Output:\n\n```\n(.*?)```", README.read_text(), re.S | re.M)[1]
     assert run_ranks(run_example, 2, str(tmp_path)) == [(output, 2), ("", 2)]
+
+
+def newest_rows(run, case, key):
+    """Return the rows of a case of the newest run, by the value of `key`."""
+    results = README.parents[2] / "docs" / "results"
+    newest = max(results.glob(f"*-cpu/zero-{run}.json"))
+    return {r[key]: r for r in json.loads(newest.read_text())["rows"] if r["case"] == case}
+
+
+def test_figures_in_sentences_are_measured():
+    text = " ".join(README.read_text().split())
+    two_hosts = newest_rows("two-hosts", "step", "name")
+    assert "stages 1 and 2 take about 0.63 of the time of DDP with ZeroRedundancyOpt" in text
+    for name in ("stage1", "stage2"):
+        assert two_hosts[name]["ratio_p50"] == pytest.approx(0.63, abs=0.02)
+    assert "stage 3 takes about half of the time of FSDP2" in text
+    assert two_hosts["stage3"]["ratio_p50"] == pytest.approx(0.5, abs=0.05)
+    one_host = newest_rows("one-host", "step", "name")
+    assert "a step of stages 1 and 2 takes about as long as with torch's" in text
+    for name in ("stage1", "stage2"):
+        assert one_host[name]["ratio_p50"] == pytest.approx(1.0, abs=0.1)
+    assert "a step of stage 3 takes about three quarters of the time of FSDP2" in text
+    assert one_host["stage3"]["ratio_p50"] == pytest.approx(0.75, abs=0.05)
+    memory = newest_rows("two-hosts", "memory", "stage")
+    peaks = [f"{memory[stage]['measured_peak_mib']:.0f} MiB" for stage in range(4)]
+    assert (
+        f"The peak per rank is {peaks[0]} with DDP, {peaks[1]} at stage 1, {peaks[2]} at stage 2 "
+        f"and {peaks[3]} at stage 3. Activations take {memory[0]['activations_mib']:.0f} MiB"
+    ) in text
+    for row in memory.values():
+        assert row["predicted_peak_mib"] == pytest.approx(row["measured_peak_mib"], rel=1e-4)
