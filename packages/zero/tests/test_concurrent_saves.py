@@ -117,6 +117,23 @@ def test_a_file_system_without_locks_is_refused(tmp_path):
     assert not (tmp_path / "last").exists()
 
 
+def save_on_separate_disks(path):
+    """Save on ranks that see different folders under one path, like hosts without a shared disk."""
+    if dist.get_rank() == 1:
+        storage.draft_folder = lambda path, token: Path(f"{path}-of-host-1", token)
+    with pytest.raises(RuntimeError, match=r"rank 1: .*save to a file system that all hosts share"):
+        save_checkpoint(path, filled(2.0))
+    return True
+
+
+def test_a_file_system_that_not_all_ranks_share_is_refused(tmp_path):
+    path = str(tmp_path / "last")
+    run_ranks(save_one, 2, path, 1.0, timeout=DEADLINE)
+    assert all(run_ranks(save_on_separate_disks, 2, path, timeout=DEADLINE))
+    assert run_ranks(load_one, 2, path, timeout=DEADLINE) == [[1.0]] * 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+
+
 def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path):
     first, second = PathLock(tmp_path / "last"), PathLock(tmp_path / "last")
     first.acquire()

@@ -162,6 +162,27 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(build):
     assert run_ranks(refuse_writes, 1, build, timeout=DEADLINE) == [True]
 
 
+def write_data_in_one_forward():
+    """Write through `.data` in one of the first forwards; return the forwards that raise."""
+    detected = []
+    for number in range(1, 6):
+        layer = Clamped(lambda weight: None)
+        model = FSDP(nn.Sequential(layer, nn.Linear(4, 4)))
+        before = model.gather_full_params()["0.weight"].clone()
+        for forward in range(1, 6):
+            layer.write = clamp_data if forward == number else lambda weight: None
+            try:
+                model(torch.ones(2, 4))
+            except RuntimeError:
+                detected.append(forward)
+        assert torch.equal(model.gather_full_params()["0.weight"], before)
+    return detected
+
+
+def test_a_write_through_data_is_detected_in_forwards_1_2_4_and_lost_in_others():
+    assert run_ranks(write_data_in_one_forward, 1, timeout=DEADLINE) == [[1, 2, 4]]
+
+
 class Storing(nn.Module):
     """A module that returns None, and on request writes to its weight or raises."""
 

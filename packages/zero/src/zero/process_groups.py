@@ -251,24 +251,17 @@ class Communicator:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_across_ranks(
-        self, *flag_lists: Sequence[bool], counted: bool = True
-    ) -> Callable[[], list[list[bool]]]:
+    def any_across_ranks(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
         """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
 
-        The function returns one list per argument. `counted=False` excludes the reduction from
-        `bytes`.
+        The function returns one list per argument.
         """
         flags = [flag for flag_list in flag_lists for flag in flag_list]
-        counted_before = self.bytes["all_reduce"]
         if isinstance(self.group, DryRun):
-            if counted:
-                self.bytes["all_reduce"] += 4 * len(flags)
+            self.bytes["all_reduce"] += 4 * len(flags)
             return lambda: [list(flag_list) for flag_list in flag_lists]
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         work = self.all_reduce(counts)
-        if not counted:
-            self.bytes["all_reduce"] = counted_before
 
         def wait() -> list[list[bool]]:
             work.wait()

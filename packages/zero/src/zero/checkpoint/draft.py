@@ -123,7 +123,7 @@ class Draft:
 
     def _remove_stale(self) -> None:
         """Remove the folders of killed saves; the lock ensures that no other save is running."""
-        name = re.compile(rf"\.{re.escape(self.path.name)}(\.[0-9a-f]{{16}})?\.(saving|writing)")
+        name = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.saving")
         for folder in self.path.parent.iterdir():
             if name.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)

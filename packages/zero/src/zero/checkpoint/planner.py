@@ -40,7 +40,6 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self, parts: Sequence[Part], objects: dict[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.objects = objects
         self._objects: dict[MetadataIndex, Any] = {MetadataIndex(k): v for k, v in objects.items()}
         items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
         for part in parts:

@@ -65,6 +65,7 @@ def write_folder(
 
         def prepare() -> SavePlan:
             _check_loadable(objects)
+            _check_shared(draft_folder(path, token))
             storage.set_up_storage_writer(rank == 0)
             return planner.create_local_plan()
 
@@ -225,6 +226,15 @@ def fingerprint(path: Path) -> int:
     files = [path] if path.is_file() else sorted(path.glob("*"))
     listed = [(file.name, file.stat().st_size) for file in files]
     return zlib.crc32(repr(listed).encode()) if listed else 0
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise FileNotFoundError if this rank does not see the folder that rank 0 has created."""
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"rank 0 has created {folder}, which this rank does not find: save to a file system "
+            "that all hosts share"
+        )
 
 
 def _check_loadable(objects: dict[str, Any]) -> None:

@@ -215,7 +215,6 @@ class ShardOptimizer:
                 has_gradient,
                 [not flag for flag in has_gradient],
                 option_flags(changes),
-                counted=False,
             )()
             check_options_alike(options, changes, communicator)
             for index, parameter in enumerate(parameters):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
 from zero.fsdp.shard import ShardedParameter, plain_shard
-from zero.fsdp.unit import Unit
 from zero.gradients.shard import shard_gradient
 from zero.process_groups import Communicator
 
@@ -30,10 +27,6 @@ class StateDictHooks:
         self.communicator = communicator
         #: True while state dicts contain this rank's shards, which needs no communication.
         self.keeps_shards = False
-        #: The unit gathered last, and a reference to the state dict for which it was gathered. It
-        #: is cached because the parameters of a unit are saved consecutively.
-        self._gathered: tuple[Unit, dict[str, Tensor]] | None = None
-        self._state_ref: Callable[[], Any] = _no_state
 
     def attach(self, module: nn.Module, parameters: Mapping[str, ShardedParameter]) -> set[int]:
         """Register the hooks of a module with these sharded parameters; return the hooks' ids."""
@@ -42,7 +35,7 @@ class StateDictHooks:
             for name, parameter in parameters.items():
                 is_saved = not self.keeps_shards and prefix + name in state
                 if is_saved and parameter.is_registered(module, name):
-                    state[prefix + name] = self._gather_rows(parameter, state)
+                    state[prefix + name] = self._gather_rows(parameter)
 
         def load(
             module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
@@ -73,10 +66,6 @@ class StateDictHooks:
         )
         return {handle.id for handle in handles}
 
-    def discard_gathered(self) -> None:
-        """Free the full parameters that were gathered last."""
-        self._gathered = None
-
     @contextmanager
     def keep_shards(self) -> Iterator[None]:
         """Let state dicts contain this rank's shards within the context."""
@@ -88,18 +77,10 @@ class StateDictHooks:
             self.keeps_shards = before
 
     @torch.no_grad()
-    def _gather_rows(self, parameter: ShardedParameter, state: dict[str, Any]) -> DTensor:
-        unit = parameter.unit
-        # The shards may have changed since an earlier state dict was made.
-        is_valid = self._state_ref() is state
-        if self._gathered is None or self._gathered[0] is not unit or not is_valid:
-            self._gathered = unit, unit.gather_full_parameters()
-            self._state_ref = ref(state) if isinstance(state, OrderedDict) else _no_state
-        return shard_rows(self._gathered[1][parameter.name], self.communicator)
-
-
-def _no_state() -> None:
-    """Return None, like a weak reference to a state dict that no longer exists."""
+    def _gather_rows(self, parameter: ShardedParameter) -> DTensor:
+        parameter.unit.adopt_shard_changes()
+        shard: Any = parameter.shard
+        return shard_rows(shard.full_tensor(), self.communicator)
 
 
 def _select_shard(

@@ -147,7 +147,6 @@ class UnitSchedule(nn.Module):
         for unit in self.units:
             unit.release_and_reshard()
         self._adopt_shard_changes()
-        self.state_dict_hooks.discard_gathered()
         if self._buffers_may_differ and self.forward_sync_buffers:
             self.communicator.broadcast_buffers(self.module)
 
