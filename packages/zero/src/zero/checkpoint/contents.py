@@ -158,8 +158,8 @@ def _optimizer_prefixes(entries: Sequence[str], names: set[str], prefix: str) ->
     A module may be called `param_groups`, so copies of the model's tensors and entries of an
     optimizer's state do not count.
     """
-    found = {_before(n, "param_groups") for n in entries if not _ends_with_name(n, names)}
-    candidates = {root for root in found if root is not None}
+    prefixes = {_before(n, "param_groups") for n in entries if not _ends_with_name(n, names)}
+    candidates = {root for root in prefixes if root is not None}
     state_prefixes = tuple(f"{root}state." for root in candidates)
     roots = {root for root in candidates if not root.startswith(state_prefixes)}
     if not roots:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import gc
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet, ref
 
 from zero.process_groups import Communicator
 
-if TYPE_CHECKING:
-    from zero.optimizer.gradient_reducer import GradientReducer
+
+class Reducer(Protocol):
+    """A reducer of gradients."""
+
+    #: True from the first gradient of a backward until all reductions are launched.
+    in_backward: bool
+
+    def join_backward(self) -> None:
+        """Take part in a backward; parameters that it has not reached contribute zeros."""
 
 
 #: One entry per reducer of this rank, in any group.
@@ -28,7 +35,7 @@ class SharedGroup:
     Every rank must construct it.
     """
 
-    def __init__(self, reducer: GradientReducer, communicator: Communicator) -> None:
+    def __init__(self, reducer: Reducer, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
         if self._living():
@@ -42,7 +49,7 @@ class SharedGroup:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[GradientReducer]:
+    def reached(self) -> list[Reducer]:
         """Return the reducers that any rank's backward has reached, in order of construction.
 
         Every rank must call it. Raise RuntimeError if some rank has deleted one of them.
@@ -62,7 +69,7 @@ class SharedGroup:
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, GradientReducer]:
+    def _living(self) -> dict[int, Reducer]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
