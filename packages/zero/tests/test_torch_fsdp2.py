@@ -21,6 +21,7 @@ WANTED = os.environ.get("TORCH_TESTS_WANTED", "")
 # Tests that fail with FSDP by the end of their name, with the reason.
 INSIDE = "inspects FSDP2's internal objects"
 DTENSORS = "requires DTensors between steps"
+MESH = "passes a mesh of two dimensions, which is refused"
 LATER = "casts, loads or materializes after sharding, which must precede or be part of it here"
 DIFFERS = {
     "param_registration_after_forward": DTENSORS,
@@ -30,8 +31,8 @@ DIFFERS = {
     "shard_tensor_parameters": DTENSORS,
     "1d_process_group_init": DTENSORS,
     "2d_process_group_init": DTENSORS,
-    "hsdp_broadcast_across_replicas": DTENSORS,
-    "train_parity_hsdp": "passes a mesh of two dimensions, which is refused",
+    "hsdp_broadcast_across_replicas": MESH,
+    "train_parity_hsdp": MESH,
     "to_float64_after_init": LATER,
     "rank0_broadcast_meta_device_init": LATER,
     "meta_device_1d_init": LATER,
@@ -40,14 +41,11 @@ DIFFERS = {
     "communication_count": "counts collectives, and an all-reduce of flags is added here",
     "manual_reshard_with_reshard_after_forward_false": "counts collectives",
     "reduce_dtype": "sums of bfloat16 in another order differ in one element of a thousand",
-    "float16_on_one_submodule": "requires separate dtypes per layer",
-    "submodules_with_external_inputs": "cast_forward_inputs",
     "unshard_async": "requires separate groups per layer, and inputs that belong to no module",
     "clip_grad_norm_1d": DTENSORS,
     "double_lazy_init": INSIDE,
     "fully_shard_is_root": INSIDE,
     "module_and_param_fqns": INSIDE,
-    "fully_shard_cls": INSIDE,
     "unsupported_module_cls": INSIDE,
     "fully_shard_state": INSIDE,
     "fully_shard_reapply": INSIDE,

@@ -155,6 +155,9 @@ def group_of(world, rank, folder_of_store):
     store = dist.FileStore(folder_of_store, world)
     limit = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    # A rank whose test fails at once must not leave while another rank is still connecting to it:
+    # then the ranks' numbers of groups would differ, and all later tests would time out.
+    dist.barrier()
     try:
         yield
     finally:
