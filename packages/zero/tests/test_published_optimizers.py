@@ -80,8 +80,7 @@ SINGLE = {"FAdam"}
 #: The errors that refuse an optimizer.
 REASON = (
     "cannot be (sharded|verified)|combines this rank's elements with a plain tensor|"
-    # The constructor of DeMo fails on a rank whose shard of a parameter is empty.
-    "needs elements of a gradient or parameter that other ranks have|tensor of 0 elements"
+    "needs elements of a gradient or parameter that other ranks have"
 )
 DEADLINE = 300.0
 
@@ -238,10 +237,10 @@ def verdicts(stage, names, folder):
     remaining = list(names)
     while remaining:
         try_ranks(judge_all, 2, stage, remaining, str(folder), timeout=DEADLINE)
-        for name in list(remaining):
+        started = [name for name in remaining if list(Path(folder).glob(f"{name}.[01]"))]
+        assert started, f"no rank started {remaining[0]}"
+        for name in started:
             files = [Path(folder, f"{name}.{rank}") for rank in range(2)]
-            if not any(file.exists() for file in files):
-                break
             verdict_of[name] = [file.read_text() if file.exists() else "absent" for file in files]
             remaining.remove(name)
     return verdict_of
@@ -276,7 +275,8 @@ def test_published_optimizers_equal_one_process_or_are_refused(stage, tmp_path):
         kind = by_rank[0].split(":")[0]
         assert kind in ("right", "refused", "no reference"), (name, by_rank)
         if kind == "refused":
-            assert re.search(REASON, by_rank[0]), (name, by_rank)
+            # The constructor of DeMo fails on a rank whose shard of a parameter is empty.
+            assert name == "DeMo" or re.search(REASON, by_rank[0]), (name, by_rank)
         counts[kind] += 1
     if version("pytorch_optimizer") == VERSION:
         assert counts == COUNTS[stage]

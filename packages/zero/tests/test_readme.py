@@ -53,8 +53,12 @@ def test_figures_in_sentences_are_measured():
     assert "a step of stages 1 and 2 takes about as long as with torch's" in text
     for name in ("stage1", "stage2"):
         assert one_host[name]["ratio_p50"] == pytest.approx(1.0, abs=0.1)
-    assert "a step of stage 3 takes about three quarters of the time of FSDP2" in text
-    assert one_host["stage3"]["ratio_p50"] == pytest.approx(0.75, abs=0.05)
+    stage3 = one_host["stage3"]
+    assert (
+        f"a step of stage 3 takes {stage3['ratio_p50']:.2f} of the time of FSDP2 "
+        f"({stage3['ratio_p10']:.2f} to {stage3['ratio_p90']:.2f} in single rounds). "
+    ) in text
+    assert ("The goal of 0.70 was missed." in text) == (stage3["ratio_p50"] > 0.7)
     memory = newest_rows("two-hosts", "memory", "stage")
     peaks = [f"{memory[stage]['measured_peak_mib']:.0f} MiB" for stage in range(4)]
     assert (
