@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from worker_pool import run_ranks, try_ranks
@@ -685,6 +686,16 @@ def freeze(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_freezing_after_wrapping_trains_as_in_one_process(stage):
     assert all(run_ranks(freeze, 2, stage, timeout=DEADLINE))
+
+
+def refuse_join():
+    with pytest.raises(TypeError, match="run its last batch, and multiply the loss by zero"):
+        Join([FSDP(make_model())])
+    return True
+
+
+def test_join_is_refused_at_stage_3():
+    assert run_ranks(refuse_join, 1, timeout=DEADLINE) == [True]
 
 
 def refuse_copies():

@@ -200,6 +200,13 @@ class FSDP(UnitSchedule):
         self.input_dtypes |= inner.input_dtypes
         self.output_dtypes |= inner.output_dtypes
 
+    def join_hook(self, **options: Any) -> Any:
+        """Raise TypeError: torch's `Join` skips layers, and every rank must run the same layers."""
+        raise TypeError(
+            "FSDP does not support Join: let a rank without inputs run its last batch, and "
+            "multiply the loss by zero"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
         raise TypeError(
             "FSDP cannot be copied: copy the module before FSDP(module), pass the copy to another "
