@@ -39,6 +39,21 @@ def classes(family: str) -> list[str]:
     return list(listed)
 
 
+def default_class(family: str) -> str | None:
+    """Return the class that a configuration without `architectures` describes, or None.
+
+    It is the bare model of an encoder, and a language model with its head otherwise.
+    """
+    from transformers.models.auto import modeling_auto
+
+    mappings = MAPPINGS[-1:] if family in ENCODERS else (MAPPINGS[0], MAPPINGS[2])
+    for mapping in mappings:
+        names = getattr(modeling_auto, mapping).get(family, ())
+        for name in [names] if isinstance(names, str) else names:
+            return str(name)
+    return None
+
+
 def drawn(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> dict[str, Any]:
     """Return random values for about a third of the integers and switches of a configuration."""
     chosen: dict[str, Any] = {}
@@ -94,14 +109,19 @@ def language_model_size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
+def size_of(module: torch.nn.Module) -> int:
+    """Return the number of parameters of a module; a shared parameter counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def outcomes(
     family: str, draws: int, seed: int = 0, needed: Mapping[str, Any] = {}
 ) -> Counter[str]:
     """Count random configurations that are exact, refused, or without their other parts.
 
-    A configuration is read with all fields, and with the drawn fields only. For a decoder with its
-    head, it is read without `architectures` too. `needed` are fields without which no module is
-    built. Raises `AssertionError` for a wrong count.
+    A configuration is read with all fields, and with the drawn fields only. It is read without
+    `architectures` too, and compared with the default class. `needed` are fields without which no
+    module is built. Raises `AssertionError` for a wrong count.
     """
     import transformers
 
@@ -118,15 +138,18 @@ def outcomes(
         if module is None:
             continue
         counts["built"] += 1
-        actual = sum(parameter.numel() for parameter in module.parameters())
         all_fields = module.config.to_dict()  # type: ignore[operator, union-attr]
-        contents = [
-            all_fields | {"architectures": [name]},
-            sizes | {"model_type": family, "architectures": [name]},
+        cases: list[tuple[torch.nn.Module, dict[str, Any]]] = [
+            (module, all_fields | {"architectures": [name]}),
+            (module, sizes | {"model_type": family, "architectures": [name]}),
         ]
-        if name.endswith("ForCausalLM") and family not in ENCODERS:
-            contents.append(all_fields | {"architectures": None})
-        for content in contents:
+        default = default_class(family)
+        whole = module if name == default else default and built(default, family, sizes)
+        if whole:
+            cases.append((whole, all_fields | {"architectures": None}))
+            cases.append((whole, sizes | {"model_type": family}))
+        for reference, content in cases:
+            counts["configurations"] += 1
             try:
                 model = Transformer.from_hf(content)
             except ValueError as error:
@@ -134,8 +157,8 @@ def outcomes(
                 counts["type refused"] += "model_type" in str(error)
                 continue
             is_part = "without its other parts" in model.name
-            known = language_model_size(module) if is_part else actual
-            assert model.size == known, (name, model.size, known, sizes)
+            known = language_model_size(reference) if is_part else size_of(reference)
+            assert model.size == known, (type(reference).__name__, model.size, known, content)
             counts["without other parts" if is_part else "exact"] += 1
         if counts["type refused"] > 8 and counts["type refused"] >= 2 * counts["built"]:
             break

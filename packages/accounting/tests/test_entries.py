@@ -48,7 +48,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
     "kv_cache.kv_entries": RUN,
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
-    "memory.ledger.fits": {
+    "memory.fits.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
     },
@@ -100,6 +100,7 @@ INSIDE = {
         "model.family",
         "model.family_tables",
         "model.multimodal",
+        "memory.fake_module",
         "plan",
     ),
     *("search.space", "memory.states.stages_by_kind"),

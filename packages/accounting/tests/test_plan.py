@@ -1,6 +1,7 @@
 """Tests of the search, of its command lines, and of inference."""
 
 import json
+import math
 import random
 import re
 import time
@@ -36,6 +37,7 @@ from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
 from accounting.search.stage_sizes import StageTable
 from accounting.search.time_bound import TimeBound
+from accounting.time.published import predicted
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -363,6 +365,65 @@ def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
         serving(replace(SMALL, causal=False))
 
 
+@pytest.mark.parametrize("seq", [1, 500])
+def test_bytes_per_device_equal_count_by_hand(seq: int) -> None:
+    sizes: dict[str, Any] = {"layers": 4, "d_model": 64, "heads": 8, "kv_heads": 2, "d_ff": 256}
+    dense = Transformer(**sizes, vocab_size=1000)
+    # Attention and norms of one layer, split over two tensor-parallel devices.
+    attention = 2 * 64 * 64 // 2 + 2 * 64 * 16 // 2
+    norms = 2 * 64
+    table = 1000 * 64 // 2
+    # One device stores one key head of width 8, and its values.
+    cache_layer = 2 * 8 * seq
+    # 2 replicas of 2 stages: 2 layers per stage; the last stage has the head and a norm.
+    stage = 2 * (attention + norms + 3 * 64 * 256 // 2) + table
+    result = serving(dense, gpus=8, data=2, pipeline=2, seq=seq, batch=6)
+    assert result["bytes_per_device"] == 2 * (stage + 64) + 2 * 3 * 2 * cache_layer
+    assert result["weights_bytes"] == 2 * 2 * 2 * (2 * stage + 64)
+    assert result["cache_bytes_per_sequence"] == 2 * 2 * 4 * cache_layer
+    # 4 replicas, of which each pair distributes 8 experts; one expert is shared.
+    experts = Experts(count=8, per_token=2, width=32, shared=16, layers=(1, 2, 3))
+    sparse = Transformer(**sizes, vocab_size=1000, experts=experts)
+    routed = 8 // 2 * 3 * 64 * 32 // 2
+    layers = 4 * (attention + norms) + 3 * 64 * 256 // 2 + 3 * (64 * 8 + 3 * 64 * 16 // 2 + routed)
+    result = serving(sparse, gpus=8, data=4, expert=2, seq=seq, batch=12)
+    assert result["bytes_per_device"] == 2 * (layers + 2 * table + 64) + 2 * 3 * 4 * cache_layer
+    assert result["weights_bytes"] == 8 * 2 * (layers + 2 * table + 64)
+    assert result["cache_bytes_per_sequence"] == 2 * 2 * 4 * cache_layer
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_multiply_sequences_and_throughput(pipeline: int) -> None:
+    single = serving(QWEN3_30B, gpus=4, pipeline=pipeline, seq=1024, batch=8)
+    replicated = serving(QWEN3_30B, gpus=12, pipeline=pipeline, seq=1024, batch=24, data=3)
+    multiplied = ("memory_bytes", "weights_bytes", "sequences_at_once", "devices_needed", "batch")
+    for name, value in single.items():
+        factor = 3 if name in multiplied or name.startswith("tokens_per_second") else 1
+        assert replicated[name] == pytest.approx(factor * value), name
+
+
+@pytest.mark.parametrize("expert", [8, 16])
+def test_expert_parallel_decode_step_adds_two_all_to_alls_per_layer(expert: int) -> None:
+    """Eight H100 are one node; of sixteen, half of the bytes go through the network."""
+    device = HARDWARE["H100"]
+    run: dict[str, Any] = {"gpus": 16, "data": 16, "seq": 8, "batch": 16 * 64}
+    alone, shared = serving(QWEN3_30B, **run), serving(QWEN3_30B, expert=expert, **run)
+    payload = 64 * 8 * 2048 * 2
+    # A ring of n devices sends (n - 1) / n of the payload, and a tree all of it in log n steps.
+    link, bandwidth = device.node_link, device.node_link.bandwidth
+    if expert == 16:
+        link, bandwidth = device.network, device.network.bandwidth * 15 / 8
+    ring = (expert - 1) * link.latency + payload * (expert - 1) / expert / bandwidth
+    tree = math.log2(expert) * link.latency + payload / bandwidth
+    # Both steps are bound by memory, so their rooflines are the bytes that they read.
+    saved = (alone["decode_step_seconds_low"] - shared["decode_step_seconds_low"]) / 0.8
+    factor = predicted(1.0).middle
+    added = (shared["decode_step_seconds"] - alone["decode_step_seconds"]) / factor + saved
+    assert added == pytest.approx(2 * 48 * min(ring, tree))
+    assert shared["weights_bytes"] < alone["weights_bytes"]
+    assert shared["sequences_at_once"] > alone["sequences_at_once"]
+
+
 @pytest.mark.parametrize("batch", [1, 64])
 def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
     device = HARDWARE["H100"]
@@ -396,30 +457,35 @@ def test_decode_step_reads_no_latents_that_are_not_selected() -> None:
     assert long - short == 61 * (16384 - 2048) * 128 * 2
 
 
-def test_batch_reads_experts_that_its_tokens_choose() -> None:
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_batch_reads_experts_that_its_tokens_choose(replicas: int) -> None:
+    """The experts of 4 replicas are read for the tokens of all of them, a quarter by each."""
     experts = Experts(count=128, per_token=8, width=768)
     model = Transformer(layers=2, d_model=2048, heads=32, vocab_size=99, experts=experts)
     rng = random.Random(0)
     chosen = []
     for _ in range(400):
-        tokens = [rng.sample(range(128), 8) for _ in range(16)]
+        tokens = [rng.sample(range(128), 8) for _ in range(16 * replicas)]
         chosen.append(len({expert for token in tokens for expert in token}))
     expert = 3 * 2048 * 768
-    more = fmean(chosen) - 8
-    seconds = [
-        serving(model, hardware="H100", seq=8, batch=batch)["decode_step_seconds_low"]
-        for batch in (1, 16)
-    ]
-    caches = 15 * kv_cache(model, seq=8).total
-    actual = (seconds[1] - seconds[0]) * HARDWARE["H100"].memory_bandwidth - caches
-    assert actual == pytest.approx(2 * 2 * more * expert, rel=0.02)
+    run: dict[str, Any] = {"gpus": replicas, "data": replicas, "expert": replicas, "seq": 8}
+    seconds = serving(model, batch=16 * replicas, **run)["decode_step_seconds_low"]
+    read = seconds * HARDWARE["H100"].memory_bandwidth - 16 * kv_cache(model, seq=8).total
+    dense = 2 * (model.size - 2 * 128 * expert - 99 * 2048)
+    assert read - dense == pytest.approx(2 * 2 * fmean(chosen) / replicas * expert, rel=0.02)
 
 
 def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TEXT, "--gpus", "4", "--ep", "2"]) == 2
-    assert "got --ep" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="expected pipeline to divide gpus=4, got pipeline=3"):
-        serving(SMALL, gpus=4, pipeline=3)
+    for words, reason in {
+        "--cp 2": "got --cp",
+        "--dp 2 --batch 2 --ep 2": "expected expert to divide the 0 experts of the model, got 2",
+        "--dp 2": "expected data=2 to divide batch, got batch=1; batch is the number of sequences",
+        "--pp 3": "expected data x pipeline = 1 x 3 to divide gpus, got gpus=4",
+    }.items():
+        assert main(["serve", TEXT, "--gpus", "4", *words.split()]) == 2
+        assert reason in capsys.readouterr().err
+    with pytest.raises(ValueError, match="experts are spread over these ranks"):
+        serving(QWEN3_30B, gpus=4, expert=4)
     assert main(["serve", TEXT, "--seq", "8192", "--batch", "100000"]) == 1
     assert "for batch=100000" in capsys.readouterr().out
 

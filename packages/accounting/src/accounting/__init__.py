@@ -20,14 +20,15 @@ from accounting.time.step import step_time
 from accounting.workload import Workload
 
 if TYPE_CHECKING:
-    from accounting.memory.ledger import Ledger, fits
+    from accounting.memory.fits import fits
+    from accounting.memory.ledger import Ledger
     from accounting.search.answer import plan_for
     from accounting.search.plans import plans_that_fit
 
 
 _LAZY = {
     "Ledger": "accounting.memory.ledger",
-    "fits": "accounting.memory.ledger",
+    "fits": "accounting.memory.fits",
     "plan_for": "accounting.search.answer",
     "plans_that_fit": "accounting.search.plans",
 }

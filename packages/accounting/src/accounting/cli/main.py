@@ -120,9 +120,11 @@ def _serve(words: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=1, help="concurrent sequences")
+    parser.add_argument("--batch", type=int, default=1, help="concurrent sequences, all replicas")
     parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the file's fp8")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
+    parser.add_argument("--dp", dest="data", type=int, default=1, help="replicas")
+    parser.add_argument("--ep", dest="expert", type=int, default=1, help="expert parallel")
     parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
     options = _options(parser, words)
     name = options.models[0]
@@ -134,6 +136,8 @@ def _serve(words: Sequence[str]) -> int:
         batch=options.batch,
         weights=stored_dtype(name) if options.weights is None else options.weights,
         cache=options.cache,
+        data=options.data,
+        expert=options.expert,
         pipeline=options.pipeline,
     )
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]

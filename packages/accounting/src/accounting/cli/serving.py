@@ -34,6 +34,10 @@ class Stage(NamedTuple):
     #: Bytes of the cache that one new token reads.
     read_bytes: float
 
+    def bytes_with(self, sequences: int) -> float:
+        """Return the bytes per device of the weights and the caches of `sequences`."""
+        return self.weight_bytes + sequences * self.cache_bytes
+
 
 @checks.entry()
 def serving(
@@ -45,32 +49,53 @@ def serving(
     weights: str = "bf16",
     cache: str = "bf16",
     batch: int = 1,
+    data: int = 1,
+    expert: int = 1,
     pipeline: int = 1,
 ) -> dict[str, float]:
-    """Return memory and time of inference, with tensor parallelism in each of `pipeline` stages.
+    """Return memory and time of inference on `gpus` devices.
 
-    Weights and cache are split over the same devices. Every device of a stage stores a copy of the
-    tensors that tensor parallelism does not split: norms, routers, latents, and key heads if they
-    are fewer than the devices. Bytes are summed over all devices. A tenth of the memory is left
-    free. `sequences_at_once` is the number of caches of `seq` tokens that fit beside the weights.
-    `devices_needed` is the smallest number of devices with enough memory for `batch` sequences, or
-    0 if no number suffices. `bytes_per_token` is the memory traffic of a decode step with one
-    sequence.
+    `data` replicas of the model each serve an equal part of the `batch` sequences. A replica has
+    `pipeline` stages, and the devices of a stage form one tensor-parallel group, which splits
+    weights and cache. Every device of a stage stores a copy of the tensors that tensor parallelism
+    does not split: norms, routers, latents, and key heads if they are fewer than the devices.
+
+    The experts of a layer are distributed over the same stage of `expert` replicas, so `expert`
+    divides `data`. Each of these replicas sends its tokens to the replicas of the chosen experts
+    and receives the outputs: two all-to-alls per layer with experts. The load of the experts is
+    assumed to be equal. Device numbers vary fastest by tensor-parallel rank, then by the replicas
+    that share experts, then by stage.
+
+    Bytes are summed over all devices, except `bytes_per_device`: weights and caches of `batch`
+    sequences on the fullest device. A tenth of the memory is left free. `sequences_at_once` is the
+    number of caches of `seq` tokens that fit beside the weights. `devices_needed` is the smallest
+    number of devices with enough memory for `batch` sequences and the same `data`, `expert` and
+    `pipeline`, or 0 if no number suffices. `bytes_per_token` is the memory traffic of a decode step
+    with one sequence.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16 or
     fp16. Times have two bounds: `_low` is the roofline of all stages at the full peak and
     bandwidth, and `_high` adds the widest known error of training steps. `tokens_per_second_low`
-    follows from the `_high` time, and vice versa. Raises `ValueError` if `pipeline` does not divide
-    `gpus`, if the tensor-parallel degree does not divide the model, or if the model has no cache.
+    follows from the `_high` time, and vice versa. Raises `ValueError` if `data` x `pipeline` does
+    not divide `gpus`, if `data` does not divide `batch`, if `expert` does not divide `data` and the
+    number of experts, if the tensor-parallel degree does not divide the model, or if the model has
+    no cache.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
-    if gpus % pipeline:
-        raise ValueError(f"expected pipeline to divide gpus={gpus}, got pipeline={pipeline}")
+    if gpus % (data * pipeline):
+        raise ValueError(
+            f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
+        )
+    if batch % data:
+        raise ValueError(
+            f"expected data={data} to divide batch, got batch={batch}; batch is the number of "
+            "sequences of all replicas"
+        )
 
     def stages(ranks: int) -> list[Stage]:
-        plan = Plan(tensor=ranks, pipeline=pipeline)
+        plan = Plan(data=data, tensor=ranks, pipeline=pipeline, expert=expert)
         plan.check(model)
         result = []
         for number in range(pipeline):
@@ -81,9 +106,10 @@ def serving(
             result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
         return result
 
-    tensor = gpus // pipeline
+    tensor = gpus // (data * pipeline)
+    sequences = batch // data
     loads = stages(tensor)
-    weight_bytes = tensor * sum(stage.weight_bytes for stage in loads)
+    weight_bytes = data * tensor * sum(stage.weight_bytes for stage in loads)
     cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
         raise ValueError(f"expected a decoder, got {model.name}, which has no cache")
@@ -96,15 +122,18 @@ def serving(
         elif stage.cache_bytes:  # A stage without attention stores no cache.
             room = min(room, (usable - stage.weight_bytes) // stage.cache_bytes)
     prefill, decode = (
-        _inference_seconds(loads, device, tensor, phase, batch=batch, seq=seq, weights=weights)
+        _inference_seconds(
+            loads, device, tensor, expert, phase, batch=sequences, seq=seq, weights=weights
+        )
         for phase in ("prefill", "decode")
     )
     return {
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes,
         "cache_bytes_per_sequence": cache_bytes,
-        "sequences_at_once": int(room),
-        "devices_needed": _devices_needed(model, usable, stages, batch),
+        "bytes_per_device": max(x.bytes_with(sequences) for x in loads),
+        "sequences_at_once": data * int(room),
+        "devices_needed": data * _replica_devices_needed(model, usable, stages, sequences),
         "bytes_per_token": read * tensor,
         "batch": batch,
         **_bounds("prefill_seconds", prefill),
@@ -125,13 +154,17 @@ def _inference_seconds(
     loads: list[Stage],
     device: Hardware,
     tensor: int,
+    expert: int,
     phase: Phase,
     *,
     batch: int,
     seq: int,
     weights: str,
 ) -> Interval:
-    """Return the seconds of a prefill or a decode step, in which one stage runs after another."""
+    """Return the seconds of a prefill or a decode step of a replica with `batch` sequences.
+
+    One stage runs after another.
+    """
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
     wire = 2 if dtype != "fp32" else 4
@@ -141,7 +174,7 @@ def _inference_seconds(
     for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) if "attention" in work else 0.0
-        moved = _read_parameters(part, tensor, tokens) * size
+        moved = _read_parameters(part, tensor, tokens, expert) * size
         # A prefill writes the whole cache.
         moved += batch * (read_bytes if phase == "decode" else cache_bytes)
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
@@ -155,9 +188,17 @@ def _inference_seconds(
             # One all-reduce after attention or a mixer, and one after the MLP or the experts.
             calls = _collective("all_reduce", tensor, 2 * part.layers, payload)
             modeled += calls.seconds(group_link(device, stride=1, ranks=tensor))
+        if expert > 1 and part.experts:
+            # Each token is sent to its experts, and their outputs are sent back.
+            exchanges = 2 * len(part.expert_layers)
+            calls = _collective("all_to_all", expert, exchanges, part.experts.per_token * payload)
+            link = group_link(device, stride=tensor, ranks=expert, operation="all_to_all")
+            modeled += calls.seconds(link)
     if len(loads) > 1:
         sends = _collective("send", 2, len(loads) - 1, payload)
-        modeled += sends.seconds(group_link(device, stride=tensor, ranks=2, operation="send"))
+        modeled += sends.seconds(
+            group_link(device, stride=tensor * expert, ranks=2, operation="send")
+        )
     return replace(predicted(modeled), low=least)
 
 
@@ -166,11 +207,11 @@ def _collective(operation: str, ranks: int, count: int, size: int) -> Collective
     return Collective(**about, ranks=ranks, count=count, call_bytes=size)
 
 
-def _devices_needed(
+def _replica_devices_needed(
     model: Transformer,
     usable: float,
     stages: Callable[[int], list[Stage]],
-    batch: int,
+    sequences: int,
 ) -> int:
     # A tensor-parallel degree divides the heads, or the MLP of a model without heads.
     for ranks in range(1, (model.heads or model.d_ff) + 1):
@@ -178,7 +219,7 @@ def _devices_needed(
             loads = stages(ranks)
         except ValueError:
             continue
-        if max(x.weight_bytes + batch * x.cache_bytes for x in loads) <= usable:
+        if max(x.bytes_with(sequences) for x in loads) <= usable:
             return ranks * len(loads)
     return 0
 
@@ -191,11 +232,12 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
     return latents * (1 - min(seq, model.mla.index_top) / seq)
 
 
-def _read_parameters(model: Transformer, ranks: int, tokens: int = 1) -> int:
-    """Return the number of parameters that a device reads to process `tokens` tokens.
+def _read_parameters(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
+    """Return the number of parameters that a device reads while each replica has `tokens` tokens.
 
     Tables do not count, except for a tied head. Tokens are assumed to choose experts independently
-    of each other, so some experts are not read.
+    of each other, so some experts are not read. A device reads its 1 / `expert` of the experts for
+    the tokens of `expert` replicas.
     """
     read = 0.0
     for matrix in matrices(model):
@@ -203,7 +245,7 @@ def _read_parameters(model: Transformer, ranks: int, tokens: int = 1) -> int:
             continue
         copies = float(matrix.copies)
         if matrix.routed:
-            copies *= 1 - (1 - matrix.chosen / matrix.copies) ** tokens
+            copies *= (1 - (1 - matrix.chosen / matrix.copies) ** (tokens * expert)) / expert
         cut = matrix.tensor_ranks(ranks, model.kv_heads)
         read += split(matrix.times * matrix.entries, cut) * copies
     # A lookup reads one row of a table; a tied head reads the whole table.
