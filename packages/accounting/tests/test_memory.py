@@ -388,7 +388,13 @@ def test_training_memory_contains_every_tensor_of_the_peak(precision: str, zero:
 def test_peak_memory_refuses_the_plans_that_it_does_not_model() -> None:
     experts = Experts(count=8, per_token=2, width=64)
     shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100, experts=experts)
-    for plan in (Plan(data=8, expert=8), Plan(recompute="selective")):
+    plans = (
+        Plan(data=8, expert=8),
+        Plan(recompute="selective"),
+        Plan(microbatches=2),
+        Plan(data=4, zero=2, microbatches=2),
+    )
+    for plan in plans:
         with pytest.raises(ValueError, match="use training_memory"):
             peak_memory(shape, plan=plan, batch=8, seq=16)
 

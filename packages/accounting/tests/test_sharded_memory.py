@@ -16,9 +16,18 @@ from torch.nn import functional as F
 
 
 def tracked(
-    shape: Transformer, ranks: int, batch: int, seq: int, mixed: bool, reshard: bool
+    shape: Transformer,
+    ranks: int,
+    batch: int,
+    seq: int,
+    mixed: bool,
+    reshard: bool,
+    microbatches: int = 1,
 ) -> int:
-    """Return the peak of a second step by `FSDPMemTracker`; each block and the ends are groups."""
+    """Return the peak of a second step by `FSDPMemTracker`; each block and the ends are groups.
+
+    `batch` is the number of sequences of a micro-batch on one rank.
+    """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -38,9 +47,10 @@ def tracked(
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((tokens, targets))
         for _ in range(2):
-            tracker.reset_mod_stats()
             with tracker:  # Entering the context resets the peak.
-                F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+                for _ in range(microbatches):
+                    tracker.reset_mod_stats()
+                    F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -69,13 +79,13 @@ def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
     )
 
 
-def agrees(seed: int) -> None:
+def agrees(seed: int, microbatches: int = 1) -> None:
     shape, ranks, batch, seq, mixed, reshard = case(seed)
-    result = tracked(shape, ranks, batch, seq, mixed, reshard)
+    result = tracked(shape, ranks, batch, seq, mixed, reshard, microbatches)
     predicted = peak_memory(
         shape,
-        Plan(data=ranks, zero=3, reshard_after_forward=reshard),
-        batch=batch * ranks,
+        Plan(data=ranks, zero=3, reshard_after_forward=reshard, microbatches=microbatches),
+        batch=batch * ranks * microbatches,
         seq=seq,
         precision="fsdp_bf16" if mixed else "fp32",
         fused_norm=False,
@@ -87,6 +97,13 @@ def agrees(seed: int) -> None:
 @pytest.mark.parametrize("seed", [2])
 def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed)
+
+
+@pytest.mark.parametrize(
+    "seed", [5, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 34))]
+)
+def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
+    agrees(seed, microbatches=2 + seed % 2)
 
 
 @pytest.mark.exhaustive

@@ -43,20 +43,26 @@ def peak_memory(
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
-    `ValueError` for plans with other parallelism than `data`, with micro-batches, or with selective
-    recomputation.
+    `ValueError` for plans with other parallelism than `data`, for micro-batches without ZeRO-3, and
+    for selective recomputation.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends. During the backward the ends and the whole gradient of
     the head stay unsharded. Meanwhile one block computes, the next one is gathered, and the
-    previous one is reduced.
+    previous one is reduced. Gradients are reduced after each micro-batch, as by default in FSDP2,
+    so their shards exist from the second micro-batch on.
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
-    if plan.tensor * plan.pipeline * plan.context * plan.expert * plan.microbatches > 1:
+    if plan.tensor * plan.pipeline * plan.context * plan.expert > 1:
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
+        )
+    if plan.microbatches > 1 and (plan.zero < 3 or plan.data == 1):
+        raise ValueError(
+            f"expected microbatches=1 without ZeRO-3 in peak_memory, got {plan.microbatches}; use "
+            "training_memory, which adds all tensors"
         )
     if plan.recompute == "selective":
         raise ValueError(
@@ -192,6 +198,8 @@ class _Step:
         return largest
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
+        if self.plan.microbatches > 1:
+            gradients = self.parameters
         shard = split(gradients, self.plan.data if self.plan.zero >= 2 else 1)
         size = bytes_of(self.kind.gradients)
         return total(
