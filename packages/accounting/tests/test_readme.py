@@ -2,6 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
+from accounting.model.family_tables import FAMILIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -41,6 +42,10 @@ def test_benchmark_rows_have_units_in_their_keys() -> None:
     rows = bench(quick=True)
     assert {row["case"] for row in rows} == {"speed"}
     assert "time_ms" in table(rows)
+
+
+def test_number_of_model_families_is_counted() -> None:
+    assert f"| {len(FAMILIES)} model families;" in README
 
 
 def test_table_of_intervals_is_measured() -> None:

@@ -100,7 +100,7 @@ def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [5, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 34))]
+    "seed", [5, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 20))]
 )
 def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed, microbatches=2 + seed % 2)
