@@ -64,3 +64,12 @@ def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
             cells = [ratios(seqs, dim, *column) for column in columns]
             lengths = f"{seqs[0]:,} and {seqs[1]:,}"
             assert f"| {lengths} | {dim} | {' | '.join(cells)} |" in readme
+
+
+def test_readme_of_interp_states_why_the_goal_of_composition_is_missed():
+    path = ROOT / "docs/results/2026-11-28-cpu/interp-transformer-lens.json"
+    (row,) = (r for r in json.loads(path.read_text())["rows"] if r["case"] == "k_composition")
+    products, ours = row["products_ms"], row["ours_ms"]
+    readme = " ".join((ROOT / "packages/interp/README.md").read_text().split())
+    assert f"take {products:.0f} of its {ours:.0f} ms" in readme
+    assert f"no more than {row['peer_ms'] / products:.1f} times" in readme
