@@ -1,5 +1,6 @@
 """`describe` reproduces every property of a model, or refuses the model."""
 
+import copy
 import dataclasses
 import functools
 import pickle
@@ -870,6 +871,17 @@ def test_replaced_modules_are_refused() -> None:
         decoder(tokens)
     model.model.layers[1].self_attn.v_proj = projection
     torch.testing.assert_close(decoder(tokens), expected)
+
+
+def test_copied_decoders_do_not_notice_changes_of_a_model() -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    described = family("GemmaForCausalLM")
+    decoder = describe(described)
+    expected = decoder(tokens)
+    model, decoder = copy.deepcopy((described, decoder))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+    torch.testing.assert_close(decoder(tokens), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cls", ["LlamaForCausalLM", "GptOssForCausalLM"])

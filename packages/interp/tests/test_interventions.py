@@ -212,6 +212,21 @@ def test_an_autoencoder_refuses_masks_unknown_features_and_other_activations() -
     assert torch.equal(by_index, autoencoder.replace(ablate=[3])(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_steering_vectors_are_not_rounded_beside_a_large_mean(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(60, 8)).to(dtype)
+    with torch.no_grad():
+        model[0].weight.add_(100)
+    positive, negative = torch.arange(30)[:, None], torch.arange(30, 60)[:, None]
+    vector = steering_vector(model, "0", positive, negative)
+    activations = model[0].weight.detach().double()
+    assert vector.dtype == dtype
+    torch.testing.assert_close(
+        vector.double(), activations[:30].mean(0) - activations[30:].mean(0), rtol=1e-2, atol=1e-3
+    )
+
+
 def test_steering_vectors_with_dropout_or_beyond_a_prompt_are_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 8), nn.Dropout(0.5), nn.Linear(8, 8))

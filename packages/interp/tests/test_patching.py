@@ -107,6 +107,18 @@ def test_attribution_patching_has_second_order_error() -> None:
         assert small < large / 50
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_standard_errors_in_half_precision_are_not_rounded_beside_a_large_mean(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    values = (100 + torch.randn(64, 5)).to(dtype)
+    result = mean_over_pairs([PatchingResult(each, 1.0, 0.0) for each in values])
+    wide = values.double()
+    torch.testing.assert_close(result.values.double(), wide.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.standard_error.double(), wide.std(0) / 8, rtol=1e-2, atol=0)
+
+
 def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
     """The metrics of a prompt vary together, so a difference or a ratio varies less than values."""
     torch.manual_seed(0)

@@ -55,8 +55,10 @@ def steering_vector(
                 f"{site!r} differs when the run is repeated; use eval(), because dropout changes "
                 "the vector"
             )
-        means.append(seen[site][:, position].mean(0))
-    return means[0] - means[1]
+        # Means rounded to half precision would lose a difference that is small beside the means.
+        chosen = first[:, position]
+        means.append(chosen.mean(0, dtype=torch.promote_types(chosen.dtype, torch.float32)))
+    return (means[0] - means[1]).to(first.dtype)
 
 
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:

@@ -172,7 +172,7 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
     """Return a result with the means of all floats and float tensors of several results.
 
     `results` become the `pairs` of the new result. Its remaining fields are copied from the first
-    result. A single result is returned unchanged.
+    result. A single result is returned unchanged. Means of half precision are float32.
     """
     if len(results) == 1:
         return results[0]
@@ -182,7 +182,9 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
         if isinstance(values[0], float):
             numbers[field.name] = sum(values) / len(values)
         elif isinstance(values[0], Tensor) and values[0].is_floating_point():
-            numbers[field.name] = torch.stack(values).mean(0)
+            # A mean in half precision would lose the spread that `standard_error_of` measures.
+            dtype = torch.promote_types(values[0].dtype, torch.float32)
+            numbers[field.name] = torch.stack(values).mean(0, dtype=dtype)
     return replace(results[0], **numbers)
 
 
