@@ -113,7 +113,7 @@ def test_standard_errors_in_half_precision_are_not_rounded_beside_a_large_mean(
 ) -> None:
     torch.manual_seed(0)
     values = (100 + torch.randn(64, 5)).to(dtype)
-    result = mean_over_pairs([PatchingResult(each, 1.0, 0.0) for each in values])
+    result = mean_over_pairs([PatchingResult(row, 1.0, 0.0) for row in values])
     wide = values.double()
     torch.testing.assert_close(result.values.double(), wide.mean(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(result.standard_error.double(), wide.std(0) / 8, rtol=1e-2, atol=0)
