@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -295,18 +294,6 @@ def test_contributing_names_files_that_exist():
     for path in re.findall(r"`((?:packages|docs|tests)/[\w./-]+)`", text):
         if "NAME" not in path:
             assert (ROOT / path).exists(), path
-
-
-def test_readme_counts_the_families_that_the_tables_have():
-    families = {
-        name
-        for path in (source("accounting") / "model" / "families").glob("*.toml")
-        if path.stem not in ("aliases", "mixers")
-        for name in tomllib.loads(path.read_text())
-    } - {"base", "refused"}
-    text = (folder("accounting") / "README.md").read_text()
-    (count,) = re.findall(r"(\d+) (?:model )?families", text)
-    assert int(count) == len(families)
 
 
 @pytest.mark.exhaustive
