@@ -1,7 +1,5 @@
 """No number in a README is typed by hand: each table is what the results render to."""
 
-import json
-
 import pytest
 from workspace import PACKAGES, ROOT, folder, script
 
@@ -34,10 +32,9 @@ def test_the_page_of_all_rows_is_what_the_results_render_to(package):
 
 def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
     """The table has the smallest and the largest ratio of two lengths, with and without a mask."""
-    path = ROOT / "docs/results/2026-11-28-gpu/flashattn2-gpu.json"
     times = {
         (row["seq"], row["dim"], row["causal"], row["pass"], row["impl"]): row
-        for row in json.loads(path.read_text())["rows"]
+        for row in measure.newest("flashattn2", "gpu")["rows"]
         if row["case"] == "train"
     }
 
@@ -67,8 +64,7 @@ def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
 
 
 def test_readme_of_interp_states_why_the_goal_of_composition_is_missed():
-    path = ROOT / "docs/results/2026-11-28-cpu/interp-transformer-lens.json"
-    (row,) = (r for r in json.loads(path.read_text())["rows"] if r["case"] == "k_composition")
+    (row,) = measure.newest("interp", "transformer-lens")["rows"]
     products, ours = row["products_ms"], row["ours_ms"]
     readme = " ".join((ROOT / "packages/interp/README.md").read_text().split())
     assert f"take {products:.0f} of its {ours:.0f} ms" in readme
