@@ -271,3 +271,15 @@ def test_numbers_out_of_the_usual_range_can_be_confirmed():
     assert load_runs(named).tokens[0] == 3e12
     suffixed = {"N": ["100M", "200M", "400M"], "D": ["3T", "3T", "4T"], "loss": table["loss"]}
     assert load_runs(suffixed).tokens[0] == 3e12
+
+
+@pytest.mark.parametrize("name", ["text_gb", "data (GB)", "corpus_bytes"])
+def test_size_of_the_text_is_read_with_the_tokens_of_one_unit(name):
+    """Tokens have no fixed number of bytes, so the user states how many one unit contains."""
+    size = 1e9 * np.array([2.0, 4, 8, 16, 32, 64]) if "bytes" in name else np.arange(2.0, 13, 2)
+    table = {"N": [1e8, 2e8, 4e8, 8e8, 1e9, 2e9], name: size, "loss": np.linspace(3, 2.5, 6)}
+    with pytest.raises(ValueError, match="tokens that your tokenizer makes of one unit"):
+        load_runs(table)
+    unit = 0.23 if "bytes" in name else 2.3e8
+    runs = load_runs(table, columns={"tokens": name}, units={"tokens": unit})
+    np.testing.assert_allclose(runs.tokens, size * unit)

@@ -1,5 +1,6 @@
 """Two public data sets, which are not shipped: the README says where to get them."""
 
+import csv
 import os
 import time
 import warnings
@@ -8,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from figures import assert_at_most
-from scaling import CATALOG, ScalingWarning, bootstrap, fit_isoflop, fit_parametric, load_runs
+from scaling import (
+    CATALOG,
+    ScalingWarning,
+    bootstrap,
+    fit_isoflop,
+    fit_law,
+    fit_parametric,
+    load_runs,
+)
 from scaling.bench import shortcut
 from scaling.fit import newton
 from scaling.fit.varpro import Problem
@@ -190,3 +199,64 @@ def test_exponents_of_kaplan_and_hoffmann_are_those_of_porian_s_runs(
     interval = fit_isoflop(load_runs(path, where={"set": f"{text}-{runs_of}"})).exponent_interval
     assert published in interval
     assert other not in interval
+
+
+#: The relative errors in percent that figure 3 of Bhagia et al. 2024 (arXiv 2412.04403) prints for
+#: each task loss: mean error of the fit, and errors of the predicted losses at 7B and 13B.
+OLMO_ERRORS = {
+    "mmlu_{}_test": (0.46, 1.3, 0.2),
+    "hellaswag_val": (0.26, 0.3, 1.2),
+    "arc_challenge_test": (0.48, 7.0, 9.4),
+    "arc_easy_test": (1.18, 13.3, 16.0),
+    "piqa_val": (0.31, 2.0, 2.7),
+    "csqa_val": (1.05, 11.7, 18.5),
+    "socialiqa_val": (0.54, 4.3, 3.6),
+    "openbookqa_test": (0.59, 1.3, 0.9),
+}
+
+#: The weights of the four parts of MMLU in the ladder's mean loss.
+MMLU_WEIGHTS = {"stem": 0.215, "humanities": 0.335, "social_sciences": 0.219, "other": 0.231}
+
+
+def olmo_runs(file):
+    """Return the rows of each run of a file, in order of the steps."""
+    runs = {}
+    with (FOLDER / "scaling" / file).open() as lines:
+        for row in csv.DictReader(lines):
+            runs.setdefault(row["run"], []).append(row)
+    return runs
+
+
+def olmo_point(rows, task):
+    """Return N, D and the mean task loss of the last five evaluations of a run."""
+    parts = MMLU_WEIGHTS if "{}" in task else {"": 1.0}
+    losses = []
+    for part in parts:
+        name = f"eval/downstream_bpb/{task.format(part)}_rc_5shot_bpb"
+        losses.append(np.mean([float(row[name]) for row in rows[-5:]]))
+    last = rows[-1]
+    tokens = last.get("throughput/total_tokens")
+    tokens = tokens or float(last["_step"]) * float(last["batch_size_in_tokens"])
+    return float(last["n_params"]), float(tokens), np.dot(losses, [*parts.values()])
+
+
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "olmo_ladder_targets.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/olmo_ladder_targets.csv (README: Limits)",
+)
+@pytest.mark.parametrize("task", OLMO_ERRORS)
+def test_laws_of_the_olmo_ladder_have_every_published_error(task):
+    ladder = olmo_runs("olmo_ladder.csv")
+    sizes = ("190M", "370M", "760M", "1B")
+    points = [
+        olmo_point(ladder[f"{size}-{length}xC"], task) for size in sizes for length in (1, 2, 5, 10)
+    ]
+    columns = dict(zip(("parameters", "tokens", "loss"), np.transpose(points), strict=True))
+    fit = quiet(fit_law, "chinchilla", columns)
+    errors = [float(np.mean(np.abs(np.expm1(fit.residuals))))]
+    for rows in olmo_runs("olmo_ladder_targets.csv").values():
+        n, d, loss = olmo_point(rows, task)
+        errors.append(abs(float(fit.predict(parameters=n, tokens=d)) / loss - 1))
+    of_fit, *of_targets = OLMO_ERRORS[task]
+    assert [round(100 * error, 1) for error in errors[1:]] == of_targets
+    assert round(100 * errors[0], 2) == of_fit

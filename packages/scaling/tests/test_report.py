@@ -21,7 +21,7 @@ from scaling import (
     plot,
 )
 from scaling.__main__ import main
-from scaling.report.page import backtest_table, report
+from scaling.page import backtest_table, report
 
 
 def few_runs():
@@ -89,7 +89,7 @@ def test_page_shows_the_answers_of_the_fits(page):
 
 def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
     # The panels are drawn, but not saved, which takes seconds. The fixture `page` saves some.
-    monkeypatch.setattr("scaling.report.page._figure", lambda figure: "<figure></figure>")
+    monkeypatch.setattr("scaling.page._figure", lambda figure: "<figure></figure>")
     # All sizes lie above the best size of their budget, so none of the three budgets has a valley.
     law = Law(1.7, 400, 400, 0.34, 0.28)
     budgets = np.repeat([1e18, 1e19, 1e20], 6)
@@ -99,7 +99,8 @@ def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
     loss = law.predict(n, d) * (1 + 1e-3 * np.cos(3.0 * np.arange(18)))
     text = report(load_runs({"N": n, "D": d, "loss": loss}))
     assert "<h2>Parametric law</h2>" in text
-    assert "IsoFLOP curves: fewer than two budgets have a valley" in text
+    assert "<h2>IsoFLOP curves</h2>\n<p>fewer than two budgets have a valley" in text
+    assert '<td data-title="parameters">unknown [0, inf]</td>' in text
 
 
 def test_figures_repeat_neither_labels_nor_colors():

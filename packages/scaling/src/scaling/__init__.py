@@ -10,6 +10,7 @@ from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
 from scaling.laws.fit import LawFit, fit_law
 from scaling.laws.form import CATALOG, Form
+from scaling.page import report
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
@@ -59,5 +60,6 @@ __all__ = [
     "loss_at",
     "optimum",
     "plot",
+    "report",
     "sweep_learning_rate",
 ]

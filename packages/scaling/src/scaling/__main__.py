@@ -112,12 +112,12 @@ def _fit(arguments: argparse.Namespace) -> Output:
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
-        lines, result = _describe_law(fit)
+        lines, result = ([], {}) if fit.unidentified else _describe_law(fit)
     elif arguments.loss is not None:
         raise ValueError("--loss is an option of --method parametric: drop one of them")
     else:
         fit = fit_isoflop(runs)
-        lines, result = _describe_valleys(fit, max(at))
+        lines, result = ([], {}) if fit.unidentified else _describe_valleys(fit, max(at))
     best = [fit.optimal(c) for c in at]
     if arguments.plot:
         from scaling.plot import plot
@@ -156,7 +156,7 @@ def _describe_valleys(fit: IsoflopFit, compute: float) -> Output:
 
 
 def _report(arguments: argparse.Namespace) -> Output:
-    from scaling.report.page import report
+    from scaling.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
     _write(arguments.to, lambda path: path.write_text(page, "utf-8"))

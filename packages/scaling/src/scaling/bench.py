@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +45,8 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
     resamples = 1000 if quick else 4000
     seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
     row: Row = {"case": "bootstrap", "runs": len(noisy), "resamples": resamples}
-    return [*rows, {**row, "time_s": seconds}, *_shortcuts(), *_sweeps(device, quick)]
+    rows += [{**row, "time_s": seconds}, *_answers(100_000 // (100 if quick else 1))]
+    return [*rows, *_shortcuts(), *_sweeps(device, quick)]
 
 
 def _timed(function: Callable[[], T]) -> tuple[float, T]:
@@ -72,6 +74,33 @@ def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
     return [
         {**row, "method": method, "starts": count, "time_ms": 1e3 * time_s, "objective": objective}
         for method, count, time_s, objective in timings
+    ]
+
+
+def _answers(count: int) -> list[Row]:
+    """Time the first optimum of a fit, and the fit of a table of `count` rows with its reading.
+
+    The first optimum includes the posterior and the drift; its time is the median of five fits.
+    """
+    seconds = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        for seed in range(5):
+            fit = fit_parametric(isoflop_runs(noise=2e-3, seed=seed))
+            seconds.append(_timed(partial(fit.optimal, 1e24))[0])
+        random = np.random.default_rng(0)
+        n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, count))
+        loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(count))
+        records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
+        of_table, _ = _timed(lambda: fit_parametric(load_runs(records)))
+    return [
+        {
+            "case": "answer",
+            "what": "first optimum",
+            "rows": 72,
+            "time_s": float(np.median(seconds)),
+        },
+        {"case": "answer", "what": "read and fit", "rows": count, "time_s": of_table},
     ]
 
 

@@ -90,6 +90,9 @@ class Optimum(ComparesArrays):
     #: A sentence on the measured coverage of such intervals on published tables; empty if the
     #: intervals do not include drift.
     coverage: str = ""
+    #: The reason why the intervals are (0, inf); empty if they are not. If the runs do not identify
+    #: the optimum, N, D and the loss are nan.
+    reason: str = ""
 
     def __str__(self) -> str:
         lines = [f"at {self.compute:.4g} FLOPs"]
@@ -98,7 +101,14 @@ class Optimum(ComparesArrays):
             if interval or self.intervals is None:
                 line = f"  {name:<12}{getattr(self, name):<12.5g}{interval or ''}"
                 lines.append(line.rstrip())
-        return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
+        lines += [f"  {text}" for text in (self.coverage, self.reason) if text]
+        return "\n".join(lines)
+
+
+def unidentified_optimum(compute: float, reason: str) -> Optimum:
+    """Return the optimum of runs that do not identify it: nan, with intervals from 0 to inf."""
+    intervals = {name: Interval(0.0, math.inf) for name in ("parameters", "tokens", "loss")}
+    return Optimum(compute, math.nan, math.nan, math.nan, intervals, reason=reason)
 
 
 @dataclass(frozen=True)

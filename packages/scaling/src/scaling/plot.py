@@ -41,7 +41,8 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     - for a backtest, the best size predicted from the runs below each cut, divided by the best size
       that a fit of all runs predicts.
 
-    Raises `TypeError` for any other object, and `ModuleNotFoundError` without matplotlib.
+    Raises `TypeError` for any other object, `ValueError` for a fit to runs that do not identify its
+    law, and `ModuleNotFoundError` without matplotlib.
     """
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
@@ -57,6 +58,8 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
     """Return one function per panel of `plot`, which draws the panel on axes."""
     if isinstance(result, ParametricFit | IsoflopFit):
+        if result.unidentified:
+            raise ValueError(f"there is no law to draw: {result.unidentified}")
         optima = partial(_plot_optima, fit=result, up_to=up_to)
         if isinstance(result, IsoflopFit):
             return [partial(_plot_valleys, fit=result), optima]

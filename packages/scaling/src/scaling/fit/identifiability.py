@@ -25,8 +25,15 @@ REMEDY = "train several sizes at each of three or more budgets that span at leas
 
 def require_identified(parameters: Array, tokens: Array) -> None:
     """Raise `ValueError` with the cause unless the runs identify a law of N and D."""
-    if cause := design_defect(parameters, tokens):
-        raise ValueError(f"these {len(parameters)} runs do not identify a law: {cause}; {REMEDY}")
+    if reason := why_not_identified(parameters, tokens):
+        raise ValueError(reason)
+
+
+def why_not_identified(parameters: Array, tokens: Array) -> str:
+    """Return why the runs identify no law of N and D, and the remedy; empty if they identify it."""
+    cause = design_defect(parameters, tokens)
+    runs = len(parameters)
+    return f"these {runs} runs do not identify a law: {cause}; {REMEDY}" if cause else ""
 
 
 def design_defect(parameters: Array, tokens: Array) -> str:

@@ -5,8 +5,9 @@ Note [Variable projection] in varpro.py. `prove=True` starts from every grid poi
 starts that reach the result.
 """
 
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +22,7 @@ from scaling.fit.search import (
     objective_value,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import CONSTANTS, Optimum
+from scaling.law import CONSTANTS, Interval, Optimum, require_budget, unidentified_optimum
 from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
@@ -32,7 +33,13 @@ from scaling.uncertainty.diagnostics import (
 )
 from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
+from scaling.uncertainty.quantity import loss_at
 from scaling.units import Array
+
+NO_FREEDOM = (
+    "five runs leave no degrees of freedom for five constants: the law passes through all of them,"
+    " and every interval is infinite; train more runs"
+)
 
 #: A run is reported as an outlier if its residual exceeds this many robust standard deviations.
 OUTLIER_SPREADS = 10
@@ -44,6 +51,10 @@ class ParametricFit(Estimate):
 
     `law` is the point estimate. `optimal` and `predict` add 95 % intervals of the posterior. Beyond
     the runs, these are widened by drift: the errors, at larger runs, of fits to smaller runs.
+
+    If the runs do not identify the law, `unidentified` is the reason. The intervals of `optimal`
+    and `predict` are then (0, inf), their estimates are nan, and `posterior` and `drift` raise
+    `ValueError`.
     """
 
     objective: float
@@ -53,27 +64,48 @@ class ParametricFit(Estimate):
     @cached_property
     def posterior(self) -> Posterior:
         """A weighted sample of the laws that are consistent with the runs, without drift."""
+        self._require_identified()
         return sample_posterior(self)
 
     @cached_property
     def drift(self) -> Drift:
         """The drift of the law beyond the runs, measured by fits to smaller runs."""
+        self._require_identified()
         return measure_drift(self)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return f"{text}\n  {self.unidentified}" if self.unidentified else text
+
+    def _require_identified(self) -> None:
+        if self.unidentified:
+            raise ValueError(self.unidentified)
 
     def optimal(self, compute: float) -> Optimum:
         """Return the best model for `compute` FLOPs, with 95 % intervals of N, D and the loss.
 
-        A `ScalingWarning` reports a wide interval, or an optimum far from all runs.
+        A `ScalingWarning` reports a wide interval, an optimum far from all runs, or runs that do
+        not identify the optimum.
         """
-        best = self.drift.widen(self.posterior.optimal(compute))
+        require_budget(compute)
+        if self.unidentified:
+            best = unidentified_optimum(compute, self.unidentified)
+        else:
+            best = self.drift.widen(self.posterior.optimal(compute))
+            if len(self.runs) == FEWEST_RUNS:
+                best = replace(best, reason=NO_FREEDOM)
         warn_of_optimum(best, self.runs)
         return best
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return the predicted loss of one new run, with a 95 % interval that includes its noise.
 
-        A `ScalingWarning` reports a model far from all runs.
+        A `ScalingWarning` reports a model far from all runs, or runs that do not identify the law.
         """
+        if self.unidentified:
+            loss_at(parameters, tokens)  # raises an error for invalid numbers
+            warnings.warn(self.unidentified, ScalingWarning, stacklevel=2)
+            return Prediction(math.nan, Interval(0.0, math.inf), reason=self.unidentified)
         mean = self.posterior.predict(parameters, tokens)
         warn_of_prediction(parameters, tokens, self.runs)
         return self.drift.prediction_of_run(mean, parameters, tokens, self.residuals)
@@ -97,20 +129,22 @@ def fit_parametric(
             thirty of them, and from all 289 if these reach several optima.
 
     Raises:
-        ValueError: An option is invalid, there are fewer than five runs, all losses are equal, or
-            the runs do not identify the law, for example because all have one size, one budget or
-            one ratio of tokens to parameters.
+        ValueError: An option is invalid, there are fewer than five runs, or all losses are equal.
 
-    A `ScalingWarning` reports several optima, a failure to converge, a fit of exactly five runs, a
-    constant at its bound, curved residuals and outliers.
+    A `ScalingWarning` reports runs that do not identify the law, for example because all have one
+    size, one budget or one ratio of tokens to parameters. Such a fit has intervals of (0, inf):
+    see `ParametricFit`. Otherwise the warning reports several optima, a failure to converge, a fit
+    of exactly five runs, a constant at its bound, curved residuals and outliers.
     """
     part, theta, proof = estimate(runs, loss, delta, prove)
     errors = part.residuals
-    messages = tuple(_fit_messages(runs, part.problem, theta, errors, proof))
+    messages = [part.unidentified]
+    if not part.unidentified:
+        messages = _fit_messages(runs, part.problem, theta, errors, proof)
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     value = objective_value(errors, loss, delta)
-    return ParametricFit(runs, part.law, loss, delta, errors, value, proof, messages)
+    return ParametricFit(runs, part.law, loss, delta, errors, value, proof, tuple(messages))
 
 
 def _fit_messages(
@@ -120,10 +154,7 @@ def _fit_messages(
     if proof.several or not proof.converged:
         messages.append(describe_optima(proof))
     if len(runs) == FEWEST_RUNS:
-        messages.append(
-            "five runs leave no degrees of freedom for five constants: the law passes through all"
-            " of them, and every interval is infinite; train more runs"
-        )
+        messages.append(NO_FREEDOM)
     p_value = bend_p_value(problem, theta, errors)
     if p_value < BEND_P_VALUE:
         messages.append(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
-from scaling.fit.identifiability import require_identified
+from scaling.fit.identifiability import why_not_identified
 from scaling.fit.varpro import Problem, grid_starts
 from scaling.law import CONSTANTS, Law
 from scaling.runs import Runs
@@ -96,6 +96,14 @@ class Estimate(ComparesArrays):
     residuals: Array
 
     @cached_property
+    def unidentified(self) -> str:
+        """The reason why the runs do not identify the law; empty if they do.
+
+        If they do not, `law` is one of many laws that fit the runs equally well.
+        """
+        return why_not_identified(self.runs.parameters, self.runs.tokens)
+
+    @cached_property
     def problem(self) -> Problem:
         """The problem that the fit solved: see Note [Centered parameters] in varpro.py."""
         return Problem.chinchilla(self.runs)
@@ -104,7 +112,7 @@ class Estimate(ComparesArrays):
 def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
     """Return a fit with its parameters theta (P,) and its proof.
 
-    Raise `ValueError` if an option is invalid or the runs do not identify a law.
+    Raise `ValueError` if an option is invalid, there are too few runs, or all losses are equal.
     """
     require_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
@@ -113,7 +121,6 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
         )
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
-    require_identified(runs.parameters, runs.tokens)
     problem = Problem.chinchilla(runs)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]

@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from scaling.equality import ComparesArrays
 from scaling.isoflop.budgets import parabola_valley, sort_and_check, valleys_of_common_shape
 from scaling.isoflop.valley import Valley
-from scaling.law import Interval, Optimum, require_budget
+from scaling.law import Interval, Optimum, require_budget, unidentified_optimum
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
@@ -31,6 +31,8 @@ from scaling.uncertainty.drift import (
     drift_start,
 )
 from scaling.units import Array
+
+NO_FREEDOM = "two budgets leave no degrees of freedom for the interval; train at more budgets"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,23 +49,32 @@ class IsoflopFit(ComparesArrays):
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
     warnings: tuple[str, ...]
+    #: The reason why the runs do not identify the laws; empty if they do. If they do not, there are
+    #: no valleys, and all numbers are nan.
+    unidentified: str = ""
 
     def optimal(self, compute: float) -> Optimum:
         """Return the best N and D for `compute` FLOPs, with 95 % intervals; the loss is nan.
 
         The interval of N combines the scatter of the valleys about the line, with Student's t, and
         the drift beyond the budgets. The interval of D follows from the interval of N. A line
-        through two budgets has no scatter, so the interval is (0, inf). A `ScalingWarning` reports
-        a wide interval, or an optimum far from all runs.
+        through two budgets has no scatter, so the interval is (0, inf). If the runs do not identify
+        an optimum, N and D are nan too. A `ScalingWarning` reports this, a wide interval, or an
+        optimum far from all runs.
         """
         require_budget(compute)
+        if self.unidentified:
+            best = unidentified_optimum(compute, self.unidentified)
+            warn_of_optimum(best, self.runs)
+            return best
         n = self.scale * compute**self.exponent
         low, high = self._size_interval(compute, n)
         product = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(product / high, product / low if low else math.inf)
         intervals = {"parameters": Interval(low, high), "tokens": tokens}
         coverage = VALLEY_COVERAGE if self._decades_of_drift(compute) else ""
-        best = Optimum(compute, n, product / n, math.nan, intervals, coverage)
+        reason = NO_FREEDOM if len(self.valleys) == 2 else ""
+        best = Optimum(compute, n, product / n, math.nan, intervals, coverage, reason)
         warn_of_optimum(best, self.runs)
         return best
 
@@ -71,7 +82,7 @@ class IsoflopFit(ComparesArrays):
     def exponent_interval(self) -> Interval:
         """The 95 % interval of `exponent` from the scatter of the valleys, without drift.
 
-        It is infinite for two budgets.
+        It is infinite for two budgets, and for runs that do not identify the law.
         """
         freedom = len(self.valleys) - 2
         if freedom <= 0:
@@ -127,19 +138,22 @@ def fit_isoflop(
         tolerance: The relative gap in compute that separates two budgets: see `Runs.budgets`.
 
     Raises:
-        ValueError: An option is invalid, there are fewer than five runs, fewer than two budgets
-            have a valley, or the fitted size does not grow with compute.
+        ValueError: An option is invalid, there are fewer than five runs, or the fitted size does
+            not grow with compute.
 
-    A `ScalingWarning` reports coarse grids, a minimum at the edge of a budget, budgets that are
-    left out, sizes that do not grow with compute, and fewer than four valleys.
+    A `ScalingWarning` reports that fewer than two budgets have a valley. Such runs do not identify
+    a law, and the intervals of the fit are (0, inf). Otherwise the warning reports coarse grids, a
+    minimum at the edge of a budget, budgets that are left out, sizes that do not grow with compute,
+    and fewer than four valleys.
     """
     _require_options(nearest, degree)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
     if len(budgets) < 2:
-        raise ValueError(
-            f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
+        budget = budgets[0].compute[0]
+        return _unidentified(
+            runs, f"column 'compute' holds one budget, {budget:.3g}: a law needs two"
         )
     diagnostics = Diagnostics()
     groups = [sort_and_check(group, diagnostics) for group in budgets]
@@ -156,7 +170,8 @@ def fit_isoflop(
     else:
         valleys, covariance = common
     if len(valleys) < 2:
-        raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(diagnostics))
+        causes = "\n".join(diagnostics)
+        return _unidentified(runs, f"fewer than two budgets have a valley:\n{causes}")
     _report_valleys(valleys, diagnostics)
     c = np.array([valley.compute for valley in valleys])
     n = np.array([valley.parameters for valley in valleys])
@@ -166,6 +181,13 @@ def fit_isoflop(
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, messages)
+
+
+def _unidentified(runs: Runs, reason: str) -> IsoflopFit:
+    """Return the fit of runs that do not identify a law, and issue the reason as a warning."""
+    warnings.warn(reason, ScalingWarning, stacklevel=3)
+    nan = math.nan
+    return IsoflopFit(runs, (), nan, nan, np.full((2, 2), nan), nan, (reason,), reason)
 
 
 def _require_options(nearest: int | None, degree: int | None) -> None:

@@ -7,7 +7,7 @@ may also state a unit, that embeddings are not counted, or that the loss is in b
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
@@ -120,9 +120,20 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
         raise ValueError(
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
             f" and compute, recognized {sorted(result.chosen)}; name another column with"
-            f" columns={{{missing[0]!r}: '…'}}"
+            f" columns={{{missing[0]!r}: '…'}}{_bytes_remedy(present)}"
         )
     return result
+
+
+def _bytes_remedy(present: Iterable[str]) -> str:
+    """Return the remedy for a column of bytes of text; empty if there is none."""
+    for name in present:
+        if {"bytes", "mb", "gb", "tb", "mib", "gib", "tib"} & {*split_words(name)}:
+            return (
+                f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
+                " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
+            )
+    return ""
 
 
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:

@@ -93,7 +93,11 @@ def backtest(
 
 
 def _fit(method: str, runs: Runs) -> ParametricFit | IsoflopFit:
-    return fit_parametric(runs) if method == "parametric" else fit_isoflop(runs)
+    """Return the fit of a method; raise `ValueError` if the runs do not identify its law."""
+    fit = fit_parametric(runs) if method == "parametric" else fit_isoflop(runs)
+    if fit.unidentified:
+        raise ValueError(fit.unidentified)
+    return fit
 
 
 def _predict_held_out(

@@ -71,12 +71,15 @@ def bootstrap(
     order.
 
     Raises:
-        ValueError: There are fewer than five groups, or fewer than `FEWEST_RESAMPLES` resamples.
+        ValueError: There are fewer than five groups, or fewer than `FEWEST_RESAMPLES` resamples, or
+            the runs do not identify a law.
 
     A `ScalingWarning` is issued if more than one percent of the refits did not converge.
     """
     if not isinstance(fit, Estimate):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
+    if fit.unidentified:
+        raise ValueError(fit.unidentified)
     if resamples < FEWEST_RESAMPLES:
         raise ValueError(f"expected at least {FEWEST_RESAMPLES} resamples, got {resamples}")
     n = len(fit.runs)

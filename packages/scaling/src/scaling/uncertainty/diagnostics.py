@@ -63,6 +63,9 @@ class Diagnostics:
 
 def warn_of_optimum(best: Optimum, runs: Runs) -> None:
     """Issue a `ScalingWarning` if an optimum has a wide interval, or is far from all runs."""
+    if math.isnan(best.parameters):
+        warnings.warn(best.reason, ScalingWarning, stacklevel=3)
+        return
     prefix = f"at {best.compute:.3g} FLOPs the best size"
     interval = best.intervals["parameters"] if best.intervals else None
     messages = []

@@ -30,6 +30,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
+from scaling.fit.identifiability import require_identified
 from scaling.fit.search import Estimate, estimate
 from scaling.law import LEVEL, Interval, Optimum
 from scaling.runs import Runs
@@ -184,6 +185,7 @@ def measure_drift(whole: Estimate) -> Drift:
         if below.sum() <= FEWEST_RUNS:
             continue
         try:
+            require_identified(runs.parameters[below], runs.tokens[below])
             part, _, _ = estimate(runs[below], whole.loss, whole.delta, prove=False)
         except ValueError:
             continue

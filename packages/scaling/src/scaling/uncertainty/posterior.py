@@ -50,10 +50,12 @@ class Prediction:
     #: The coverage measured for such intervals on published tables; empty if the interval does not
     #: include drift.
     coverage: str = ""
+    #: The reason why the runs do not identify the loss, which is then nan; empty if they do.
+    reason: str = ""
 
     def __str__(self) -> str:
         lines = [f"loss {self.loss:.5g} {self.interval}"]
-        return "\n".join([*lines, *([f"  {self.coverage}"] if self.coverage else [])])
+        return "\n".join(lines + [f"  {text}" for text in (self.coverage, self.reason) if text])
 
     def __float__(self) -> float:
         return self.loss

@@ -67,6 +67,11 @@ def effective_speedup(
         b: The fit of the other recipe; its law may have another form.
         compute: The training compute of `a` in FLOPs, 6 N D.
         inputs: Values of further inputs of the laws, such as `{"granularity": 8}`.
+
+    Raises:
+        TypeError: A fit is of another kind, or a number is not a number.
+        ValueError: The runs of a fit do not identify its law, a law needs other inputs, or a number
+            is not positive and finite.
     """
     inputs = inputs or {}
     first = _recipe_of(a, inputs, seed=0)

@@ -40,7 +40,8 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     """Return an HTML page about runs; needs matplotlib.
 
     `at` contains the budgets in FLOPs whose best models are reported, by default ten and a hundred
-    times the largest run. Raises `ValueError` if neither a law nor IsoFLOP curves can be fitted.
+    times the largest run. If the runs do not identify an answer, its interval is (0, inf), and the
+    reason is a warning. Raises `ValueError` for fewer than five runs or equal losses.
     """
     require_module("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
@@ -65,10 +66,14 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _list(messages)]
     parts += ["<h2>Data</h2>", f"<pre>{html.escape(runs.explanation or f'{len(runs)} runs')}</pre>"]
     for name, fit in fits.items():
-        parts += [f"<h2>{name}</h2>", _constants(fit), _figures(fit, max(at))]
+        parts.append(f"<h2>{name}</h2>")
+        if fit.unidentified:
+            parts.append(f"<p>{html.escape(fit.unidentified)}</p>")
+        else:
+            parts += [_constants(fit), _figures(fit, max(at))]
     if rows:
         parts += ["<h2>Backtest</h2>", backtest_table(rows), _figures(rows, max(at))]
-    page = Template(files("scaling.report").joinpath("page.html").read_text("utf-8"))
+    page = Template(files("scaling").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
 
@@ -128,11 +133,11 @@ def backtest_table(rows: Sequence[BacktestRow]) -> str:
 
 
 def _format(value: float, interval: Interval | None) -> str:
-    """Return a value with its interval; a dash if the value is unknown."""
-    if not math.isfinite(value):
+    """Return a value with its interval; a dash if both are unknown."""
+    if not (interval or math.isfinite(value)):
         return "–"
-    ends = f" [{interval.low:.3g}, {interval.high:.3g}]" if interval else ""
-    return f"{value:.4g}{ends}"
+    text = f"{value:.4g}" if math.isfinite(value) else "unknown"
+    return f"{text} [{interval.low:.3g}, {interval.high:.3g}]" if interval else text
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

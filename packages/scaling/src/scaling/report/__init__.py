@@ -1,1 +1,0 @@
-"""The HTML report about a table of runs."""
