@@ -61,15 +61,14 @@ def train_with_a_bare_reducer() -> list[str]:
     minimal = PlainDDP(module, 200)
     module = copy.deepcopy(module)
     group = resolve_group(None, None)
-    failures = FailureAttribution(group.process_group)
     options = DDP(copy.deepcopy(module), 200 / 2**20)._options
     reducer = Reducer(
         dict(module.named_parameters()),
         options,
         group,
-        failures,
         extensions=(),
         try_open_step=lambda: False,
+        on_failure=lambda reason: None,
     )
     entered = set()
     package = Path(ddp.__file__).parent
@@ -104,15 +103,20 @@ def test_reducer_needs_no_extension_and_a_gradient_crosses_the_files_of_the_read
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     listed = re.findall(r"^\d\. \[.*?\]\(src/ddp/(.*?)\)", readme, re.MULTILINE)
     assert len(listed) == 4
-    attribution = "consistency/failure_attribution.py"
-    assert run_ranks(train_with_a_bare_reducer, 2) == [sorted([*listed, attribution])] * 2
+    assert run_ranks(train_with_a_bare_reducer, 2) == [sorted(listed)] * 2
 
 
-def test_meter_checks_and_compression_implement_one_interface_with_four_methods() -> None:
-    methods = {"on_step_start", "before_bucket_launch", "launch", "on_step_end"}
+def test_meter_checks_attribution_and_compression_implement_one_interface_of_five_methods() -> None:
+    methods = {
+        "on_step_start",
+        "before_bucket_launch",
+        "launch",
+        "attribute_errors",
+        "on_step_end",
+    }
     assert {name for name in vars(Extension) if not name.startswith("_")} == methods
     algorithm = inspect.getsource(ddp.reducer)
-    for extension in (Meter, GradientAgreement, Cast, CommHook):
+    for extension in (FailureAttribution, Meter, GradientAgreement, Cast, CommHook):
         assert issubclass(extension, Extension)
         assert methods & vars(extension).keys()
         assert extension.__name__ not in algorithm

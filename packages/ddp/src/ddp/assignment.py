@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Bucket, make_bucket
-from ddp.consistency.failure_attribution import FailureAttribution
+from ddp.communication import AttributeErrors
 from ddp.options import Options
 from ddp.process_group import ReduceGroup
 
@@ -28,7 +28,7 @@ class BucketAssignment:
         names: Sequence[str],
         options: Options,
         group: ReduceGroup,
-        failures: FailureAttribution,
+        attribute_errors: AttributeErrors,
     ) -> None:
         #: The buckets in the order of launches.
         self.buckets: list[Bucket] = []
@@ -40,7 +40,7 @@ class BucketAssignment:
         self._names = names
         self._options = options
         self._group = group
-        self._failures = failures
+        self._attribute_errors = attribute_errors
         self._bucket_bytes = options.bucket_bytes_for(parameters)
         self._ready_order: dict[int, None] = {}
         self._has_rebuilt = False
@@ -106,9 +106,11 @@ class BucketAssignment:
         indices = torch.tensor(order, device=device)
         description = "the agreement on the order of buckets"
         group = self._group.process_group
-        with self._failures.attribute(description):
+        with self._attribute_errors(description, None):
             work = dist.broadcast(indices, group=group, group_src=0, async_op=True)
-        self._failures.wait(work, description, poll=device.type == "cpu")
+        assert work is not None, "only ranks of the group have a reducer"
+        with self._attribute_errors(description, work if device.type == "cpu" else None):
+            work.wait()
         agreed: list[int] = indices.tolist()
         return agreed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.bucket import Bucket
-from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
+
+#: Returns a context for the collective that a description names: see `Extension.attribute_errors`.
+AttributeErrors = Callable[[str, dist.Work | None], AbstractContextManager[None]]
 
 #: The second collective of a bucket is launched once this many further buckets have been launched.
 #: By then the first collective has most likely completed, and all ranks launch their collectives in
@@ -52,7 +55,7 @@ class BucketReduction:
         self,
         bucket: Bucket,
         launch: Callable[[Bucket], Collective],
-        failures: FailureAttribution,
+        attribute_errors: AttributeErrors,
     ) -> None:
         self.bucket = bucket
         self.collectives: list[Collective] = []
@@ -61,11 +64,11 @@ class BucketReduction:
         #: Seconds that this rank spent waiting.
         self.exposed_seconds = 0.0
         self.is_done = False
-        self._failures = failures
+        self._attribute_errors = attribute_errors
         self._description = f"the sum of the gradients of {bucket.description}"
         self._is_on_cpu = bucket.buffer.device.type == "cpu"
         self.launch_time = time.perf_counter()
-        with self._failures.attribute(self._description):
+        with self._attribute_errors(self._description, None):
             self._track(launch(bucket))
 
     @property
@@ -90,13 +93,16 @@ class BucketReduction:
         wait_start = time.perf_counter()
         # NCCL's wait with a timeout would block the host, and its watchdog aborts hanging calls.
         can_poll = self._is_on_cpu and isinstance(collective.work, dist.Work)
-        self._failures.wait(collective.work, self._description, poll=can_poll)
+        if collective.work is not None:
+            polled = collective.work if can_poll else None
+            with self._attribute_errors(self._description, polled):
+                collective.work.wait()
         now = time.perf_counter()
         self.exposed_seconds += now - wait_start
         self.completion_times.setdefault(len(self.collectives), now)
         following = None
         if collective.on_completion is not None:
-            with self._failures.attribute(self._description):
+            with self._attribute_errors(self._description, None):
                 following = collective.on_completion()
         if following is None:
             self.is_done = True
@@ -135,8 +141,8 @@ class BucketReduction:
 class RunningReductions:
     """The reductions of one step, in the order of their launches."""
 
-    def __init__(self, failures: FailureAttribution) -> None:
-        self._failures = failures
+    def __init__(self, attribute_errors: AttributeErrors) -> None:
+        self._attribute_errors = attribute_errors
         #: In the order of launches.
         self.launched: list[BucketReduction] = []
         #: Reductions whose current collective is polled for the time of its completion.
@@ -158,7 +164,7 @@ class RunningReductions:
     def launch(self, bucket: Bucket, launch: Callable[[Bucket], Collective]) -> None:
         """Launch the first collective of a bucket, and the second one of an earlier bucket."""
         self._polled = [other for other in self._polled if not other.poll()]
-        reduction = BucketReduction(bucket, launch, self._failures)
+        reduction = BucketReduction(bucket, launch, self._attribute_errors)
         self.launched.append(reduction)
         self._polled.append(reduction)
         if len(self.launched) > SECOND_COLLECTIVE_LAG:

@@ -1,15 +1,17 @@
 """The interface of the reducer's optional extensions.
 
-The meter, the checks across ranks, compression and communication hooks implement `Extension`. The
-algorithm in `reducer.py` can be read without them: it calls the four methods below at fixed points.
-A `Reducer` without extensions gives the bits of `plain.py`.
+The meter, the checks across ranks, failure attribution, compression and communication hooks
+implement `Extension`. The algorithm in `reducer.py` can be read without them: it calls the five
+methods below at fixed points. A `Reducer` without extensions gives the bits of `plain.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import nn
 
 from ddp.bucket import Bucket
@@ -52,6 +54,16 @@ class Extension:
         reducer launches one all-reduce of the buffer.
         """
         return None
+
+    def attribute_errors(
+        self, description: str, work: dist.Work | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for launching or awaiting the collective that `description` names.
+
+        The context may replace the error of a collective, for example by one that names the failed
+        rank. If the block waits for a collective that can be polled, `work` is this collective.
+        """
+        return nullcontext()
 
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Handle the end of a step, before `.grad` is set. May raise an error on every rank.

@@ -21,15 +21,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.assignment import BucketAssignment
 from ddp.bucket import Bucket
 from ddp.communication import Collective, RunningReductions, all_reduce_buffer
-from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_parts import GradientParts
 from ddp.extensions import Extension, Step
 from ddp.options import Options
@@ -48,10 +49,10 @@ class Reducer:
         parameters: trained parameters by name.
         options: bucket sizes and flags of the model.
         group: ranks to average over.
-        failures: wraps every collective, so that its error names the rank that failed.
-        extensions: metering, checks across ranks and compression, called in this order. They are
-            optional.
+        extensions: failure attribution, metering, checks across ranks and compression, called in
+            this order. They are optional.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
+        on_failure: called with the reason before this rank raises an error in the middle of a step.
     """
 
     def __init__(
@@ -59,15 +60,17 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         options: Options,
         group: ReduceGroup,
-        failures: FailureAttribution,
         extensions: Sequence[Extension],
         *,
         try_open_step: Callable[[], bool],
+        on_failure: Callable[[str], None],
     ) -> None:
         self.parameters = list(parameters.values())
         self.names = list(parameters)
         self.extensions = extensions
-        self.assignment = BucketAssignment(self.parameters, self.names, options, group, failures)
+        self.assignment = BucketAssignment(
+            self.parameters, self.names, options, group, self._attribute_errors
+        )
         #: True from the first gradient of a step until `finish`.
         self.is_open = False
         self.num_steps = 0
@@ -76,9 +79,9 @@ class Reducer:
         #: Indices of parameters whose hook did not run on this rank in the current step.
         self.missing: list[int] = []
         self._group = group
-        self._failures = failures
         self._try_open_step = try_open_step
-        self.reductions = RunningReductions(failures)
+        self._on_failure = on_failure
+        self.reductions = RunningReductions(self._attribute_errors)
         self._num_launched = 0
         self._parts = GradientParts(len(self.parameters)) if options.static_graph else None
         self._allows_unused = options.find_unused_parameters or options.static_graph
@@ -160,6 +163,14 @@ class Reducer:
                 return collective
         return all_reduce_buffer(bucket, self._group)
 
+    @contextmanager
+    def _attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
+        # Failure attribution replaces the error of a lost connection by one that names the rank.
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.attribute_errors(description, work))
+            yield
+
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
 
@@ -225,7 +236,7 @@ class Reducer:
             f"one backward pass computed the gradient of {bucket.names[slot]!r} in several parts, "
             "and the first part was reduced as if it were final"
         )
-        self._failures.fail(reason)
+        self._on_failure(reason)
         raise RuntimeError(
             f"Expected to mark a variable ready only once. On rank {self._group.rank} {reason}; "
             "pass static_graph=True, or use checkpoint(..., use_reentrant=False)"

@@ -115,10 +115,10 @@ class Replica:
         process_group = self.group.process_group
         self.failures = FailureAttribution(process_group)
         if check_model:
-            with self.failures.attribute("the comparison of the models"):
+            with self.failures.attribute_errors("the comparison of the models"):
                 check_same_model(self.module, self.options.shared, process_group, self.ignored)
         if check_weights:
-            with self.failures.attribute("the comparison of the weights"):
+            with self.failures.attribute_errors("the comparison of the weights"):
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         if broadcast is not InitialBroadcast.NONE:
@@ -176,9 +176,9 @@ class Replica:
                 self.tracked.dense,
                 self.options,
                 self.group,
-                self.failures,
                 self._make_extensions(),
                 try_open_step=self.try_open_step,
+                on_failure=self.failures.fail,
             )
         except BaseException as error:
             self.failures.fail(f"the buckets could not be allocated: {error}")
@@ -192,8 +192,8 @@ class Replica:
             self.hooks.register(parameter, self._mark_sparse_ready)
 
     def _make_extensions(self) -> list[Extension]:
-        # The meter is first, so that it records a step in which the check raises an error.
-        extensions: list[Extension] = [self._ddp.meter, self.agreement]
+        # The meter precedes the check, so that it records steps in which the check raises an error.
+        extensions: list[Extension] = [self.failures, self._ddp.meter, self.agreement]
         if self.options.gradient_dtype is not None:
             extensions.append(Cast(self.options.gradient_dtype))
         if self.comm_hook is not None:

@@ -38,7 +38,7 @@ def average_sparse(
             bucket = GradBucket(index, [parameter], gradient, (), is_last=is_last)
             gradient = hook.reduce_sparse(bucket)
         else:
-            with failures.attribute(description):
+            with failures.attribute_errors(description):
                 work = dist.all_reduce(gradient, group=group.process_group, async_op=True)
             failures.wait(work, description, poll=gradient.device.type == "cpu")
         if parameter.grad is not None or not gradient.is_sparse or gradient._nnz():

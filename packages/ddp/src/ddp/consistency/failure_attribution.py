@@ -21,13 +21,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp.extensions import Extension
+
 POLL_INTERVAL = timedelta(seconds=0.5)
 GRACE_SECONDS = 2.0
 #: Prefix of the reason of a rank that only lost its connection.
 _LOST = "lost: "
 
 
-class FailureAttribution:
+class FailureAttribution(Extension):
     """The failure state of one `DDP`. See Note [Failure attribution].
 
     A rank that has failed stays failed: later calls raise an error with the first reason.
@@ -58,13 +60,16 @@ class FailureAttribution:
             self._write_reason(reason)
 
     @contextmanager
-    def attribute(self, description: str) -> Iterator[None]:
+    def attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
         """Replace an error of a collective in the block by one that names the failed rank.
 
         If the error has an attribute `ranks`, the collective has named the failed ranks itself. It
-        is then raised unchanged, unless one of these ranks has written a reason.
+        is then raised unchanged, unless one of these ranks has written a reason. `work` is polled
+        until it completes, so that the failure of another rank ends the wait.
         """
         try:
+            if work is not None:
+                self._poll(work)
             yield
         except (RuntimeError, OSError) as error:
             ranks = getattr(error, "ranks", ())
@@ -81,12 +86,8 @@ class FailureAttribution:
 
         With `poll=False` the backend alone detects failures of peers.
         """
-        if work is None:
-            return
-        with self.attribute(description):
-            if poll:
-                self._poll(work)
-            else:
+        if work is not None:
+            with self.attribute_errors(description, work if poll else None):
                 work.wait()
 
     def rendezvous(self, cause: str, value: Any) -> list[Any]:

@@ -122,7 +122,7 @@ class GradientAgreement(Extension):
             return
         flags = torch.cat([bucket.flags.float() for bucket in buckets])
         description = "the sum of the flags"
-        with self._failures.attribute(description):
+        with self._failures.attribute_errors(description):
             work = dist.all_reduce(flags, group=self._group.process_group, async_op=True)
         self._failures.wait(work, description, poll=flags.device.type == "cpu")
         sizes = [len(bucket.flags) for bucket in buckets]

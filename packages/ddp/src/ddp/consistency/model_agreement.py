@@ -91,7 +91,7 @@ def broadcast_tensors(
             # Bytes can represent every dtype, including bool and float8.
             pieces = [_as_bytes(tensor) for tensor in batch]
             flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
-            with failures.attribute(description):
+            with failures.attribute_errors(description):
                 work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
             failures.wait(work, description, poll=flat.device.type == "cpu")
             if dist.get_rank(group) == source:
