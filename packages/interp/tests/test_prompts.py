@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from interp import (
 )
 from interp.interventions import steering_vector
 from interp.patching import (
+    Node,
     attribution_patching,
     edge_attribution,
     logit_difference,
+    pairs_of,
     patch_edges,
     patch_parts,
     patch_streams,
 )
-from interp.text import encode, pairs_of
+from interp.text import encode
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
@@ -269,19 +272,13 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
     model = peer(name)
     decoder = describe(model)
     prompt = encode(words, CLEAN)
-    assert prompt.strings[0][:4] == ["", "", "", "1"]
     expected = [model(torch.tensor([words(text)])).logits[0] for text in CLEAN]
     for described in (decoder(**prompt), model(**prompt).logits):
         for row, logits in zip(described, expected, strict=True):
             torch.testing.assert_close(row[-len(logits) :], logits, rtol=1e-4, atol=1e-4)
-    with record_patterns(model) as patterns:
-        model(**prompt)
-    heads = detect_heads(patterns, prompt)
-    masked = detect_heads(patterns, prompt["input_ids"], queries=prompt["attention_mask"])
-    assert torch.equal(heads.scores["previous"], masked.scores["previous"])
-    page = view(tmp_path / "page.html", tokens=prompt, patterns=patterns, heads=heads, example=0)
-    assert '["","","","1",' in page.read_text()
     assert list(encode(words, CLEAN[0])) == ["input_ids"]
+    with pytest.raises(ValueError, match="each of at least one token"):
+        encode(lambda text: [], "")
     # The columns of a DataFrame.
     table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
     with pytest.raises(ValueError, match="the answer 'b' is 2 tokens"):
@@ -300,11 +297,75 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
         torch.testing.assert_close(
             scan.per_pair[row][:, -length:], bare.values, rtol=1e-3, atol=1e-4
         )
-    table["corrupted"] = ["a b", CORRUPTED[1]]
-    with pytest.raises(ValueError, match="row 0 has 6 tokens, the corrupted one 3"):
-        pairs_of(table, words, decoder.norm, decoder.unembed)
-    with pytest.raises(ValueError, match="each of at least one token"):
-        encode(lambda text: [], "")
+
+
+#: All functions that compare a clean and a corrupted prompt.
+SCANS: dict[str, Callable[..., Any]] = {
+    "patch_streams": patch_streams,
+    "patch_parts": lambda model, *rest, **options: patch_parts(model, "mlp_out", *rest, **options),
+    "patch_edges": partial(patch_edges, receivers=[Node("final"), Node("k", 1)]),
+    "edge_attribution": partial(edge_attribution, receivers=[Node("final"), Node("k", 1)]),
+    "attribution_patching": lambda model, *rest, **options: attribution_patching(
+        model, ["blocks.0", "blocks.1.mlp_out"], *rest, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_texts_are_patched_as_their_encoded_prompts(scan: str) -> None:
+    """Several texts of different lengths, and a single text, equal the result of `encode`."""
+    decoder = described("LlamaForCausalLM")
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    if scan == "attribution_patching":
+        metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
+    run = SCANS[scan]
+    for clean, corrupted in ((CLEAN, CORRUPTED), (CLEAN[0], CORRUPTED[0])):
+        texts = run(decoder, clean, corrupted, metric, tokenizer=words)
+        prompts = run(decoder, encode(words, clean), encode(words, corrupted), metric)
+        if scan == "attribution_patching":
+            torch.testing.assert_close(texts, prompts, rtol=0, atol=0)
+        else:
+            torch.testing.assert_close(texts.values, prompts.values, rtol=0, atol=0)
+            assert texts.values.any()
+    # In the first pair, the padding differs, although both columns have a longest text of 3 tokens.
+    for clean, corrupted in ((["a", "a b"], ["a b", "a c"]), ("a b", "a")):
+        with pytest.raises(ValueError, match="pass prompts with equal numbers of tokens"):
+            run(decoder, clean, corrupted, metric, tokenizer=words)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_heads_are_detected_and_shown_for_texts(name: str, tmp_path: Path) -> None:
+    model = peer(name)
+    with record_patterns(model) as patterns:
+        model(**encode(words, CLEAN))
+    heads = detect_heads(patterns, CLEAN, tokenizer=words)
+    expected = detect_heads(patterns, encode(words, CLEAN))
+    for kind, scores in expected.scores.items():
+        assert torch.equal(heads.scores[kind], scores)
+        assert torch.equal(heads.p_values[kind], expected.p_values[kind])
+    page = tmp_path / "page.html"
+    view(page, tokens=CLEAN, tokenizer=words, patterns=patterns, heads=heads)
+    assert f'"tokens":["","","","1","{words("a")[1]}"' in page.read_text()
+    view(page, tokens=CLEAN, tokenizer=words, example=1, vocabulary="0123456789" * 4)
+    assert '"tokens":["1",' in page.read_text()
+    view(page, tokens=encode(words, CLEAN), patterns=patterns)
+    assert '"tokens":["","","","1",' in page.read_text()
+    # Padding on the right gives patterns of the same shape.
+    rows = [words(text) for text in CLEAN]
+    mask = torch.tensor([[1] * 6 + [0] * 3, [1] * 9])
+    ids = torch.tensor([rows[0] + [0] * 3, rows[1]])
+    with record_patterns(model) as right:
+        model(input_ids=ids, attention_mask=mask)
+    with record_patterns(model) as unmasked:
+        model(input_ids=encode(words, CLEAN)["input_ids"])
+    for wrong in (right, unmasked):
+        for call in (
+            lambda wrong=wrong: detect_heads(wrong, CLEAN, tokenizer=words),
+            lambda wrong=wrong: view(page, tokens=CLEAN, tokenizer=words, patterns=wrong),
+        ):
+            with pytest.raises(ValueError, match=r"attend to padding.*call model\(\*\*prompt\)"):
+                call()
 
 
 @pytest.mark.parametrize(
@@ -322,26 +383,24 @@ def test_incomplete_tables_are_refused(column: str, values: object, message: str
         pairs_of({**table, column: values}, words, None, torch.eye(40))
 
 
-def test_text_that_is_not_encoded_is_refused(tmp_path: Path) -> None:
+def test_texts_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     decoder = described("LlamaForCausalLM")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     patterns = torch.eye(4)[None, None]
     calls: list[Callable[[Any], Any]] = [
+        *(lambda text, scan=scan: scan(decoder, text, text, metric) for scan in SCANS.values()),
         lambda text: detect_heads([patterns], text),
-        lambda text: patch_streams(decoder, text, text, metric),
-        lambda text: patch_parts(decoder, "mlp_out", text, text, metric),
-        lambda text: patch_edges(decoder, text, text, metric),
-        lambda text: edge_attribution(decoder, text, text, metric),
-        lambda text: attribution_patching(decoder, ["blocks.0"], text, text, torch.sum),
         lambda text: decoder.components(text),
         lambda text: steering_vector(decoder, "blocks.0", text, text),
         lambda text: view(tmp_path / "page.html", tokens=text, patterns=[patterns]),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=r"got a str; pass encode\(tokenizer, texts\)"):
+        with pytest.raises(
+            TypeError, match=r"got a str; .*encode\(tokenizer, texts\), or tokenizer="
+        ):
             call("word")
     for call in calls[:-1]:  # view accepts the strings of the tokens
-        with pytest.raises(TypeError, match=r"got a list; .* or torch\.tensor\(ids\)"):
+        with pytest.raises(TypeError, match=r"got a list; .*pass torch\.tensor\(ids\)"):
             call(["a", "b"])
 
 
@@ -361,7 +420,7 @@ def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
     assert metrics[0](torch.arange(40.0).reshape(1, 1, 40)).tolist() == [5.0 - 9.0]
 
 
-def test_tokenizers_of_transformers_are_accepted() -> None:
+def test_tokenizers_of_transformers_are_accepted(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
     vocabulary = {"<s>": 0, "Paris": 1, "is": 2, "in": 3, "France": 4, "?": 5}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
@@ -373,7 +432,8 @@ def test_tokenizers_of_transformers_are_accepted() -> None:
     prompt = encode(tokenizer, ["Paris is in France", "Paris is"])
     assert prompt["input_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
     assert prompt["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
-    assert prompt.strings[0] == ["<s>", "Paris", "is", "in", "France"]
+    view(tmp_path / "page.html", tokens=["Paris is", "Paris"], tokenizer=tokenizer, example=1)
+    assert '"tokens":["","\\u003cs>","Paris"]' in (tmp_path / "page.html").read_text()
     table = {
         "clean": ["Paris is"], "corrupted": ["France is"], "right": ["Paris"], "wrong": ["France"],
     }  # fmt: skip

@@ -38,7 +38,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interp.prompts import Prompt, mask_of, tokens_of
+from interp.prompts import Prompt, mask_of, prompt_of, require_hidden_padding, tokens_of
+from interp.text import Texts, Tokenizer
 
 #: A head with a larger p-value is noise.
 _SIGNIFICANCE = 0.05
@@ -121,38 +122,42 @@ class HeadScores:
 @torch.no_grad()
 def detect_heads(
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    tokens: Prompt | None = None,
+    tokens: Prompt | Texts | None = None,
     *,
     queries: Tensor | slice | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> HeadScores:
     """Score every head from its attention patterns.
 
     Args:
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
             model has attention sinks (gpt-oss). Names of patterns become names of detected heads.
-        tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`.
-            Without tokens, only previous, first and current have a score.
+        tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
+            texts with `tokenizer`. Without tokens, only previous, first and current have a score.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
             default all. If booleans are passed and the prompt has no `attention_mask`, equal tokens
             at the start or the end count as padding if they are not queries and no query attends
             to them.
+        tokenizer: A function from a text to token ids, or a tokenizer of transformers. Patterns of
+            several texts must be those of the model called with `encode(tokenizer, texts)`.
 
-    Raises ValueError for patterns that are not the result of a softmax, and for wrong shapes.
+    Raises ValueError for patterns that are not the result of a softmax or that attend to padding,
+    and for wrong shapes.
     """
     if not isinstance(patterns, Mapping):
         patterns = {str(i): pattern for i, pattern in enumerate(patterns)}
     layers = list(patterns.values())
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
-    mask = None
-    if isinstance(tokens, Mapping):
-        mask = mask_of(tokens) if tokens.get("attention_mask") is not None else None
     if tokens is None:
         tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
-    tokens = tokens_of(tokens)
+    prompt = prompt_of(tokens, tokenizer)
+    has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
+    token_mask = mask_of(prompt) if has_mask else None
+    tokens = tokens_of(prompt)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
     _check(layers, tokens)
-    chosen, real = _queries_and_keys(layers, tokens, queries, mask)
+    chosen, real = _queries_and_keys(layers, tokens, queries, token_mask)
     length = tokens.shape[1]
 
     # Half precision would lose a mean over thousands of queries.
@@ -173,6 +178,8 @@ def detect_heads(
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
         _require_softmax(i, wide, chosen.to(wide.device))
+        if token_mask is not None:
+            require_hidden_padding(wide, token_mask)
         visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)

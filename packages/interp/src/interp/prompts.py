@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from interp.text import Texts, Tokenizer, encode
+
 #: A function from final residual streams (n, seq, d_model) to one number per stream, (n,).
 Metric = Callable[[Tensor], Tensor]
 #: One metric for all pairs of prompts, or one per pair.
@@ -19,13 +21,20 @@ Prompt = Tensor | Mapping[str, Any]
 Result = TypeVar("Result", bound=Any)
 
 
-def require_prompt(prompt: object) -> None:
-    """Raise TypeError for text and for other values that are not a `Prompt`."""
-    if not isinstance(prompt, Tensor | Mapping):
+def prompt_of(prompt: Prompt | Texts, tokenizer: Tokenizer | None = None) -> Prompt:
+    """Return a prompt unchanged, and texts as the result of `encode`.
+
+    Raises TypeError for texts without a tokenizer, and for other values.
+    """
+    if isinstance(prompt, Tensor | Mapping):
+        return prompt
+    if tokenizer is None:
         raise TypeError(
             "expected token ids (n, seq) or the keyword arguments of a model, got a "
-            f"{type(prompt).__name__}; pass encode(tokenizer, texts), or torch.tensor(ids)"
+            f"{type(prompt).__name__}; for text, pass encode(tokenizer, texts), or tokenizer= to "
+            "functions that have this argument; for ids, pass torch.tensor(ids)"
         )
+    return encode(tokenizer, prompt)
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
@@ -34,7 +43,7 @@ def tokens_of(prompt: Prompt) -> Tensor:
     Raises TypeError if `prompt` is not a `Prompt`, and ValueError if it has a cache or no
     `input_ids`.
     """
-    require_prompt(prompt)
+    prompt = prompt_of(prompt)
     if isinstance(prompt, Tensor):
         return prompt
     if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
@@ -75,22 +84,34 @@ def require_zeros_and_ones(mask: Tensor) -> None:
         )
 
 
+def require_hidden_padding(pattern: Tensor, mask: Tensor) -> None:
+    """Raise ValueError if a token attends to padding.
+
+    `pattern` is (batch, heads, seq, seq), and `mask` (batch, seq) is False at padding.
+    """
+    mask = mask.to(pattern.device)
+    weights = pattern.amax(1).where(mask[:, :, None] & ~mask[:, None, :], 0)
+    # Models that mask scores with a finite number leave tiny weights.
+    if float(weights.max()) > 1e-6:
+        raise ValueError(
+            f"tokens attend to padding, with weights of up to {float(weights.max()):.2g}: the "
+            "model was called without the mask or with other padding; call model(**prompt)"
+        )
+
+
 def split_pairs(
-    clean: Prompt, corrupted: Prompt, metric: Metrics
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
+    metric: Metrics,
+    tokenizer: Tokenizer | None = None,
 ) -> list[tuple[Prompt, Prompt, Metric]]:
     """Return (clean, corrupted, metric) for each pair in a batch of prompts.
 
-    Raises ValueError for prompts of different or wrong shapes, for a wrong number of metrics, and
-    for padding at the end of a prompt if all pairs have the same metric.
+    Raises ValueError for prompts that do not correspond (see `corresponding`), for a wrong number
+    of metrics, and for padding at the end of a prompt if all pairs have the same metric.
     """
-    clean_tokens, corrupted_tokens = tokens_of(clean), tokens_of(corrupted)
-    count = len(clean_tokens)
-    is_empty = not clean_tokens.numel()
-    if clean_tokens.shape != corrupted_tokens.shape or clean_tokens.ndim < 2 or is_empty:
-        raise ValueError(
-            f"prompts are {tuple(clean_tokens.shape)} and {tuple(corrupted_tokens.shape)}; "
-            "both must be (1, seq), or (pairs, seq)"
-        )
+    clean, corrupted = corresponding(clean, corrupted, tokenizer)
+    count = len(tokens_of(clean))
     if isinstance(metric, Sequence):
         metrics = list(metric)
         if len(metrics) != count:
@@ -99,9 +120,31 @@ def split_pairs(
             )
     else:
         metrics = [metric] * count
-        for prompt in (clean, corrupted):
-            _require_no_padding_at_the_end(prompt)
+        _require_no_padding_at_the_end(clean)
     return [(_prompt_at(clean, i), _prompt_at(corrupted, i), metrics[i]) for i in range(count)]
+
+
+def corresponding(
+    clean: Prompt | Texts, corrupted: Prompt | Texts, tokenizer: Tokenizer | None
+) -> tuple[Prompt, Prompt]:
+    """Return two prompts whose positions correspond; texts are encoded.
+
+    Raises ValueError unless the prompts of each pair have equal lengths and equal padding.
+    """
+    clean, corrupted = prompt_of(clean, tokenizer), prompt_of(corrupted, tokenizer)
+    shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
+    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+        raise ValueError(
+            f"prompts are {shapes[0]} and {shapes[1]}; both must be (1, seq) or (pairs, seq), "
+            "because the positions of a pair correspond: pass prompts with equal numbers of tokens"
+        )
+    differs = (mask_of(clean) != mask_of(corrupted)).any(-1)
+    if bool(differs.any()):
+        raise ValueError(
+            f"the prompts of pair {int(differs.nonzero()[0])} have different padding, so their "
+            "positions do not correspond; pass prompts with equal numbers of tokens"
+        )
+    return clean, corrupted
 
 
 def _require_no_padding_at_the_end(prompt: Prompt) -> None:
@@ -195,7 +238,7 @@ def has_argument(model: nn.Module, argument: str) -> bool:
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
     """Return the model's output for a prompt, with `use_cache=False` if `forward` accepts it."""
-    require_prompt(prompt)
+    prompt = prompt_of(prompt)
     arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False

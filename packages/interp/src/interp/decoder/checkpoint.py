@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from interp.decoder.config_settings import settings_from_config
 from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
 from interp.decoder.names import canonical_weights, count_layers, roles_of
-from interp.decoder.rotary import length_limit
 
 
 def load_decoder(
@@ -32,7 +30,7 @@ def load_decoder(
     folder = Path(path)
     _require_file(folder / "config.json")
     config = json.loads((folder / "config.json").read_text())
-    settings = replace(settings_from_config(config), context=length_limit(config))
+    settings = settings_from_config(config)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         with safe_open(file, framework="pt", device=str(device)) as opened:

@@ -63,7 +63,6 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
     kinds = layer_types(config, layers)
     rotary = [rotary_of(config, family, d_head, kind) for kind in kinds]
-    scales = tuple(angles.scale for angles in rotary)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
@@ -78,7 +77,8 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         activation=_activation(config, family),
         scale=_score_scale(config, family, d_head),
         frequencies=tuple(angles.angles for angles in rotary),
-        rotary_scales=scales if any(scale != 1 for scale in scales) else (),
+        rotary_scales=tuple(angles.scale for angles in rotary),
+        stretches=tuple(angles.stretch for angles in rotary),
         interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
         alibi_slopes=alibi_slopes(heads) if family.alibi else (),
         positions_skip_padding=family.positions_skip_padding,

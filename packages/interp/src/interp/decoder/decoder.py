@@ -190,9 +190,21 @@ class Decoder(nn.Module):
             _warn_if_tokens_follow(padding)
         if new is not None and earlier is not None:
             new = torch.cat([earlier, new], 1)
+            self._require_same_angles(earlier, new)
         if new is not None and position_ids is not None:
             _require_one_text_per_row(new, padding)
         return new
+
+    def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
+        """Raise ValueError if the new tokens change the rotary angles of those in the cache."""
+        for block in self.layers:
+            frequencies_at = block.attention.frequencies_at
+            if frequencies_at(earlier) != frequencies_at(positions):
+                raise ValueError(
+                    f"the rotary angles depend on the length of the text, and {positions.shape[1]} "
+                    "tokens have other angles than the tokens in the cache; pass the whole text "
+                    "without a cache"
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         # Conversions and moves copy the weights, which then no longer follow the described model.

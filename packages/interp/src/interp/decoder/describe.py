@@ -27,7 +27,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.rotary import length_limit, rotary_angles
+from interp.decoder.rotary import rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify.matching import (
     compute_logits,
@@ -102,7 +102,6 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
         candidates,
         build,
         constants=constants,
-        limit=length_limit(config),
     )
     decoder = build(tensors, chosen)
     _require_equal_logits(model, decoder)
@@ -166,18 +165,25 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
     """Return the configuration's settings, and the same settings with the model's rotary angles."""
     settings = settings_from_config(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
-    frequencies: list[tuple[float, ...]] = []
+    frequencies, stretches = [], []
     kinds = layer_types(config, len(settings.windows))
-    for kind, angles in zip(kinds, settings.frequencies, strict=True):
-        buffer = buffers.get(f"{kind}_inv_freq", buffers.get("inv_freq"))
-        if not angles:
-            frequencies.append(())
-        elif buffer is None:
+    for kind, angles, stretch in zip(kinds, settings.frequencies, settings.stretches, strict=True):
+        # The buffer inv_freq may contain the angles of an earlier long text.
+        names = (f"{kind}_original_inv_freq", "original_inv_freq", f"{kind}_inv_freq", "inv_freq")
+        buffer = next((buffers[name] for name in names if name in buffers), None)
+        if buffer is None and angles:
             return [settings]
-        else:
-            frequencies.append(tuple(buffer.float().tolist()))
+        if buffer is not None and angles:
+            angles = tuple(buffer.float().tolist())
+            if stretch is not None:
+                long_angles = torch.tensor(stretch.angles, dtype=torch.float32, device="cpu")
+                rounded = long_angles.to(buffer.dtype).float()
+                stretch = replace(stretch, angles=tuple(rounded.tolist()))
+        frequencies.append(angles)
+        stretches.append(stretch)
     # .bfloat16() rounds the buffer and thus the model's angles. Otherwise both settings are equal.
-    return list(dict.fromkeys([settings, replace(settings, frequencies=tuple(frequencies))]))
+    of_model = replace(settings, frequencies=tuple(frequencies), stretches=tuple(stretches))
+    return list(dict.fromkeys([settings, of_model]))
 
 
 def _settings_from_module(

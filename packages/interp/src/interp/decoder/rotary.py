@@ -13,8 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from interp.decoder.families import FAMILIES, Family
+from interp.decoder.families import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """The rotary angles of texts that are longer than the original length, for all positions."""
+
+    original_length: int
+    #: The angles of LongRoPE; () for dynamic scaling.
+    angles: tuple[float, ...] = ()
+    #: The number of rotated dimensions, the base and the factor of dynamic scaling.
+    dims: int = 0
+    theta: float = 0.0
+    factor: float = 1.0
+
+    def angles_of(self, length: int) -> tuple[float, ...]:
+        """Return the angle per position of each rotated pair, for a text of `length` tokens."""
+        if self.angles:
+            return self.angles
+        # Dynamic scaling grows the base with the length, in float32 as in transformers.
+        tokens = torch.tensor(length, dtype=torch.float32, device="cpu")
+        growth = self.factor * tokens / self.original_length - (self.factor - 1)
+        return rotary_angles(self.dims, self.theta * growth ** (self.dims / (self.dims - 2)))
 
 
 @dataclass(frozen=True)
@@ -25,10 +48,12 @@ class Rotary:
     angles: tuple[float, ...] = ()
     #: The scale of rotated vectors.
     scale: float = 1.0
+    #: The angles of long texts, or None if they are the same.
+    stretch: Stretch | None = None
 
 
 def rotary_angles(
-    dims: int, theta: float, divisors: float | Sequence[float] = 1.0
+    dims: int, theta: float | Tensor, divisors: float | Sequence[float] = 1.0
 ) -> tuple[float, ...]:
     """Return theta^(-2i / dims), divided by `divisors`, for the pairs i of `dims` dimensions."""
     # Use float32, as every implementation does: the rounding errors matter at position 1,000.
@@ -46,15 +71,17 @@ def scaled_rotary(
     """
     method = rope.get("rope_type") or rope.get("type") or "default"
     angles = rotary_angles(dims, rope["rope_theta"])
-    if method in ("default", "dynamic"):
-        # Dynamic angles and the angles of LongRoPE change beyond the original length. Such lengths
-        # are excluded by `length_limit`.
+    if method == "default":
         return Rotary(angles)
     factor = rope.get("factor")
     if not factor and method in ("yarn", "longrope", "su") and original_length:
         factor = max_length / original_length
     if not factor:
         raise ValueError(f"rope_type {method!r} has no factor; is the configuration complete?")
+    if method == "dynamic":
+        theta = rope["rope_theta"]
+        stretch = Stretch(original_length=max_length, dims=dims, theta=theta, factor=factor)
+        return Rotary(angles, stretch=stretch)
     if method == "linear":
         return Rotary(tuple(angle / factor for angle in angles))
     if method == "llama3":
@@ -67,8 +94,12 @@ def scaled_rotary(
             )
         return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
-        angles = rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
-        return Rotary(angles, _longrope_scale(factor, rope, original_length))
+        angles, long_angles = (
+            rotary_angles(dims, rope["rope_theta"], rope[f"{length}_factor"])
+            for length in ("short", "long")
+        )
+        stretch = Stretch(original_length=original_length, angles=long_angles)
+        return Rotary(angles, _longrope_scale(factor, rope, original_length), stretch)
     raise ValueError(
         f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
     )
@@ -164,22 +195,6 @@ def _rotated_dims(
     name = "qk_rope_head_dim" if family.latent else "rotary_dim"
     is_named = family.latent or config["model_type"] == "gptj"
     return (config.get(name) if is_named else None) or d_head
-
-
-def length_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the length beyond which the model uses other rotary angles, or None.
-
-    The "dynamic" method of transformers keeps the angles of the longest text so far, until a short
-    text resets them. LongRoPE has separate factors for long texts, also for their first tokens.
-    """
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or not family.rotary:
-        return None
-    rope = rope_parameters(config, family, "full_attention")
-    method = rope.get("rope_type") or rope.get("type")
-    if method == "dynamic":
-        return int(config["max_position_embeddings"])
-    return _original_length(config, rope) if method in ("longrope", "su") else None
 
 
 def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:

@@ -52,6 +52,8 @@ values. `standard_error_of` computes the standard error of any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 
+With `tokenizer=`, all functions accept texts. `pairs_of` makes pairs and metrics from a table.
+
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit
 Discovery"; Kramár et al. 2024, "AtP*".
@@ -65,6 +67,7 @@ from interp.patching.activation import (
     patch_streams,
 )
 from interp.patching.attribution import attribution_patching, edge_attribution
+from interp.patching.pairs import pairs_of
 from interp.patching.paths import EdgeEffects, Node, patch_edges
 from interp.prompts import Metric, Prompt
 
@@ -78,6 +81,7 @@ __all__ = [
     "drop_heads",
     "edge_attribution",
     "logit_difference",
+    "pairs_of",
     "patch_edges",
     "patch_parts",
     "patch_streams",

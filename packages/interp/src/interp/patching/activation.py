@@ -23,6 +23,7 @@ from interp.prompts import (
     split_pairs,
 )
 from interp.tap import record
+from interp.text import Texts, Tokenizer
 
 #: Metrics that differ by at most this many rounding units (machine epsilon times the larger metric)
 #: count as equal. Metrics of equal prompts in batches of different sizes differ by up to two units.
@@ -59,7 +60,13 @@ class PatchingResult(MeanOverPairs):
 
 @torch.no_grad()
 def patch_streams(
-    model: Decoder, clean: Prompt, corrupted: Prompt, metric: Metrics, *, batch: int = 64
+    model: Decoder,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
+    metric: Metrics,
+    *,
+    tokenizer: Tokenizer | None = None,
+    batch: int = 64,
 ) -> PatchingResult:
     """Patch the clean residual stream before each block into the corrupted run, per position.
 
@@ -69,13 +76,16 @@ def patch_streams(
     Args:
         model: A decoder, as from `describe`.
         clean: Token ids (1, seq), or the decoder's keyword arguments, such as `input_ids` with an
-            `attention_mask`. Several prompts are (pairs, seq).
-        corrupted: A prompt of the same shape.
+            `attention_mask`. Several prompts are (pairs, seq). With `tokenizer`, also a text or a
+            list of texts.
+        corrupted: A prompt of the same shape and with the same padding.
         metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
             one number per stream, (n,), as from `logit_difference`; or one function per pair.
+        tokenizer: A function from a text to token ids, or a tokenizer of transformers. Texts of
+            different lengths are padded on the left.
         batch: The number of patches that run together.
     """
-    pairs = split_pairs(clean, corrupted, metric)
+    pairs = split_pairs(clean, corrupted, metric, tokenizer)
     results = [_patch_pair(model, ":input", *pair, batch) for pair in pairs]
     return mean_over_pairs([replace(result, values=result.values[:, 0]) for result in results])
 
@@ -84,10 +94,11 @@ def patch_streams(
 def patch_parts(
     model: Decoder,
     part: str,
-    clean: Prompt,
-    corrupted: Prompt,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
     metric: Metrics,
     *,
+    tokenizer: Tokenizer | None = None,
     batch: int = 64,
 ) -> PatchingResult:
     """Patch the clean activation into the corrupted run, per layer, head and position.
@@ -98,7 +109,7 @@ def patch_parts(
     `patch_streams`. The `values` of the result are (layers, heads, positions). Raises ValueError
     for an unknown part.
     """
-    pairs = split_pairs(clean, corrupted, metric)
+    pairs = split_pairs(clean, corrupted, metric, tokenizer)
     return mean_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])
 
 

@@ -23,31 +23,33 @@ from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
+    corresponding,
     forward,
     mean_over_pairs,
     measure,
     split_pairs,
-    tokens_of,
 )
 from interp.tap import Replacement, patch, record
+from interp.text import Texts, Tokenizer
 
 
 def attribution_patching(
     model: Decoder,
     sites: Sequence[str],
-    clean: Prompt,
-    corrupted: Prompt,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
     metric: Callable[[Tensor], Tensor],
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Tensor]:
     """Estimate the effect of patching each activation, from one backward pass.
 
     `metric` maps the logits (batch, seq, vocabulary) to one number, a tensor. The effects of each
     site are summed over the last dimension: for streams, they are (batch, seq). The error is of
-    second order in clean - corrupted. Raises ValueError if the two prompts differ in shape.
+    second order in clean - corrupted. The prompts and `tokenizer` are the same as in
+    `patch_streams`. Raises ValueError if the two prompts differ in shape or in padding.
     """
-    shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"prompts are {shapes[0]} and {shapes[1]}; pass equal numbers and lengths")
+    clean, corrupted = corresponding(clean, corrupted, tokenizer)
     with torch.no_grad(), record(model, *sites) as seen:
         forward(model, clean)
         before = dict(seen)
@@ -58,12 +60,13 @@ def attribution_patching(
 
 def edge_attribution(
     model: Decoder,
-    clean: Prompt,
-    corrupted: Prompt,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
     metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
+    tokenizer: Tokenizer | None = None,
     exact: int | None = 8,
     batch: int = 64,
 ) -> EdgeEffects:
@@ -80,7 +83,7 @@ def edge_attribution(
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
     require_unchanged_blocks(model)  # The softmax is recomputed, also if its output is patched.
-    pairs = split_pairs(clean, corrupted, metric)
+    pairs = split_pairs(clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
     for run, pair in zip(runs, pairs, strict=True):

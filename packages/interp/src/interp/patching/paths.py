@@ -25,6 +25,7 @@ from interp.prompts import (
     split_pairs,
 )
 from interp.tap import patch, record
+from interp.text import Texts, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,24 @@ class EdgeEffects(MeanOverPairs):
 @torch.no_grad()
 def patch_edges(
     model: Decoder,
-    clean: Prompt,
-    corrupted: Prompt,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
     metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
+    tokenizer: Tokenizer | None = None,
     batch: int = 64,
 ) -> EdgeEffects:
     """Return the exact effect of each edge from `senders` to `receivers`, by default of all edges.
 
-    `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`. An edge is patched
-    at all positions at once. Raises ValueError for unknown nodes, and for models that add learned
+    The prompts, `metric` and `tokenizer` are the same as in `patch_streams`. An edge is patched at
+    all positions at once. Raises ValueError for unknown nodes, and for models that add learned
     positions to queries and keys only.
     """
     results = []
-    for clean_prompt, corrupted_prompt, pair_metric in split_pairs(clean, corrupted, metric):
+    pairs = split_pairs(clean, corrupted, metric, tokenizer)
+    for clean_prompt, corrupted_prompt, pair_metric in pairs:
         run = Restart(model, corrupted_prompt, batch=batch)
         edges, changes = sender_changes(model, clean_prompt, corrupted_prompt, senders, receivers)
         values = measure_edges(run, pair_metric, edges, edges.exists, changes)

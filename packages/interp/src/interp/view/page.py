@@ -10,34 +10,32 @@ import base64
 import html
 import itertools
 import json
-import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.prompts import Prompt, require_prompt, tokens_of
-from interp.text import TextPrompt
+from interp.prompts import Prompt, mask_of, prompt_of, require_hidden_padding, tokens_of
+from interp.text import Texts, Tokenizer
 
 
 def view(
     path: str | Path,
     *,
-    tokens: Sequence[str] | Sequence[int] | Prompt,
+    tokens: Texts | Sequence[int] | Prompt,
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     heads: HeadScores | None = None,
     lens: Lens | None = None,
     attributions: Attribution | None = None,
     patching: Tensor | None = None,
     vocabulary: Sequence[str] | None = None,
+    tokenizer: Tokenizer | None = None,
     title: str = "interp",
     example: int = 0,
 ) -> Path:
@@ -45,23 +43,32 @@ def view(
 
     Args:
         path: The file to write.
-        tokens: The strings or ids of one sequence, or prompts, of which row `example` is shown.
+        tokens: Prompts, of which row `example` is shown, or the strings or ids of one sequence.
+            With `tokenizer`, strings are texts, of which text `example` is shown.
         patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
         attributions: The result of `attribution`.
         patching: Values such as `recovered`, (layers, positions) or (layers, heads, positions).
-        vocabulary: The string of each token id; without it, ids are shown as numbers.
+        vocabulary: The string of each token id; without it, ids are shown as `tokenizer.decode`
+            returns them, if it exists, or as numbers.
+        tokenizer: A function from a text to token ids, or a tokenizer of transformers. Results for
+            several texts must be those of the model called with `encode(tokenizer, texts)`.
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
 
     Raises ValueError for results whose number of positions differs from the number of tokens, and
-    for patterns with values outside 0 and 1. Raises TypeError if `tokens` is a text.
+    for patterns with values outside 0 and 1 or that attend to padding. Raises TypeError for a text
+    without a tokenizer.
     """
-    strings = _strings(tokens, vocabulary, example)
+    if isinstance(tokens, str) or tokenizer is not None:
+        tokens = prompt_of(cast(Prompt | Texts, tokens), tokenizer)
+    name = _namer(vocabulary, tokenizer)
+    strings = _strings(tokens, name, example)
     data: dict[str, object] = {"tokens": strings}
     if patterns is not None:
-        data["patterns"] = _patterns(patterns, example, len(strings))
+        mask = mask_of(tokens)[[example]] if isinstance(tokens, Mapping) else None
+        data["patterns"] = _patterns(patterns, example, len(strings), mask)
     if heads is not None:
         data["heads"] = {
             "layers": _distinguishing_parts(list(heads.names)),
@@ -72,7 +79,7 @@ def view(
     if patching is not None:
         data["patching"] = _heat_map(patching, strings)
     if lens is not None:
-        data["lens"] = _lens(lens, example, len(strings), vocabulary)
+        data["lens"] = _lens(lens, example, len(strings), name)
     if attributions is not None:
         terms = attributions.terms[:, example]
         _require_length("attributions", terms.shape[-1], len(strings))
@@ -80,34 +87,37 @@ def view(
     page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
-    return _write(Path(path), page)
+    encoded = page.encode()  # raises an error for a lone surrogate before the file is opened
+    Path(path).write_bytes(encoded)
+    return Path(path)
 
 
 def _strings(
-    tokens: Sequence[str] | Sequence[int] | Prompt, vocabulary: Sequence[str] | None, example: int
+    tokens: Texts | Sequence[int] | Prompt, name: Callable[[int], str], example: int
 ) -> list[str]:
-    """Return the strings of one sequence; without a vocabulary, ids become decimal numbers."""
-    if isinstance(tokens, str):
-        require_prompt(tokens)  # raises TypeError: a text would be shown as one token per character
-    if isinstance(tokens, TextPrompt):
-        return tokens.strings[example]
-    if isinstance(tokens, Mapping):
-        tokens = tokens_of(tokens)
-    if isinstance(tokens, Tensor):
-        ids: list[Any] = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
-    else:
-        ids = list(tokens)
-    return [token if isinstance(token, str) else _name(token, vocabulary) for token in ids]
+    """Return the strings of one sequence, by `name` if it consists of ids; "" at padding."""
+    if not isinstance(tokens, Tensor | Mapping):
+        return [token if isinstance(token, str) else name(token) for token in tokens]
+    ids, mask = tokens_of(tokens), mask_of(tokens)
+    if ids.ndim == 2:
+        ids, mask = ids[example], mask[example]
+    pairs = zip(ids.tolist(), mask.tolist(), strict=True)
+    return [name(token) if is_token else "" for token, is_token in pairs]
 
 
-def _name(token: int, vocabulary: Sequence[str] | None) -> str:
-    return vocabulary[token] if vocabulary else str(token)
+def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Callable[[int], str]:
+    """Return a function from a token id to its string, or to its number if it has no string."""
+    if vocabulary is not None:
+        return vocabulary.__getitem__
+    decode = getattr(tokenizer, "decode", None)
+    return str if decode is None else lambda token: str(decode([token]))
 
 
 def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
     """Return the rows, columns, values and labels of a heat map of patches."""
     _require_length("the patches", values.shape[-1], len(tokens))
-    rows = [".".join(map(str, index)) for index in np.ndindex(values.shape[:-1])]
+    indices = itertools.product(*map(range, values.shape[:-1]))
+    rows = [".".join(map(str, index)) for index in indices]
     return {
         "title": "Patching",
         "note": "The values of patches per position.",
@@ -120,11 +130,14 @@ def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
 
 
 def _patterns(
-    patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor], example: int, length: int
+    patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+    example: int,
+    length: int,
+    mask: Tensor | None,
 ) -> list[dict[str, object]]:
-    named = (
-        patterns if isinstance(patterns, Mapping) else {str(i): p for i, p in enumerate(patterns)}
-    )
+    named = patterns
+    if not isinstance(named, Mapping):
+        named = {str(i): pattern for i, pattern in enumerate(named)}
     layers = []
     for name, pattern in zip(_distinguishing_parts(list(named)), named.values(), strict=True):
         heads = pattern[example] if pattern.ndim == 4 else pattern
@@ -137,9 +150,9 @@ def _patterns(
             raise ValueError(
                 f"the pattern of layer {name} is not within 0 and 1; pass it after the softmax"
             )
-        levels = (
-            (heads.detach().float() * 255).round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
-        )
+        if mask is not None:
+            require_hidden_padding(heads[None], mask)
+        levels = (heads.detach().cpu().float() * 255).round().to(torch.uint8)
         weights = base64.b64encode(levels.numpy().tobytes()).decode()
         layers.append({"name": name, "heads": heads.shape[0], "weights": weights})
     return layers
@@ -154,17 +167,12 @@ def _distinguishing_parts(names: list[str]) -> list[str]:
     return [".".join(itertools.compress(p, differs)) for p in parts]
 
 
-def _lens(
-    lens: Lens, example: int, length: int, vocabulary: Sequence[str] | None
-) -> dict[str, object]:
+def _lens(lens: Lens, example: int, length: int, name: Callable[[int], str]) -> dict[str, object]:
     tokens = lens.top_tokens[:, example]
     _require_length("lens", tokens.shape[1], length)
-
     return {
         "layers": list(lens.names),
-        "top": [
-            [[_name(i, vocabulary) for i in row] for row in layer] for layer in tokens.tolist()
-        ],
+        "top": [[[name(i) for i in row] for row in layer] for layer in tokens.tolist()],
         "probabilities": lens.top_probabilities[:, example].tolist(),
         "entropy": lens.entropy[:, example].tolist(),
         "kl": lens.kl_to_last[:, example].tolist(),
@@ -195,17 +203,3 @@ def _finite(data: object) -> object:
     if isinstance(data, float):
         return float(f"{data:.6g}") if abs(data) < float("inf") else None
     return data
-
-
-def _write(path: Path, text: str) -> Path:
-    """Write a temporary file, then rename it, so that an incomplete file is never visible."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return path

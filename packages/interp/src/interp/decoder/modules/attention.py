@@ -98,6 +98,7 @@ class DecoderAttention(nn.Module):
         # rounding errors matter.
         self.frequencies = settings.frequencies[layer]
         self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
+        self.stretch = settings.stretches[layer] if settings.stretches else None
 
     def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
         if f"{name}.{part}_up" in weights:
@@ -149,8 +150,9 @@ class DecoderAttention(nn.Module):
         column = torch.arange(k.shape[-2], device=q.device)
         first = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
-        q = self.rotate(q, positions[..., first:])
-        k = self.rotate(k, positions)
+        frequencies = self.frequencies_at(positions)
+        q = self.rotate(q, positions[..., first:], frequencies)
+        k = self.rotate(k, positions, frequencies)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if self.settings.alibi_slopes:
@@ -174,16 +176,24 @@ class DecoderAttention(nn.Module):
         bound = self.settings.clip
         return x if bound is None else x.clamp(-bound, bound)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def frequencies_at(self, positions: Tensor) -> tuple[float, ...]:
+        """Return the frequencies of a call whose largest position is the largest of `positions`."""
+        if self.stretch is None:
+            return self.frequencies
+        length = int(positions.max()) + 1
+        is_long = length > self.stretch.original_length
+        return self.stretch.angles_of(length) if is_long else self.frequencies
+
+    def rotate(self, x: Tensor, positions: Tensor, frequencies: tuple[float, ...]) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by position.
 
         Rotated dimensions are also multiplied by `rotary_scale`. `positions` broadcasts to the
         shape of `x` without its last dimension.
         """
-        if not self.frequencies:
+        if not frequencies:
             return x
-        half = len(self.frequencies)
-        angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
+        half = len(frequencies)
+        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
         angle = positions[..., None].float() * angles  # [..., seq, half]
         cos = (angle.cos() * self.rotary_scale).to(x.dtype)
         sin = (angle.sin() * self.rotary_scale).to(x.dtype)
@@ -198,14 +208,17 @@ class DecoderAttention(nn.Module):
         return torch.cat([new_left, new_right, unrotated], -1)
 
     def qk(self, distance: int = 0) -> LowRank:
-        """Return W_QK of the heads for a key `distance` positions before the query."""
+        """Return W_QK of the heads for a key `distance` positions before the query.
+
+        The rotary angles are those of texts up to the original length.
+        """
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
         # Rotary scores depend only on the difference of positions, so only the key is rotated.
         position = torch.tensor([-distance], device=w_k.device)
-        rotated = self.rotate(w_k.mT, position)
+        rotated = self.rotate(w_k.mT, position, self.frequencies)
         if self.rotary_scale != 1:
             # A rotation by 0 multiplies by `rotary_scale` again, for the query.
-            rotated = self.rotate(rotated, torch.zeros_like(position))
+            rotated = self.rotate(rotated, torch.zeros_like(position), self.frequencies)
         rotated = rotated.mT.flatten(0, 1)
         return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
 

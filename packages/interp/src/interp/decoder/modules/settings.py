@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from interp.decoder.rotary import Stretch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -25,6 +27,8 @@ class Settings:
     activation: str = "silu"
     #: For each layer, the scale of rotated queries and keys (YaRN, LongRoPE); () for 1.
     rotary_scales: tuple[float, ...] = ()
+    #: For each layer, the angles of long texts (dynamic scaling, LongRoPE) or None; () for None.
+    stretches: tuple[Stretch | None, ...] = ()
     #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
     interleaved: bool = False
     #: The slope of each head's linear position bias (ALiBi); () without a bias.
@@ -60,7 +64,8 @@ class Settings:
 class Comparison:
     """One comparison of a decoder with the described model, under random weights."""
 
-    #: "small", "large", "random", "padded" or "positions"; see `interp.decoder.verify`.
+    #: "small", "large", "random", "window", "rotation", "padded" or "positions"; see
+    #: `interp.decoder.verify`.
     name: str
     #: The number of tokens.
     length: int

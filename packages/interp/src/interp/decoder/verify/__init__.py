@@ -8,6 +8,9 @@ logits:
     small      a residual stream whose mean square is about the norms' epsilon
     large      large scores and activations, which reach caps and clamps
     random     scores with a standard deviation of 2.5, for one token and for the whole context
+    window     the same scores, if a window exceeds the context, with all windows reduced
+    rotation   the same scores, if long texts have other rotary angles, with position ids up to the
+               original length, one beyond, and at twice this length
     padded     the same scores, with padding before, between and after tokens, if the model accepts
                a mask
     positions  the same padding, with position ids that do not count it, if the model accepts them

@@ -48,7 +48,9 @@ _RANDOM = Scale("random")
 class Probe:
     """One call of the model: the scale of its random weights, and its arguments."""
 
-    scale: Scale
+    #: The name of the comparison.
+    name: str
+    scale: Scale = _RANDOM
     #: The shape of the tokens is (rows, length).
     length: int
     rows: int = 1
@@ -56,16 +58,13 @@ class Probe:
     is_padded: bool = False
     #: True if the call also passes position ids, which count the tokens that are not padding.
     passes_positions: bool = False
+    #: The position id of the last token, or None if the call has default positions.
+    last_position: int | None = None
+    #: The size of the sliding windows during the call, or None to keep their sizes.
+    window: int | None = None
     #: The largest accepted `distance`. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
     #: below 7e-6.
     tolerance: float = 5e-5
-
-    @property
-    def name(self) -> str:
-        """The name of the comparison."""
-        if self.passes_positions:
-            return "positions"
-        return "padded" if self.is_padded else self.scale.name
 
 
 @torch.no_grad()
@@ -77,7 +76,6 @@ def matching_settings(
     build: Build,
     *,
     constants: Constants,
-    limit: int | None,
 ) -> tuple[Settings, tuple[Comparison, ...]]:
     """Return the first candidate whose description passes all probes, and its comparisons.
 
@@ -90,7 +88,6 @@ def matching_settings(
         build: A function that creates the description of a candidate from tensors.
         constants: The numbers that the description folds into the weights; `gain_offset` is added
             to the gains of norms (1 in Gemma).
-        limit: The number of tokens beyond which the model uses other rotary angles, or None.
 
     The returned settings have the largest verified number of tokens as their `context`. Raises
     ValueError if no candidate passes.
@@ -100,8 +97,8 @@ def matching_settings(
     seeds = range(2 if candidates[0].experts_used else 1)
     comparisons = []
     with evaluating(model):
-        context = _context(model, tensors, roles, candidates[0], limit)
-        for probe in _probes(model, context):
+        context = _context(model, tensors, roles, candidates[0])
+        for probe in _probes(model, candidates[0], context):
             for seed in seeds:
                 errors = list(_errors(model, random_weights, probe, seed, candidates, build))
                 if min(errors) <= probe.tolerance:
@@ -131,9 +128,16 @@ def _errors(
     """Yield the `distance` between the logits of each description and those of the model."""
     weights = random_weights.draw(probe.scale, seed)
     tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
-    arguments = _padding(probe, random_weights.device)
-    expected = compute_logits(model, tokens, weights=weights, **arguments)
+    arguments = _arguments(probe, random_weights.device)
+    if any(candidates[0].stretches):
+        # Models with dynamic scaling keep the angles of the longest text until the next short text.
+        compute_logits(model, tokens[:, :1], weights=weights)
+    with _windows_of(model, probe.window):
+        expected = compute_logits(model, tokens, weights=weights, **arguments)
     for candidate in candidates:
+        if probe.window is not None:
+            windows = tuple(window and probe.window for window in candidate.windows)
+            candidate = replace(candidate, windows=windows)
         decoder = build(weights, candidate)
         with warnings.catch_warnings():
             # A padded probe without position ids tests the model's default, which may count
@@ -170,7 +174,8 @@ def compute_logits(
 ) -> Tensor:
     """Return the model's logits.
 
-    If passed, `weights` replace the parameters, and floating-point buffers are cast to float32.
+    If passed, `weights` replace the parameters, and floating-point buffers are cast to float32,
+    except rotary frequencies.
     """
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
@@ -179,9 +184,11 @@ def compute_logits(
         if weights is None:
             out = model(tokens, **arguments)
         else:
+            # The model itself sets its rotary frequencies, which it may round and replace.
             buffers = {
                 name: buffer.float() if buffer.is_floating_point() else buffer
                 for name, buffer in model.named_buffers(remove_duplicate=False)
+                if not name.endswith("inv_freq")
             }
             # A shared module has several names, and named_modules() lists the first of them. The
             # tensors are replaced under the first name only. If they were replaced under a second
@@ -214,28 +221,59 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _probes(model: nn.Module, context: int) -> list[Probe]:
+@contextmanager
+def _windows_of(model: nn.Module, size: int | None) -> Iterator[None]:
+    """Set the sliding windows of all modules and configurations to `size`; restore them on exit."""
+    modules = list(model.modules())
+    owners: list[Any] = [*modules, *(getattr(module, "config", None) for module in modules)]
+    windows = [
+        (owner, owner.sliding_window)
+        for owner in {id(owner): owner for owner in owners}.values()
+        if size is not None and isinstance(getattr(owner, "sliding_window", None), int)
+    ]
+    try:
+        for owner, _ in windows:
+            owner.sliding_window = size
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
+
+
+def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     """Return the probes of texts of up to `context` tokens; a description must pass all of them.
 
     Probes of one scale are adjacent, because `RandomWeights.draw` keeps only the latest weights.
     """
     short = min(_SHORT_LENGTH, context)
+    # Half of the tokens suffice to show whether the model uses the position ids.
+    half = min(max(5, short // 2), short)
     probes = [
-        Probe(scale=_SMALL, length=short),
+        Probe(name="small", scale=_SMALL, length=short),
         # Sharp scores amplify rounding errors: those of DeepSeek V3 with 3 layers reach 1.1e-5, and
         # deeper models have larger ones.
-        Probe(scale=_LARGE, length=short, tolerance=2e-3),
-        Probe(scale=_RANDOM, length=1, rows=2),
+        Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
+        Probe(name="random", length=1, rows=2),
     ]
     if context > 1:
-        probes.append(Probe(scale=_RANDOM, length=context))
+        probes.append(Probe(name="random", length=context))
+    is_hidden = any(window is not None and window >= context for window in settings.windows)
+    if is_hidden and hasattr(model, "config") and short > 4:
+        # The text is too short for the model's window. The code of a smaller window is the same.
+        probes.append(Probe(name="window", length=short, window=short // 3))
+    takes_positions = has_argument(model, "position_ids")
+    for original in {stretch.original_length for stretch in settings.stretches if stretch}:
+        if takes_positions:
+            # Position ids show the angles of long texts without long texts.
+            for last in (original - 1, original, 2 * original):
+                length = min(half, original)
+                probes.append(Probe(name="rotation", length=length, last_position=last))
     if has_argument(model, "attention_mask") and short > 4:
-        padded = Probe(scale=_RANDOM, length=short, rows=2, is_padded=True)
+        padded = Probe(name="padded", length=short, rows=2, is_padded=True)
         probes.append(padded)
-        if has_argument(model, "position_ids"):
-            # Half of the tokens suffice to show whether the model uses the position ids.
-            half = max(5, short // 2)
-            probes.append(replace(padded, length=half, passes_positions=True))
+        if takes_positions:
+            positions = replace(padded, name="positions", length=half, passes_positions=True)
+            probes.append(positions)
     return probes
 
 
@@ -244,15 +282,13 @@ def _context(
     tensors: Mapping[str, Tensor],
     roles: Mapping[str, str],
     candidate: Settings,
-    limit: int | None,
 ) -> int:
     """Return the number of tokens up to which descriptions are verified.
 
     This is the `context` that the caller of `describe` has passed, or otherwise the largest number
     that the model supports and that costs at most `_FORWARD_FLOPS`. The default is at most
-    `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. `limit` is the number
-    of tokens beyond which the model uses other rotary angles. Raises ValueError if the model does
-    not support the requested context.
+    `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. Raises ValueError if
+    the model has fewer learned positions than the requested context.
     """
     config = getattr(model, "config", None)
     configured = getattr(config, "max_position_embeddings", None) or getattr(
@@ -262,16 +298,14 @@ def _context(
     if limits and isinstance(configured, int):
         # A table of learned positions may have more rows than the model has positions, as in OPT.
         limits.append(configured)
-    if limit is not None:
-        limits.append(limit)
     requested = candidate.context
     if requested is not None:
         # Models with rotary positions accept more tokens than their configuration names.
         if not 1 <= requested <= min([requested, *limits]):
             most = f" and at most {min(limits)}" if limits else ""
             raise ValueError(
-                f"expected a context of at least 1{most}, got {requested}: the model has no "
-                "learned positions beyond it, or uses other rotary angles"
+                f"expected a context of at least 1{most}, got {requested}; learned positions limit "
+                "the context"
             )
         return requested
     parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -308,8 +342,12 @@ def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> T
     return tokens.to(device)
 
 
-def _padding(probe: Probe, device: torch.device) -> dict[str, Tensor]:
+def _arguments(probe: Probe, device: torch.device) -> dict[str, Tensor]:
     """Return the attention mask and the position ids of a probe, both (rows, length), if any."""
+    if probe.last_position is not None:
+        last = probe.last_position + 1
+        positions = torch.arange(last - probe.length, last, device=device)
+        return {"position_ids": positions.expand(probe.rows, -1)}
     if not probe.is_padded:
         return {}
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
