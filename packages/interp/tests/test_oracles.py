@@ -4,6 +4,7 @@ uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest 
 PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,19 @@ import numpy
 import pytest
 import torch
 from figures import assert_at_least
-from interp import AttentionOnly, LowRank, composition_scores, describe, detect_heads, patch, record
+from interp import (
+    AttentionOnly,
+    LowRank,
+    attribution,
+    composition_scores,
+    describe,
+    detect_heads,
+    logit_lens,
+    patch,
+    record,
+)
 from interp.bench import beside_transformer_lens
+from interp.decoder.fold import fold_decoder
 from interp.hook_points import hook_points
 from interp.patching import attribution_patching, logit_difference, patch_parts, patch_streams
 from torch import Tensor, nn
@@ -132,6 +144,120 @@ def test_hook_functions_of_transformer_lens_have_the_same_effect() -> None:
     assert seen == [("blocks.1.attn.hook_pattern", 1)] * 2
 
 
+def test_demos_of_transformer_lens_have_the_same_numbers() -> None:
+    """The computations of its main, exploratory, activation and attribution patching demos."""
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens import patching
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    model = small_gpt2()
+    bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
+    bridge.enable_compatibility_mode()  # folds norms and biases and centers weights
+    decoder = fold_decoder(describe(small_gpt2()))
+    with torch.no_grad():
+        cache = bridge.run_with_cache(CLEAN)[1]
+        # Logit attribution by layer and by head, and of the accumulated stream.
+        direction = bridge.W_U[:, 5] - bridge.W_U[:, 7]
+        right, wrong = torch.full_like(CLEAN, 5), torch.full_like(CLEAN, 7)
+        parts = decoder.components(CLEAN)
+        terms = attribution(parts, decoder.norm, decoder.unembed, right, against=wrong).named()
+        ours = {name: float(term.expand(CLEAN.shape)[0, -1]) for name, term in terms.items()}
+
+        def project(stack: Tensor) -> Tensor:
+            return (cache.apply_ln_to_stack(stack, layer=-1, pos_slice=-1) @ direction)[:, 0]
+
+        heads, names = cache.stack_head_results(layer=-1, pos_slice=-1, return_labels=True)
+        for name, value in zip(names, project(heads), strict=True):
+            layer, head = name[1:].split("H")
+            assert ours[f"head {layer}.{head}"] == pytest.approx(float(value), abs=1e-3)
+        layers, names = cache.decompose_resid(layer=-1, pos_slice=-1, return_labels=True)
+        projected = dict(zip(names, project(layers).tolist(), strict=True))
+        for i in range(2):
+            added = [ours[f"head {i}.{head}"] for head in range(3)]
+            total = sum(added) + ours[f"attention bias {i}"]
+            assert projected[f"{i}_attn_out"] == pytest.approx(total, abs=1e-3)
+            assert projected[f"{i}_mlp_out"] == pytest.approx(ours[f"mlp {i}"], abs=1e-3)
+        stream = ours["embed"] + ours["position"]
+        accumulated = project(cache.accumulated_resid(layer=-1, pos_slice=-1))
+        assert float(accumulated[0]) == pytest.approx(stream, abs=1e-3)
+        assert float(accumulated[-1]) == pytest.approx(sum(projected.values()), abs=1e-3)
+        # Patching of all layers and positions, and of heads and patterns at all positions.
+        metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
+        for part, scan in {
+            "attention_out": patching.get_act_patch_attn_out,
+            "mlp_out": patching.get_act_patch_mlp_out,
+        }.items():
+            values = patch_parts(decoder, part, CLEAN, CORRUPTED, metric).values[:, 0]
+            torch.testing.assert_close(values, scan(bridge, CORRUPTED, cache, difference), **close)
+        for part in "qkv":
+            scan = getattr(patching, f"get_act_patch_attn_head_{part}_by_pos")
+            values = patch_parts(decoder, f"attention.{part}", CLEAN, CORRUPTED, metric).values.mT
+            torch.testing.assert_close(values, scan(bridge, CORRUPTED, cache, difference), **close)
+        for hook, scan in {
+            "hook_z": patching.get_act_patch_attn_head_out_all_pos,
+            "hook_pattern": patching.get_act_patch_attn_head_pattern_all_pos,
+        }.items():
+            theirs = scan(bridge, CORRUPTED, cache, difference)
+            for layer, head in itertools.product(range(2), range(3)):
+                name = f"blocks.{layer}.attn.{hook}"
+                with record(decoder, name, names="transformer_lens") as seen:
+                    decoder(CLEAN)
+
+                def restore(
+                    value: Tensor, new: Tensor = seen[name], head: int = head, hook: str = hook
+                ) -> Tensor:
+                    chosen = (slice(None),) * (2 if hook == "hook_z" else 1) + (head,)
+                    value[chosen] = new[chosen]
+                    return value
+
+                with patch(decoder, {name: restore}, names="transformer_lens"):
+                    value = difference(decoder(CORRUPTED))
+                torch.testing.assert_close(value, theirs[layer, head], **close)
+        # Induction scores on repeated tokens, and the loss without a head.
+        once = torch.randperm(31)[:7]
+        tokens = torch.cat([once, once])[None]
+        repeated = bridge.run_with_cache(tokens)[1]
+        patterns = [repeated["pattern", i] for i in range(2)]
+        heads = detect_heads(patterns, tokens, queries=slice(7, None))
+        for i, pattern in enumerate(patterns):
+            # Their mean includes the last token of the first copy, which has no earlier occurrence.
+            diagonal = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - 7)[0, :, 1:]
+            torch.testing.assert_close(heads.scores["induction"][i], diagonal.mean(-1), **close)
+
+        def ablate(value: Tensor, hook: Any) -> Tensor:
+            value[:, :, 1] = 0.0
+            return value
+
+        name = "blocks.0.attn.hook_v"
+        loss = bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(name, ablate)])
+        with patch(decoder, {name: ablate}, names="transformer_lens"):
+            logits = decoder(tokens)[0, :-1]
+        torch.testing.assert_close(
+            nn.functional.cross_entropy(logits, tokens[0, 1:]), loss, **close
+        )
+    # Attribution patching with gradients from backward hooks.
+    gradients, corrupted = {}, {}
+    stream_names = [f"blocks.{i}.hook_resid_pre" for i in range(2)]
+
+    def keep_gradient(value: Tensor, hook: Any) -> None:
+        gradients[hook.name] = value.detach().clone()
+
+    def keep_value(value: Tensor, hook: Any) -> None:
+        corrupted[hook.name] = value.detach().clone()
+
+    with bridge.hooks(
+        fwd_hooks=[(name, keep_value) for name in stream_names],
+        bwd_hooks=[(name, keep_gradient) for name in stream_names],
+    ):
+        difference(bridge(CORRUPTED)).backward()
+    sites = ["blocks.0:input", "blocks.1:input"]
+    estimates = attribution_patching(decoder, sites, CLEAN, CORRUPTED, difference)
+    for site, name in zip(sites, stream_names, strict=True):
+        theirs = ((cache[name] - corrupted[name]) * gradients[name]).sum(-1)
+        torch.testing.assert_close(estimates[site], theirs, **close)
+
+
 @torch.no_grad()
 def test_patches_equal_pyvene() -> None:
     pyvene = pytest.importorskip("pyvene", reason="tried with pyvene 0.1.8")
@@ -152,6 +278,59 @@ def test_patches_equal_pyvene() -> None:
                 prompts = {"input_ids": CORRUPTED}, [{"input_ids": CLEAN}]
                 out = theirs(*prompts, unit_locations=locations)[1]
                 torch.testing.assert_close(value, difference(out.logits), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_causal_tracing_of_pyvene_has_the_same_numbers() -> None:
+    """Its demo of Meng et al. 2022 adds noise to the first tokens and restores one activation."""
+    pyvene = pytest.importorskip("pyvene", reason="tried with pyvene 0.1.8")
+    subject = [0, 1, 2]
+    noise = 3 * torch.randn(1, 3, 24, generator=torch.Generator().manual_seed(0))
+
+    class NoiseIntervention(
+        pyvene.ConstantSourceIntervention, pyvene.LocalistRepresentationIntervention
+    ):
+        def __init__(self, embed_dim: int, **options: Any) -> None:
+            super().__init__()
+            self.interchange_dim = embed_dim
+
+        def forward(self, base: Tensor, source: Any = None, subspaces: Any = None) -> Tensor:
+            return base + noise
+
+    def add_noise(stream: Tensor) -> Tensor:
+        stream[:, subject] += noise
+        return stream
+
+    decoder = describe(small_gpt2())
+    sites = {"block_output": "blocks.*", "mlp_output": "blocks.*.mlp_out"}
+    sites["attention_output"] = "blocks.*.attention_out"
+    for component, pattern in sites.items():
+        with record(decoder, pattern) as clean:
+            decoder(CLEAN)
+        for layer in range(2):
+            model = pyvene.IntervenableModel(
+                pyvene.IntervenableConfig(
+                    representations=[
+                        pyvene.RepresentationConfig(0, "block_input"),
+                        pyvene.RepresentationConfig(layer, component),
+                    ],
+                    intervention_types=[NoiseIntervention, pyvene.VanillaIntervention],
+                ),
+                small_gpt2(),
+            )
+            site = pattern.replace("*", str(layer))
+            for position in range(7):
+                at = [[[position]]]
+                prompt = {"input_ids": CLEAN}
+                locations = {"sources->base": ([None, *at], [[subject], *at])}
+                theirs = model(prompt, [None, prompt], locations)[1].logits
+
+                def restore(value: Tensor, site: str = site, position: int = position) -> Tensor:
+                    value[:, position] = clean[site][:, position]
+                    return value
+
+                with patch(decoder, {"blocks.0:input": add_noise, site: restore}):
+                    torch.testing.assert_close(decoder(CLEAN), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_factored_matrices_and_composition_equal_transformer_lens() -> None:
@@ -220,6 +399,58 @@ def test_records_and_patches_equal_nnsight() -> None:
     with torch.no_grad(), patch(model, {"model.layers.0.mlp": torch.zeros_like}):
         ours = model(tokens).logits
     torch.testing.assert_close(ours, logits.detach())
+
+
+def test_demos_of_nnsight_have_the_same_numbers() -> None:
+    """The computations of its logit lens, activation patching and attribution patching demos."""
+    nnsight = pytest.importorskip("nnsight", reason="tried with nnsight 0.8.1")
+    model = small_llama()
+    traced = nnsight.NNsight(model)
+    decoder = describe(small_llama())
+    layers = range(2)
+    with torch.no_grad():
+        # The probabilities of each layer's stream.
+        lens_of = []
+        with traced.trace(CLEAN):
+            for i in layers:
+                stream = traced.model.layers[i].output
+                lens_of.append(traced.lm_head(traced.model.norm(stream)).softmax(-1).save())
+        with record(decoder, "blocks.*") as seen:
+            decoder(CLEAN)
+        lens = logit_lens(seen, decoder.norm, decoder.unembed, top=31)
+        for ours, theirs in zip(lens.top_probabilities, lens_of, strict=True):
+            torch.testing.assert_close(ours, theirs.sort(-1, descending=True)[0])
+        # The logit difference after each patch of the stream.
+        clean = []
+        with traced.trace(CLEAN):
+            for i in layers:
+                clean.append(traced.model.layers[i].input.save())
+        metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
+        values = patch_streams(decoder, CLEAN, CORRUPTED, metric).values
+        for i in layers:
+            for position in range(7):
+                with traced.trace(CORRUPTED):
+                    traced.model.layers[i].input[:, position] = clean[i][:, position]
+                    logits = traced.lm_head.output.save()
+                torch.testing.assert_close(values[i, position], difference(logits))
+    # The gradient of the logit difference for the output of each attention.
+    corrupted, gradients, before = [], [], []
+    with traced.trace(CLEAN):
+        for i in layers:
+            before.append(traced.model.layers[i].self_attn.o_proj.output.save())
+    with traced.trace(CORRUPTED):
+        for i in layers:
+            corrupted.append(traced.model.layers[i].self_attn.o_proj.output.save())
+        loss = difference(traced.lm_head.output)
+        with loss.backward():
+            for i in reversed(layers):
+                gradients.insert(0, corrupted[i].grad.save())
+    estimates = attribution_patching(
+        decoder, ["blocks.*.attention_out"], CLEAN, CORRUPTED, difference
+    )
+    for i, ours in enumerate(estimates.values()):
+        theirs = ((before[i] - corrupted[i]) * gradients[i]).sum(-1)
+        torch.testing.assert_close(ours, theirs.detach())
 
 
 def test_attribution_patching_equals_captum() -> None:

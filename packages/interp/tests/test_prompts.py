@@ -229,16 +229,8 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "scan",
-    [
-        patch_streams,
-        patch_edges,
-    ],
-)
-def test_padding_at_the_end_is_refused_unless_each_pair_has_a_metric(
-    scan: Callable[..., object],
-) -> None:
+@pytest.mark.parametrize("scan", [patch_streams, patch_edges, edge_attribution])
+def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None:
     decoder = described("LlamaForCausalLM")
     mask = torch.ones_like(TOKENS)
     mask[1, 9:] = 0
@@ -247,14 +239,46 @@ def test_padding_at_the_end_is_refused_unless_each_pair_has_a_metric(
         logit_difference(decoder.norm, decoder.unembed, 5, 8, position=position)
         for position in (11, 8)
     ]
-    with pytest.raises(ValueError, match=r"ends with padding.*pass one metric per pair"):
-        scan(decoder, clean, corrupted, metrics[0])
+    for wrong in (metrics[0], lambda streams: decoder.decode(streams)[:, -1].argmax(-1) == 5):
+        with pytest.raises(ValueError, match=r"ends with padding.*pass one metric per pair"):
+            scan(decoder, clean, corrupted, wrong)
+    for second in (metrics[0], lambda streams: streams.mean((1, 2))):
+        with pytest.raises(ValueError, match=r"the metric reads padding.*of its own prompt"):
+            scan(decoder, clean, corrupted, [metrics[0], second])
+    # Position 2 of a text that is padded on the left.
+    third = logit_difference(decoder.norm, decoder.unembed, 5, 8, position=2)
+    with pytest.raises(ValueError, match="the metric reads padding"):
+        scan(decoder, CLEAN, CORRUPTED, third, tokenizer=words)
     both = scan(decoder, clean, corrupted, metrics)
     bare = scan(decoder, TOKENS[1:, :9], TOKENS.flip(1)[1:, :9], metrics[1])
     of_padded = both.per_pair[1]
     if of_padded.shape != bare.values.shape:
         of_padded = of_padded[..., :9]
     torch.testing.assert_close(of_padded, bare.values, rtol=1e-3, atol=1e-4)
+
+
+def test_attribution_patching_refuses_metrics_that_read_padding() -> None:
+    decoder = described("LlamaForCausalLM")
+    mask = torch.ones_like(TOKENS)
+    mask[1, 9:] = 0
+    clean, corrupted = ({"input_ids": x, "attention_mask": mask} for x in (TOKENS, TOKENS.flip(1)))
+    with pytest.raises(ValueError, match="the metric reads padding"):
+        attribution_patching(
+            decoder, ["blocks.0"], clean, corrupted, lambda logits: logits[:, -1, 5].sum()
+        )
+    estimates = attribution_patching(
+        decoder, ["blocks.0"], clean, corrupted, lambda logits: logits[[0, 1], [11, 8], 5].sum()
+    )
+    bare = attribution_patching(
+        decoder,
+        ["blocks.0"],
+        TOKENS[1:, :9],
+        TOKENS.flip(1)[1:, :9],
+        lambda logits: logits[:, -1, 5].sum(),
+    )
+    torch.testing.assert_close(
+        estimates["blocks.0"][1, :9], bare["blocks.0"][0], rtol=1e-3, atol=1e-5
+    )
 
 
 def words(text: str) -> list[int]:
@@ -279,6 +303,14 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
     assert list(encode(words, CLEAN[0])) == ["input_ids"]
     with pytest.raises(ValueError, match="each of at least one token"):
         encode(lambda text: [], "")
+    # A tokenizer that pads, such as partial(tokenizer, padding="max_length").
+    pads = encode(
+        lambda text: {
+            "input_ids": words(text) + [9] * 4, "attention_mask": [1] * len(words(text)) + [0] * 4
+        },
+        CLEAN,
+    )  # fmt: skip
+    assert all(torch.equal(pads[name], value) for name, value in prompt.items())
     # The columns of a DataFrame.
     table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
     with pytest.raises(ValueError, match="the answer 'b' is 2 tokens"):

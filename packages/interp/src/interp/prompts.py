@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,17 @@ Metrics = Metric | Sequence[Metric]
 Prompt = Tensor | Mapping[str, Any]
 Result = TypeVar("Result", bound=Any)
 
+_NO_PADDING = (
+    "pad on the left and read the last positions, or pass one metric per pair that reads positions "
+    "of its own prompt"
+)
 
-def prompt_of(prompt: Prompt | Texts, tokenizer: Tokenizer | None = None) -> Prompt:
+
+def prompt_of(
+    prompt: Prompt | Texts,
+    tokenizer: Tokenizer | None = None,
+    device: torch.device | None = None,
+) -> Prompt:
     """Return a prompt unchanged, and texts as the result of `encode`.
 
     Raises TypeError for texts without a tokenizer, and for other values.
@@ -34,7 +44,7 @@ def prompt_of(prompt: Prompt | Texts, tokenizer: Tokenizer | None = None) -> Pro
             f"{type(prompt).__name__}; for text, pass encode(tokenizer, texts), or tokenizer= to "
             "functions that have this argument; for ids, pass torch.tensor(ids)"
         )
-    return encode(tokenizer, prompt)
+    return encode(tokenizer, prompt, device=device)
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
@@ -100,6 +110,7 @@ def require_hidden_padding(pattern: Tensor, mask: Tensor) -> None:
 
 
 def split_pairs(
+    model: nn.Module,
     clean: Prompt | Texts,
     corrupted: Prompt | Texts,
     metric: Metrics,
@@ -108,10 +119,12 @@ def split_pairs(
     """Return (clean, corrupted, metric) for each pair in a batch of prompts.
 
     Raises ValueError for prompts that do not correspond (see `corresponding`), for a wrong number
-    of metrics, and for padding at the end of a prompt if all pairs have the same metric.
+    of metrics, and for padding at the end if all pairs have the same metric. The metrics raise
+    ValueError if they read padding.
     """
-    clean, corrupted = corresponding(clean, corrupted, tokenizer)
-    count = len(tokens_of(clean))
+    clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
+    mask = mask_of(clean)
+    count = len(mask)
     if isinstance(metric, Sequence):
         metrics = list(metric)
         if len(metrics) != count:
@@ -119,19 +132,48 @@ def split_pairs(
                 f"got {len(metrics)} metrics for {count} pairs; pass one, or one per pair"
             )
     else:
+        # A metric of the last position that has no gradient, such as an accuracy, cannot be checked
+        # by `measure_tokens`.
+        if not bool(mask[:, -1].all()):
+            raise ValueError(f"a prompt ends with padding; {_NO_PADDING}")
         metrics = [metric] * count
-        _require_no_padding_at_the_end(clean)
-    return [(_prompt_at(clean, i), _prompt_at(corrupted, i), metrics[i]) for i in range(count)]
+    return [
+        (
+            _prompt_at(clean, i),
+            _prompt_at(corrupted, i),
+            partial(measure_tokens, metrics[i], mask[i : i + 1]),
+        )
+        for i in range(count)
+    ]
+
+
+def measure_tokens(metric: Callable[[Tensor], Tensor], mask: Tensor, values: Tensor) -> Tensor:
+    """Return the metric of `values` (n, seq, features), such as streams or logits.
+
+    Raises ValueError if the metric reads padding, where `mask` (n or 1, seq) is False.
+    """
+    result = metric(values.clone())  # Metrics may change their argument in place.
+    if not bool(mask.all()):
+        hidden = values.masked_fill(~mask[..., None], float("nan"))
+        other = torch.as_tensor(metric(hidden))
+        if not torch.allclose(other.double(), torch.as_tensor(result).double(), equal_nan=True):
+            raise ValueError(f"the metric reads padding; {_NO_PADDING}")
+    return result
 
 
 def corresponding(
-    clean: Prompt | Texts, corrupted: Prompt | Texts, tokenizer: Tokenizer | None
+    model: nn.Module,
+    clean: Prompt | Texts,
+    corrupted: Prompt | Texts,
+    tokenizer: Tokenizer | None,
 ) -> tuple[Prompt, Prompt]:
-    """Return two prompts whose positions correspond; texts are encoded.
+    """Return two prompts whose positions correspond; texts are encoded on the model's device.
 
     Raises ValueError unless the prompts of each pair have equal lengths and equal padding.
     """
-    clean, corrupted = prompt_of(clean, tokenizer), prompt_of(corrupted, tokenizer)
+    device = next(model.parameters()).device
+    clean = prompt_of(clean, tokenizer, device)
+    corrupted = prompt_of(corrupted, tokenizer, device)
     shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
     if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
         raise ValueError(
@@ -145,15 +187,6 @@ def corresponding(
             "positions do not correspond; pass prompts with equal numbers of tokens"
         )
     return clean, corrupted
-
-
-def _require_no_padding_at_the_end(prompt: Prompt) -> None:
-    """Raise ValueError if a prompt ends with padding, which a metric of position -1 would read."""
-    if not bool(mask_of(prompt)[:, -1].all()):
-        raise ValueError(
-            "a prompt ends with padding, which a metric of the last position would read; pad on "
-            "the left, or pass one metric per pair that reads a position of its prompt"
-        )
 
 
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:

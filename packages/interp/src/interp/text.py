@@ -23,11 +23,14 @@ Tokenizer = Callable[[str], Any]
 Texts = str | Sequence[str]
 
 
-def encode(tokenizer: Tokenizer, texts: Texts) -> dict[str, Tensor]:
+def encode(
+    tokenizer: Tokenizer, texts: Texts, *, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
     """Return the token ids (texts, seq) of one or several texts, padded on the left.
 
     If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
     Padding has token id 0. Delete `position_ids` for models that do not accept them, such as Bloom.
+    The tensors are on `device`.
 
     Raises ValueError if there is no text, or if a text has no tokens.
     """
@@ -36,8 +39,9 @@ def encode(tokenizer: Tokenizer, texts: Texts) -> dict[str, Tensor]:
     if not rows or not all(rows):
         raise ValueError(f"expected at least one text, each of at least one token, got {texts}")
     length = max(map(len, rows))
-    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
+    ones = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+    mask = torch.tensor(ones, device=device)
     if bool(mask.all()):
         return {"input_ids": ids}
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -45,17 +49,20 @@ def encode(tokenizer: Tokenizer, texts: Texts) -> dict[str, Tensor]:
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of one text.
+    """Return the token ids of one text, without padding.
 
     Raises TypeError for values that are not a text, and ValueError for a batch of token ids.
     """
     if not isinstance(text, str):
         raise TypeError(f"expected a text, got {text!r}; leave out rows without a text")
     encoded = tokenizer(text)
-    ids = torch.as_tensor(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
+    if not isinstance(encoded, Mapping):
+        encoded = {"input_ids": encoded}
+    ids = torch.as_tensor(encoded["input_ids"])
     if ids.ndim != 1:
         raise ValueError(
             f"expected the token ids of one text, (seq,), got {tuple(ids.shape)}; use the "
             "tokenizer without return_tensors="
         )
-    return [int(token) for token in ids]
+    mask = torch.as_tensor(encoded.get("attention_mask", torch.ones_like(ids)))
+    return [int(token) for token in ids[mask.bool()]]

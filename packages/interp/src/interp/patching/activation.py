@@ -80,12 +80,13 @@ def patch_streams(
             list of texts.
         corrupted: A prompt of the same shape and with the same padding.
         metric: A function from final streams (n, seq, d_model), the outputs of the last block, to
-            one number per stream, (n,), as from `logit_difference`; or one function per pair.
+            one number per stream, (n,), as from `logit_difference`; or one function per pair. It
+            must not read padding.
         tokenizer: A function from a text to token ids, or a tokenizer of transformers. Texts of
             different lengths are padded on the left.
         batch: The number of patches that run together.
     """
-    pairs = split_pairs(clean, corrupted, metric, tokenizer)
+    pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     results = [_patch_pair(model, ":input", *pair, batch) for pair in pairs]
     return mean_over_pairs([replace(result, values=result.values[:, 0]) for result in results])
 
@@ -109,7 +110,7 @@ def patch_parts(
     `patch_streams`. The `values` of the result are (layers, heads, positions). Raises ValueError
     for an unknown part.
     """
-    pairs = split_pairs(clean, corrupted, metric, tokenizer)
+    pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     return mean_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])
 
 

@@ -25,8 +25,10 @@ from interp.prompts import (
     Prompt,
     corresponding,
     forward,
+    mask_of,
     mean_over_pairs,
     measure,
+    measure_tokens,
     split_pairs,
 )
 from interp.tap import Replacement, patch, record
@@ -47,14 +49,18 @@ def attribution_patching(
     `metric` maps the logits (batch, seq, vocabulary) to one number, a tensor. The effects of each
     site are summed over the last dimension: for streams, they are (batch, seq). The error is of
     second order in clean - corrupted. The prompts and `tokenizer` are the same as in
-    `patch_streams`. Raises ValueError if the two prompts differ in shape or in padding.
+    `patch_streams`. Raises ValueError if the two prompts differ in shape or in padding, or if the
+    metric reads padding.
     """
-    clean, corrupted = corresponding(clean, corrupted, tokenizer)
+    clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
     with torch.no_grad(), record(model, *sites) as seen:
         forward(model, clean)
         before = dict(seen)
         forward(model, corrupted)
-    gradients = _gradients(model, corrupted, lambda logits, final_stream: metric(logits), seen)
+    mask = mask_of(corrupted)
+    gradients = _gradients(
+        model, corrupted, lambda logits, final_stream: measure_tokens(metric, mask, logits), seen
+    )
     return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
 
 
@@ -83,7 +89,7 @@ def edge_attribution(
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
     require_unchanged_blocks(model)  # The softmax is recomputed, also if its output is patched.
-    pairs = split_pairs(clean, corrupted, metric, tokenizer)
+    pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
     for run, pair in zip(runs, pairs, strict=True):

@@ -103,7 +103,7 @@ def patch_edges(
     positions to queries and keys only.
     """
     results = []
-    pairs = split_pairs(clean, corrupted, metric, tokenizer)
+    pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     for clean_prompt, corrupted_prompt, pair_metric in pairs:
         run = Restart(model, corrupted_prompt, batch=batch)
         edges, changes = sender_changes(model, clean_prompt, corrupted_prompt, senders, receivers)
