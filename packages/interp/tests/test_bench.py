@@ -26,15 +26,12 @@ def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
         assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
 
 
-def test_describing_counts_the_calls_of_the_model_and_of_its_description() -> None:
+def test_describing_measures_a_model() -> None:
     pytest.importorskip("transformers", reason="the peer, a development dependency")
     row = describing(quick=True)
     assert row["longest_text"] == 64
-    assert row["longest_calls"] == 2  # the model and its description, with random weights
-    assert row["shorter_calls"] == 12
-    assert 0 < row["longest_s"] + row["shorter_s"] < row["seconds"]
-    assert min(row["longest_gflops"], row["shorter_gflops"], row["product_gflops"]) > 0
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert row["memory"] >= 1
+    assert row["seconds"] > 0
 
 
 def test_patching_is_nine_times_as_fast_in_every_row_of_the_results() -> None:

@@ -535,7 +535,6 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
         ({"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
         ({"num_hidden_layers": 4}, "holds 3 layers, its config.json says 4"),
         ({"num_attention_heads": 5}, "are not 5 heads of"),
-        ({"vocab_size": 40}, "embedding has 37 tokens, config.json says 40"),
         ({"hidden_act": "mish"}, "activation 'mish' is not one of silu"),
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type 'ntk'"),
     ):
@@ -699,5 +698,3 @@ def test_record_patterns_removes_hooks_after_an_exception() -> None:
     with record_patterns(model) as outer, record_patterns(model) as inner:
         model(TOKENS)
     assert all(torch.equal(outer[name], inner[name]) for name in outer)
-    with pytest.raises(KeyError, match=r"computed no attention; .* did: model\.layers\.0"):
-        outer["attention"]

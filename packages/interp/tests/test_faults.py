@@ -93,10 +93,6 @@ def model() -> AttentionOnly:
             lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, exact=-1),
             "expected exact >= 0, got -1",
         ),
-        (
-            lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, batch=0),
-            "expected batch >= 1, got 0",
-        ),
         (lambda: neuron_attribution(DECODER, TOKENS, -TOKENS), "at least 0 in targets, got -4"),
         (
             lambda: neuron_attribution(DECODER, TOKENS, TOKENS[:, 0]),
@@ -108,18 +104,10 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: patch_streams(DECODER, TOKENS[0], TOKENS[0], torch.sum),
-            r"prompts are \(4,\) and \(4,\); both must be \(1, seq\), or \(pairs, seq\)",
+            r"prompts are \(4,\) and \(4,\); both must be \(1, seq\) or \(pairs, seq\)",
         ),
         (lambda: knock_out_attention([False, True], [0]), "indices of queries, got torch.bool"),
         (lambda: knock_out_attention([1], 3), r"a sequence of keys, got 3; pass \[3\]"),
-        (
-            lambda: logit_difference(None, torch.ones(5, 3), 4, 1, position=4)(torch.ones(1, 4, 3)),
-            "expected a position within 0 and 3, got 4",
-        ),
-        (
-            lambda: knock_out_attention([1, 4], [0])(torch.ones(1, 2, 4, 4) / 4),
-            r"expected queries within 0 and 3, got \[1, 4\]; the pattern is \(1, 2, 4, 4\)",
-        ),
         (
             lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": TOKENS - 4}),
             "attention_mask has values from -3 to 0; each row must be 1",
@@ -176,11 +164,6 @@ def test_bad_values_are_refused(call: Callable[[], object], message: str) -> Non
         call()
 
 
-def test_mixed_dtypes_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"torch.float32 and torch.float64"):
-        LowRank(torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64))
-
-
 def test_unknown_sites_are_refused_with_similar_names(model: AttentionOnly) -> None:
     with (
         pytest.raises(ValueError, match=r"named 'block\.0'; similar names: blocks\.0"),
@@ -191,8 +174,7 @@ def test_unknown_sites_are_refused_with_similar_names(model: AttentionOnly) -> N
         pass
     with record(model, "unembed") as seen:
         model(TOKENS)
-    with pytest.raises(KeyError, match=r"'embed' was not recorded.*recorded: unembed"):
-        seen["embed"]
+    assert list(seen) == ["unembed"]
 
 
 def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(

@@ -50,11 +50,6 @@ def test_steering_the_last_layer_adds_the_vector_to_the_logits(model: AttentionO
     with patch(model, {"blocks.1": steer(vector, scale=3.0)}):
         after = model(TOKENS)
     torch.testing.assert_close(after, before + 3.0 * model.unembed.weight @ vector)
-    with (
-        pytest.raises(ValueError, match=r"shape \(8,\), got \(7,\)"),
-        patch(model, {"blocks.1": steer(vector[:7])}),
-    ):
-        model(TOKENS)
 
 
 @torch.no_grad()
@@ -188,13 +183,7 @@ def test_autoencoder_accepts_activations_of_another_dtype(subtracts: bool) -> No
     assert half.unexplained_variance(x).item() == pytest.approx(expected, rel=0.05)
 
 
-def test_autoencoders_of_mismatched_shapes_are_refused() -> None:
-    sae = autoencoder()
-    with pytest.raises(ValueError, match=r"w_dec of shape \(20, 8\) .* got \(8, 20\)"):
-        SparseAutoencoder(w_enc=sae.w_enc, w_dec=sae.w_dec.T, b_enc=sae.b_enc, b_dec=sae.b_dec)
-
-
-def test_an_autoencoder_refuses_masks_unknown_features_and_other_activations() -> None:
+def test_masks_of_features_are_refused() -> None:
     autoencoder = SparseAutoencoder(
         w_enc=torch.randn(4, 6), w_dec=torch.randn(6, 4), b_enc=torch.ones(6), b_dec=torch.ones(4)
     )
@@ -203,10 +192,6 @@ def test_an_autoencoder_refuses_masks_unknown_features_and_other_activations() -
     for wrong in (mask, mask.tolist()):
         with pytest.raises(ValueError, match=r"got torch.bool; for a mask pass mask.nonzero"):
             autoencoder.replace(ablate=wrong)
-    with pytest.raises(ValueError, match=r"ablate within 0 and 5, got \[6\]; w_enc is \(4, 6\)"):
-        autoencoder.replace(ablate=[6])
-    with pytest.raises(ValueError, match=r"expected activations of 4 features, .* got \(2, 5\)"):
-        autoencoder.encode(torch.ones(2, 5))
     x = torch.randn(2, 4)
     by_index = autoencoder.replace(ablate=mask.nonzero()[:, 0])(x)
     assert torch.equal(by_index, autoencoder.replace(ablate=[3])(x))
@@ -227,11 +212,9 @@ def test_steering_vectors_are_not_rounded_beside_a_large_mean(dtype: torch.dtype
     )
 
 
-def test_steering_vectors_with_dropout_or_beyond_a_prompt_are_refused() -> None:
+def test_steering_vectors_with_dropout_are_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 8), nn.Dropout(0.5), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="expected a position within 0 and"):
-        steering_vector(model, "0", POSITIVE, NEGATIVE, position=-9)
     with pytest.raises(ValueError, match=r"'2' differs when the run is repeated; use eval\(\)"):
         steering_vector(model, "2", POSITIVE, NEGATIVE)
     assert steering_vector(model.eval(), "2", POSITIVE, NEGATIVE).shape == (8,)

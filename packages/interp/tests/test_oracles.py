@@ -14,6 +14,7 @@ import torch
 from figures import assert_at_least
 from interp import (
     AttentionOnly,
+    Decoder,
     LowRank,
     attribution,
     composition_scores,
@@ -144,118 +145,135 @@ def test_hook_functions_of_transformer_lens_have_the_same_effect() -> None:
     assert seen == [("blocks.1.attn.hook_pattern", 1)] * 2
 
 
-def test_demos_of_transformer_lens_have_the_same_numbers() -> None:
-    """The computations of its main, exploratory, activation and attribution patching demos."""
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+def folded_pair() -> tuple[Any, Decoder]:
+    """Return TransformerLens's model with folded and centered weights, and the same `Decoder`."""
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
-    from transformer_lens import patching
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    close = {"rtol": 1e-3, "atol": 1e-3}
     model = small_gpt2()
     bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
-    bridge.enable_compatibility_mode()  # folds norms and biases and centers weights
-    decoder = fold_decoder(describe(small_gpt2()))
+    bridge.enable_compatibility_mode()
+    return bridge, fold_decoder(describe(small_gpt2()))
+
+
+@torch.no_grad()
+def test_direct_logit_attribution_of_transformer_lens_has_the_same_numbers() -> None:
+    """The exploratory analysis demo: the accumulated stream, layers and heads."""
+    bridge, decoder = folded_pair()
+    cache = bridge.run_with_cache(CLEAN)[1]
+    direction = bridge.W_U[:, 5] - bridge.W_U[:, 7]
+    right, wrong = torch.full_like(CLEAN, 5), torch.full_like(CLEAN, 7)
+    parts = decoder.components(CLEAN)
+    terms = attribution(parts, decoder.norm, decoder.unembed, right, against=wrong).named()
+    ours = {name: float(term.expand(CLEAN.shape)[0, -1]) for name, term in terms.items()}
+
+    def project(stack: Tensor) -> list[float]:
+        normed = cache.apply_ln_to_stack(stack, layer=-1, pos_slice=-1)
+        values: list[float] = (normed @ direction)[:, 0].tolist()
+        return values
+
+    heads, names = cache.stack_head_results(layer=-1, pos_slice=-1, return_labels=True)
+    for name, value in zip(names, project(heads), strict=True):
+        layer, head = name[1:].split("H")
+        assert ours[f"head {layer}.{head}"] == pytest.approx(value, abs=1e-3)
+    layers, names = cache.decompose_resid(layer=-1, pos_slice=-1, return_labels=True)
+    theirs = dict(zip(names, project(layers), strict=True))
+    for i in range(2):
+        attention = sum(ours[f"head {i}.{head}"] for head in range(3)) + ours[f"attention bias {i}"]
+        assert theirs[f"{i}_attn_out"] == pytest.approx(attention, abs=1e-3)
+        assert theirs[f"{i}_mlp_out"] == pytest.approx(ours[f"mlp {i}"], abs=1e-3)
+    accumulated = project(cache.accumulated_resid(layer=-1, pos_slice=-1))
+    assert accumulated[0] == pytest.approx(ours["embed"] + ours["position"], abs=1e-3)
+    streams = [name for name in ours if not name.startswith(("norm", "unembed"))]
+    assert accumulated[-1] == pytest.approx(sum(ours[name] for name in streams), abs=1e-3)
+
+
+@torch.no_grad()
+def test_patching_demos_of_transformer_lens_have_the_same_numbers() -> None:
+    """The activation patching demo: parts by position, and heads at all positions."""
+    bridge, decoder = folded_pair()
+    from transformer_lens import patching
+
+    cache = bridge.run_with_cache(CLEAN)[1]
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
+    scans = {
+        "attention_out": patching.get_act_patch_attn_out,
+        "mlp_out": patching.get_act_patch_mlp_out,
+        "attention.q": patching.get_act_patch_attn_head_q_by_pos,
+        "attention.k": patching.get_act_patch_attn_head_k_by_pos,
+        "attention.v": patching.get_act_patch_attn_head_v_by_pos,
+    }
+    for part, scan in scans.items():
+        values = patch_parts(decoder, part, CLEAN, CORRUPTED, metric).values
+        theirs = scan(bridge, CORRUPTED, cache, difference)
+        by_position = values.mT if part.startswith("attention.") else values[:, 0]
+        torch.testing.assert_close(by_position, theirs, **CLOSE)
+    at_all_positions = {
+        "hook_z": patching.get_act_patch_attn_head_out_all_pos,
+        "hook_pattern": patching.get_act_patch_attn_head_pattern_all_pos,
+    }
+    for hook, scan in at_all_positions.items():
+        theirs = scan(bridge, CORRUPTED, cache, difference)
+        for layer, head in itertools.product(range(2), range(3)):
+            name = f"blocks.{layer}.attn.{hook}"
+            with record(decoder, name, names="transformer_lens") as seen:
+                decoder(CLEAN)
+            chosen = (slice(None), slice(None), head) if hook == "hook_z" else (slice(None), head)
+            new = partial(replaced, chosen, seen[name][chosen])
+            with patch(decoder, {name: new}, names="transformer_lens"):
+                value = difference(decoder(CORRUPTED))
+            torch.testing.assert_close(value, theirs[layer, head], **CLOSE)
+
+
+def replaced(index: tuple[slice | int, ...], new: Tensor, value: Tensor) -> Tensor:
+    value[index] = new
+    return value
+
+
+def test_main_demo_of_transformer_lens_has_the_same_numbers() -> None:
+    """Induction scores and the loss without a head; attribution patching with backward hooks."""
+    bridge, decoder = folded_pair()
+    once = torch.randperm(31)[:7]
+    tokens = torch.cat([once, once])[None]
+    name = "blocks.0.attn.hook_v"
+
+    def ablate(value: Tensor, hook: Any) -> Tensor:
+        value[:, :, 1] = 0.0
+        return value
+
     with torch.no_grad():
         cache = bridge.run_with_cache(CLEAN)[1]
-        # Logit attribution by layer and by head, and of the accumulated stream.
-        direction = bridge.W_U[:, 5] - bridge.W_U[:, 7]
-        right, wrong = torch.full_like(CLEAN, 5), torch.full_like(CLEAN, 7)
-        parts = decoder.components(CLEAN)
-        terms = attribution(parts, decoder.norm, decoder.unembed, right, against=wrong).named()
-        ours = {name: float(term.expand(CLEAN.shape)[0, -1]) for name, term in terms.items()}
-
-        def project(stack: Tensor) -> Tensor:
-            return (cache.apply_ln_to_stack(stack, layer=-1, pos_slice=-1) @ direction)[:, 0]
-
-        heads, names = cache.stack_head_results(layer=-1, pos_slice=-1, return_labels=True)
-        for name, value in zip(names, project(heads), strict=True):
-            layer, head = name[1:].split("H")
-            assert ours[f"head {layer}.{head}"] == pytest.approx(float(value), abs=1e-3)
-        layers, names = cache.decompose_resid(layer=-1, pos_slice=-1, return_labels=True)
-        projected = dict(zip(names, project(layers).tolist(), strict=True))
-        for i in range(2):
-            added = [ours[f"head {i}.{head}"] for head in range(3)]
-            total = sum(added) + ours[f"attention bias {i}"]
-            assert projected[f"{i}_attn_out"] == pytest.approx(total, abs=1e-3)
-            assert projected[f"{i}_mlp_out"] == pytest.approx(ours[f"mlp {i}"], abs=1e-3)
-        stream = ours["embed"] + ours["position"]
-        accumulated = project(cache.accumulated_resid(layer=-1, pos_slice=-1))
-        assert float(accumulated[0]) == pytest.approx(stream, abs=1e-3)
-        assert float(accumulated[-1]) == pytest.approx(sum(projected.values()), abs=1e-3)
-        # Patching of all layers and positions, and of heads and patterns at all positions.
-        metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
-        for part, scan in {
-            "attention_out": patching.get_act_patch_attn_out,
-            "mlp_out": patching.get_act_patch_mlp_out,
-        }.items():
-            values = patch_parts(decoder, part, CLEAN, CORRUPTED, metric).values[:, 0]
-            torch.testing.assert_close(values, scan(bridge, CORRUPTED, cache, difference), **close)
-        for part in "qkv":
-            scan = getattr(patching, f"get_act_patch_attn_head_{part}_by_pos")
-            values = patch_parts(decoder, f"attention.{part}", CLEAN, CORRUPTED, metric).values.mT
-            torch.testing.assert_close(values, scan(bridge, CORRUPTED, cache, difference), **close)
-        for hook, scan in {
-            "hook_z": patching.get_act_patch_attn_head_out_all_pos,
-            "hook_pattern": patching.get_act_patch_attn_head_pattern_all_pos,
-        }.items():
-            theirs = scan(bridge, CORRUPTED, cache, difference)
-            for layer, head in itertools.product(range(2), range(3)):
-                name = f"blocks.{layer}.attn.{hook}"
-                with record(decoder, name, names="transformer_lens") as seen:
-                    decoder(CLEAN)
-
-                def restore(
-                    value: Tensor, new: Tensor = seen[name], head: int = head, hook: str = hook
-                ) -> Tensor:
-                    chosen = (slice(None),) * (2 if hook == "hook_z" else 1) + (head,)
-                    value[chosen] = new[chosen]
-                    return value
-
-                with patch(decoder, {name: restore}, names="transformer_lens"):
-                    value = difference(decoder(CORRUPTED))
-                torch.testing.assert_close(value, theirs[layer, head], **close)
-        # Induction scores on repeated tokens, and the loss without a head.
-        once = torch.randperm(31)[:7]
-        tokens = torch.cat([once, once])[None]
         repeated = bridge.run_with_cache(tokens)[1]
         patterns = [repeated["pattern", i] for i in range(2)]
-        heads = detect_heads(patterns, tokens, queries=slice(7, None))
+        scores = detect_heads(patterns, tokens, queries=slice(7, None)).scores["induction"]
         for i, pattern in enumerate(patterns):
             # Their mean includes the last token of the first copy, which has no earlier occurrence.
             diagonal = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - 7)[0, :, 1:]
-            torch.testing.assert_close(heads.scores["induction"][i], diagonal.mean(-1), **close)
-
-        def ablate(value: Tensor, hook: Any) -> Tensor:
-            value[:, :, 1] = 0.0
-            return value
-
-        name = "blocks.0.attn.hook_v"
+            torch.testing.assert_close(scores[i], diagonal.mean(-1), **CLOSE)
         loss = bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(name, ablate)])
         with patch(decoder, {name: ablate}, names="transformer_lens"):
             logits = decoder(tokens)[0, :-1]
-        torch.testing.assert_close(
-            nn.functional.cross_entropy(logits, tokens[0, 1:]), loss, **close
-        )
-    # Attribution patching with gradients from backward hooks.
-    gradients, corrupted = {}, {}
-    stream_names = [f"blocks.{i}.hook_resid_pre" for i in range(2)]
+        torch.testing.assert_close(nn.functional.cross_entropy(logits, tokens[0, 1:]), loss)
+    corrupted: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    streams = [f"blocks.{i}.hook_resid_pre" for i in range(2)]
 
-    def keep_gradient(value: Tensor, hook: Any) -> None:
-        gradients[hook.name] = value.detach().clone()
-
-    def keep_value(value: Tensor, hook: Any) -> None:
-        corrupted[hook.name] = value.detach().clone()
+    def store(into: dict[str, Tensor], value: Tensor, hook: Any) -> None:
+        into[hook.name] = value.detach().clone()
 
     with bridge.hooks(
-        fwd_hooks=[(name, keep_value) for name in stream_names],
-        bwd_hooks=[(name, keep_gradient) for name in stream_names],
+        fwd_hooks=[(stream, partial(store, corrupted)) for stream in streams],
+        bwd_hooks=[(stream, partial(store, gradients)) for stream in streams],
     ):
         difference(bridge(CORRUPTED)).backward()
     sites = ["blocks.0:input", "blocks.1:input"]
     estimates = attribution_patching(decoder, sites, CLEAN, CORRUPTED, difference)
-    for site, name in zip(sites, stream_names, strict=True):
-        theirs = ((cache[name] - corrupted[name]) * gradients[name]).sum(-1)
-        torch.testing.assert_close(estimates[site], theirs, **close)
+    for site, stream in zip(sites, streams, strict=True):
+        theirs = ((cache[stream] - corrupted[stream]) * gradients[stream]).sum(-1)
+        torch.testing.assert_close(estimates[site], theirs, **CLOSE)
 
 
 @torch.no_grad()

@@ -13,15 +13,13 @@ import itertools
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -138,8 +136,7 @@ def describing(*, quick: bool = False) -> Row:
     """Describe a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
 
     `memory` is the peak memory, including the model, divided by the memory of the model. This
-    number is correct only in a new process. The columns `*_gflops` are rates: of all calls (of the
-    model and its decoder) with the longest text, with shorter texts, and of one large product.
+    number is correct only in a new process.
     """
     transformers = importlib.import_module("transformers")
     hidden, inner, layers, positions = (64, 96, 2, 64) if quick else (2048, 5632, 22, 2048)
@@ -156,60 +153,18 @@ def describing(*, quick: bool = False) -> Row:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with _timed_calls(Decoder, type(model)) as calls:
-        start = time.perf_counter()
-        decoder = describe(model)
-        seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    decoder = describe(model)
+    seconds = time.perf_counter() - start
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    longest = max(length for length, _, _ in calls)
-    row: Row = {
+    return {
         "case": "describe",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "threads": torch.get_num_threads(),
         "seconds": seconds,
         "memory": (model_bytes + grown) / model_bytes,
-        "longest_text": longest,
+        "longest_text": max(comparison.length for comparison in decoder.comparisons),
     }
-    # A token costs two FLOPs per weight of a linear layer.
-    per_token = 2 * sum(m.weight.numel() for m in decoder.modules() if isinstance(m, nn.Linear))
-    for name, is_longest in (("longest", True), ("shorter", False)):
-        chosen = [call for call in calls if (call[0] == longest) == is_longest]
-        total = sum(elapsed for _, _, elapsed in chosen)
-        row[f"{name}_calls"] = len(chosen)
-        row[f"{name}_s"] = total
-        tokens = sum(count for _, count, _ in chosen)
-        row[f"{name}_gflops"] = per_token * tokens / total / 1e9
-    row["product_gflops"] = _product_rate()
-    return row
-
-
-@contextmanager
-def _timed_calls(*kinds: type[nn.Module]) -> Iterator[list[tuple[int, int, float]]]:
-    """Yield a list to which each call of a module in `kinds` adds (length, tokens, seconds).
-
-    `tokens` is the number of tokens of all rows.
-    """
-    calls: list[tuple[int, int, float]] = []
-    starts: list[float] = []
-
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if isinstance(module, kinds):
-            starts.append(time.perf_counter())
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(module, kinds):
-            seconds = time.perf_counter() - starts.pop()
-            calls.append((args[0].shape[1], args[0].numel(), seconds))
-
-    handles = [
-        global_hooks.register_module_forward_pre_hook(enter),
-        global_hooks.register_module_forward_hook(leave),
-    ]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Largest(TorchDispatchMode):

@@ -33,8 +33,8 @@ def steering_vector(
 
     Activations are recorded at one site and one position. `positive` and `negative` are token ids
     (n, seq), or the model's keyword arguments; the numbers and lengths of the two sets of prompts
-    may differ. Raises ValueError if the position is padding or beyond a prompt, and if the
-    activations of a repeated run differ, as with dropout.
+    may differ. Raises ValueError if the position is padding, and if the activations of a repeated
+    run differ, as with dropout.
     """
     means = []
     for prompt in (positive, negative):
@@ -42,8 +42,6 @@ def steering_vector(
             forward(model, prompt)
             first = seen[site]
             forward(model, prompt)
-        length = first.shape[1]
-        _require_within(torch.tensor(position), length, "a position", f"{site!r} has {length}")
         has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
         if has_mask and not bool(mask_of(prompt)[:, position].all()):
             raise ValueError(
@@ -64,18 +62,9 @@ def steering_vector(
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
     """Return a replacement that adds `scale * vector` to an activation (..., d_model).
 
-    `vector` is (d_model,). The replacement raises ValueError for an activation of another size.
+    `vector` is (d_model,), or broadcasts to the activation.
     """
-
-    def add(activation: Tensor) -> Tensor:
-        if vector.shape != activation.shape[-1:]:
-            raise ValueError(
-                f"expected a steering vector of shape {tuple(activation.shape[-1:])}, got "
-                f"{tuple(vector.shape)}; compute it at the same site"
-            )
-        return activation + scale * vector.to(activation)
-
-    return add
+    return lambda activation: activation + scale * vector.to(activation)
 
 
 def knock_out_attention(
@@ -88,8 +77,7 @@ def knock_out_attention(
     of -inf before the softmax. `heads` selects the affected heads; None selects all.
 
     Raises ValueError if an argument is not a sequence of indices. The replacement raises ValueError
-    for a query that would attend to no key and no sink, for calls with a cache, and for indices
-    outside the pattern.
+    for a query that would attend to no key and no sink, and for calls with a cache.
     """
     query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
     head_index = None if heads is None else _indices(heads, "heads")
@@ -101,13 +89,6 @@ def knock_out_attention(
                 f"the pattern has {length} queries and {key_count} keys, as with a cache, so their "
                 "positions differ; call the model with the whole text"
             )
-        for what, index, count in (
-            ("queries", query_index, length),
-            ("keys", key_index, length),
-            ("heads", head_index, head_count),
-        ):
-            if index is not None:
-                _require_within(index, count, what, f"the pattern is {tuple(pattern.shape)}")
         blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
         blocked_heads = torch.arange(head_count) if head_index is None else head_index
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
@@ -140,14 +121,6 @@ def _indices(values: Sequence[int], what: str) -> Tensor:
     return index
 
 
-def _require_within(index: Tensor, count: int, what: str, reason: str) -> None:
-    """Raise ValueError unless -count <= index < count holds for every index."""
-    if not bool(((-count <= index) & (index < count)).all()):
-        raise ValueError(
-            f"expected {what} within 0 and {count - 1}, got {index.tolist()}; {reason}"
-        )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseAutoencoder:
     """A sparse autoencoder of activations, defined by its weights.
@@ -169,33 +142,8 @@ class SparseAutoencoder:
     #: True if the encoder subtracts `b_dec` from its input.
     subtracts_b_dec: bool = True
 
-    def __post_init__(self) -> None:
-        d_model, features = self.w_enc.shape
-        expected = {
-            "w_dec": (self.w_dec, (features, d_model)),
-            "b_enc": (self.b_enc, (features,)),
-            "b_dec": (self.b_dec, (d_model,)),
-        }
-        if self.threshold is not None:
-            expected["threshold"] = (self.threshold, (features,))
-        for name, (tensor, shape) in expected.items():
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"expected {name} of shape {shape} for w_enc {tuple(self.w_enc.shape)}, got "
-                    f"{tuple(tensor.shape)}; transpose the weights or check their order"
-                )
-
     def encode(self, x: Tensor) -> Tensor:
-        """Return the features (..., features) of activations (..., d_model).
-
-        Raises ValueError for activations of another size.
-        """
-        if x.shape[-1:] != self.b_dec.shape:
-            raise ValueError(
-                f"expected activations of {len(self.b_dec)} features, as w_enc "
-                f"{tuple(self.w_enc.shape)} reads, got {tuple(x.shape)}; use the site that the "
-                "autoencoder was trained on"
-            )
+        """Return the features (..., features) of activations (..., d_model)."""
         x = x.to(self.w_enc.dtype)
         centered = x - self.b_dec if self.subtracts_b_dec else x
         scores = centered @ self.w_enc + self.b_enc
@@ -223,11 +171,9 @@ class SparseAutoencoder:
 
         The features with indices in `ablate` are set to 0. `keep_error=True` adds the
         reconstruction error of the unchanged features, so that only the ablated features have an
-        effect. Raises ValueError for features that do not exist.
+        effect.
         """
         index = _indices(ablate, "features to ablate")
-        shape = tuple(self.w_enc.shape)
-        _require_within(index, shape[1], "features to ablate", f"w_enc is {shape}")
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)

@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-
-from interp.circuits.low_rank import require_alike
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -73,8 +70,6 @@ def logit_lens(
     if not streams:
         raise ValueError("expected at least one residual stream, got none")
 
-    if isinstance(unembed, Tensor):
-        require_alike("the streams and the unembedding", *streams, unembed)
     _require_unnormed(streams[-1], norm)
 
     def decode(x: Tensor) -> Tensor:
@@ -166,7 +161,7 @@ def attribution(
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
-    shape = np.broadcast_shapes(*(part.shape for part in components.values()))
+    shape = torch.broadcast_shapes(*(part.shape for part in components.values()))
     parts = [part.expand(shape) for part in components.values()]
     stream = sum(parts[1:], start=parts[0])
     if final is not None:

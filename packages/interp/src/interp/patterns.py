@@ -25,18 +25,12 @@ from torch.overrides import TorchFunctionMode
 _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
-class Patterns(dict[str, Tensor]):
-    """Attention patterns (batch, heads, seq_q, seq_k) by name of the module, in order of calls."""
-
-    def __missing__(self, name: str) -> Tensor:
-        raise KeyError(
-            f"{name!r} computed no attention; modules that did: {', '.join(self) or 'none'}"
-        )
-
-
 @contextmanager
-def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patterns]:
+def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[dict[str, Tensor]]:
     """Record the pattern of the latest call of each attention of `model` while the block runs.
+
+    The block receives a dictionary of patterns (batch, heads, seq_q, seq_k) by the name of the
+    module, in the order of calls.
 
     Three functions are intercepted: a softmax over the last of four dimensions,
     `scaled_dot_product_attention` and `multi_head_attention_forward`. If the softmax includes a
@@ -47,7 +41,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     Raises RuntimeError on exit if no attention was recorded. Raises ValueError if a module computes
     two patterns in one call, because both would have the name of this module.
     """
-    patterns = Patterns()
+    patterns: dict[str, Tensor] = {}
     inside: list[_Call] = []
     handles = []
 

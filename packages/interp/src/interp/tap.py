@@ -27,21 +27,14 @@ from interp.hook_points import bind_hook, hook_points
 Replacement = Tensor | Callable[..., Tensor | None]
 
 
-class Record(dict[str, Tensor]):
-    """Activations by site name, in the order of the forward pass."""
-
-    def __missing__(self, site: str) -> Tensor:
-        raise KeyError(
-            f"{site!r} was not recorded: its site was not passed, or its module was not called "
-            f"(a module compiled earlier skips hooks); recorded: {', '.join(self) or 'nothing'}"
-        )
-
-
 @contextmanager
 def record(
     model: nn.Module, *sites: str, detach: bool = True, names: str | None = None
-) -> Iterator[Record]:
+) -> Iterator[dict[str, Tensor]]:
     """Record copies of the activations of the latest call of each module at `sites`.
+
+    The block receives a dictionary of activations by site, in the order of the forward pass. Sites
+    whose modules are not called, or were compiled earlier, are absent.
 
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
@@ -52,7 +45,7 @@ def record(
     Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
     exit if the model changed a recorded tensor in place.
     """
-    seen = Record()
+    seen: dict[str, Tensor] = {}
     versions: dict[str, int] = {}
 
     def record_activation(site: str, heads: int, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, decomposable, require_alike
+from interp.circuits.low_rank import LowRank, decomposable
 
 Kind = Literal["q", "k", "v"]
 
@@ -61,7 +61,6 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
         raise ValueError(f"kind {kind!r} reads through the QK circuits: pass qk=")
     else:
         reader = qk if kind == "k" else qk.mT
-    require_alike("the circuits", ov.a, reader.a)
     if len(ov.batch_shape) != 2 or ov.batch_shape != reader.batch_shape:
         shapes = f"{tuple(ov.batch_shape)} and {tuple(reader.batch_shape)}"
         raise ValueError(f"circuits have batch shapes {shapes}; both must be (layers, heads)")

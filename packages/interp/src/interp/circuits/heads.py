@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, require_alike
+from interp.circuits.low_rank import LowRank
 
 
 def circuit_pattern(
@@ -20,7 +20,6 @@ def circuit_pattern(
 
     A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
     """
-    require_alike("the stream and W_QK", x, qk.a if isinstance(qk, LowRank) else qk)
     scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
     if causal:
         queries, keys = scores.shape[-2:]
@@ -36,6 +35,5 @@ def attention_head(
 
     A is the `circuit_pattern` of `x`, `qk` and `scale`.
     """
-    require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale) @ moved

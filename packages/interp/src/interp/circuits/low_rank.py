@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,15 +38,11 @@ class LowRank:
                 f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; "
                 "pass (..., m, r) and (..., r, n)"
             )
-        if not a.dtype.is_floating_point:
-            raise TypeError(f"factors are {a.dtype} and {b.dtype}; pass a floating dtype for both")
-        require_alike("factors", a, b)
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # raises ValueError if they differ
 
     @property
     def batch_shape(self) -> torch.Size:
         """The leading dimensions, (layers, heads) for a model's circuits."""
-        return torch.Size(np.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
+        return torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
 
     @property
     def shape(self) -> torch.Size:
@@ -70,8 +65,6 @@ class LowRank:
 
     def apply(self, x: Tensor) -> Tensor:
         """Map vectors of the stream, the rows of `x` (..., n), to (..., m)."""
-        require_alike("the matrix and the vectors", self.a, x)
-        _require_product(self.shape, x.mT if x.ndim > 1 else x[:, None])
         return (x @ self.b.mT) @ self.a.mT
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LowRank:
@@ -87,19 +80,14 @@ class LowRank:
 
         The product of two `LowRank` has the smaller of the two ranks.
         """
-        _require_product(self.shape, other)
         if isinstance(other, Tensor):
-            require_alike("the two matrices", self.a, other)
             return LowRank(self.a, self.b @ other)
-        require_alike("the two matrices", self.a, other.a)
         middle = self.b @ other.a
         if self.rank <= other.rank:
             return LowRank(self.a, middle @ other.b)
         return LowRank(self.a @ middle, other.b)
 
     def __rmatmul__(self, other: Tensor) -> LowRank:
-        require_alike("the two matrices", other, self.a)
-        _require_product(other.shape, self)
         return LowRank(other @ self.a, self.b)
 
     def norm(self) -> Tensor:
@@ -193,16 +181,6 @@ def finite_eigenvalues(matrix: Tensor) -> Tensor:
     return values
 
 
-def require_alike(what: str, *tensors: Tensor) -> None:
-    """Raise TypeError if tensors differ in dtype, and ValueError if they differ in device."""
-    if len({x.dtype for x in tensors}) > 1:
-        dtypes = " and ".join(str(x.dtype) for x in tensors)
-        raise TypeError(f"{what} are {dtypes}; convert them to one dtype, as with .float()")
-    if len({x.device for x in tensors}) > 1:
-        devices = " and ".join(str(x.device) for x in tensors)
-        raise ValueError(f"{what} are on {devices}; move them to one device with .to(device)")
-
-
 def _split(weight: Tensor, heads: int, name: str) -> Tensor:
     """Split (..., heads * d_head, d_model) into (..., heads, d_head, d_model)."""
     if heads < 1 or weight.shape[-2] % heads:
@@ -219,14 +197,6 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     return weight.repeat_interleave(heads // kv_heads, dim=-3)
-
-
-def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:
-    if len(left) < 2 or len(right.shape) < 2 or left[-1] != right.shape[-2]:
-        raise ValueError(
-            f"matrices of shapes {tuple(left)} and {tuple(right.shape)} do not multiply; the "
-            "columns of the left matrix must match the rows of the right matrix"
-        )
 
 
 def stack_layers(layers: list[LowRank]) -> LowRank:

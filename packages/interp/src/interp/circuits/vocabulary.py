@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues, require_alike
+from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues
 
 
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
@@ -24,7 +24,6 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     is the same for all heads, so the vocabulary is summed over once instead of once per head.
     Half precision is converted to float32.
     """
-    require_alike("the circuits and the embeddings", ov.a, embed, unembed)
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
     return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))
 

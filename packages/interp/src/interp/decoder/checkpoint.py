@@ -44,11 +44,6 @@ def load_decoder(
     weights = canonical_weights(folded, d_head=settings.d_head, heads=settings.heads)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     _require_equal_layers(weights, folder)
-    vocabulary, expected_vocabulary = len(weights["embed.weight"]), config["vocab_size"]
-    if vocabulary != expected_vocabulary:
-        raise ValueError(
-            f"the embedding has {vocabulary} tokens, config.json says {expected_vocabulary}"
-        )
     return Decoder(weights, settings).to(device)
 
 

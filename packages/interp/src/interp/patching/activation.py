@@ -166,8 +166,7 @@ def logit_difference(
     The metric maps final streams (n, seq, d_model) to (n,). `norm` is the model's final norm, or
     None; `right` and `wrong` are token ids. A cap on logits (Gemma 2) is not applied.
 
-    Raises ValueError for a token id outside the vocabulary. The metric raises ValueError for a
-    position outside the stream.
+    Raises ValueError for a token id outside the vocabulary.
     """
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     for name, token in (("right", right), ("wrong", wrong)):
@@ -180,9 +179,6 @@ def logit_difference(
     constant = 0.0 if bias is None else bias[right] - bias[wrong]
 
     def metric(stream: Tensor) -> Tensor:
-        length = stream.shape[1]
-        if not -length <= position < length:
-            raise ValueError(f"expected a position within 0 and {length - 1}, got {position}")
         x = stream[:, position]
         return (x if norm is None else norm(x)) @ direction + constant
 
