@@ -260,7 +260,7 @@ def test_lens_and_attribution_support_every_family(name: str) -> None:
     lens = logit_lens([seen[f"blocks.{i}"] for i in range(3)], None, decoder.decode)
     assert torch.equal(lens.top_probabilities[-1], logits.log_softmax(-1).topk(5).values.exp())
     parts = decoder.components(TOKENS)
-    shares = attribution(parts, decoder.norm, decoder.unembed, TOKENS, final=seen["norm:input"])
+    shares = attribution(parts, decoder.norm, decoder.unembed, TOKENS)
     size = shares.terms.abs().sum(0).max()
     assert (shares.terms.sum(0) - shares.logits).abs().max() <= 1e-9 * size
     assert len(parts) >= 1 + 3 * 2

@@ -117,16 +117,6 @@ def model() -> AttentionOnly:
             r"attention_mask is \(1, 2, 4, 4\); to find the padding, pass .* \(n, seq\)",
         ),
         (
-            lambda: attribution(
-                {"a": torch.ones(1, 4, 3)},
-                None,
-                torch.ones(5, 3),
-                TOKENS,
-                final=torch.zeros(1, 4, 3),
-            ),
-            "one is missing",
-        ),
-        (
             lambda: attribution({"a": torch.randn(1, 4, 3)}, torch.tanh, torch.ones(5, 3), TOKENS),
             r"not of the form g \* x",
         ),

@@ -9,6 +9,7 @@ from interp.bench import random_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
+from interp.decoder.rotary import Rotary
 from interp.hook_points import HookPoint
 from torch import Tensor, nn
 
@@ -161,9 +162,7 @@ def test_terms_of_neurons_sum_to_the_term_of_the_mlp(family: str) -> None:
     with record(model, "norm:input") as seen:
         model(TOKENS)
     parts = model.components(TOKENS)
-    terms = attribution(
-        parts, model.norm, model.unembed, TOKENS, against=against, final=seen["norm:input"]
-    ).named()
+    terms = attribution(parts, model.norm, model.unembed, TOKENS, against=against).named()
     neurons = neuron_attribution(model, {"input_ids": TOKENS}, TOKENS, against=against)
     for i, block in enumerate(model.layers):
         assert neurons[i].shape == (2, 12, block.mlp.down.in_features)
@@ -189,12 +188,8 @@ def test_folding_keeps_the_terms_of_heads_and_neurons(family: str) -> None:
     against = TOKENS.flip(1)
     results = []
     for decoder in (model, fold_decoder(model)):
-        with record(decoder, "norm:input") as seen:
-            decoder(TOKENS)
-        parts, final = decoder.components(TOKENS), seen["norm:input"]
-        terms = attribution(
-            parts, decoder.norm, decoder.unembed, TOKENS, against=against, final=final
-        ).named()
+        parts = decoder.components(TOKENS)
+        terms = attribution(parts, decoder.norm, decoder.unembed, TOKENS, against=against).named()
         neurons = neuron_attribution(decoder, TOKENS, TOKENS, against=against)
         results.append((terms, torch.stack(neurons)))
     (terms, neurons), (folded_terms, folded_neurons) = results
@@ -215,7 +210,7 @@ def test_folding_keeps_the_terms_of_heads_and_neurons(family: str) -> None:
 def test_neurons_of_models_without_an_mlp_are_refused() -> None:
     shapes = {"embed": (9, 4), "unembed": (9, 4)}
     shapes |= {f"blocks.0.attention.{part}": (4, 4) for part in "qkvo"}
-    settings = Settings(heads=2, d_head=2, scale=1.0, frequencies=((),), windows=(None,))
+    settings = Settings(heads=2, d_head=2, scale=1.0, rotary=(Rotary(),), windows=(None,))
     model = Decoder({f"{k}.weight": torch.ones(shape) for k, shape in shapes.items()}, settings)
     with pytest.raises(ValueError, match="layer 0 is not a sum over neurons"):
         neuron_attribution(model, TOKENS % 9, TOKENS % 9)

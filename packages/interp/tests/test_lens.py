@@ -90,7 +90,7 @@ def test_terms_sum_to_the_logit(
     with torch.no_grad():
         logits = unembed(stream if norm is None else norm(stream))
     right, wrong = TOKENS, (TOKENS + 1) % 17
-    shares = attribution(parts, norm, unembed, right, final=stream)
+    shares = attribution(parts, norm, unembed, right)
     expected = logits.gather(-1, right[..., None])[..., 0]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype] * shares.terms.abs().sum(
         0
@@ -128,7 +128,7 @@ def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
             seen[f"layers.{i}.out:input"], layer.out.weight, heads=3, prefix=f"{i}."
         )
         parts[f"mlp {i}"] = seen[f"layers.{i}.down"]
-    shares = attribution(parts, model.norm, model.head, TOKENS, final=seen["norm:input"])
+    shares = attribution(parts, model.norm, model.head, TOKENS)
     torch.testing.assert_close(shares.terms.sum(0), logits.gather(-1, TOKENS[..., None])[..., 0])
     assert len(shares.names) == 1 + 3 * 3 + 3
 

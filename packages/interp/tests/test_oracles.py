@@ -261,12 +261,12 @@ def test_main_demo_of_transformer_lens_has_the_same_numbers() -> None:
     gradients: dict[str, Tensor] = {}
     streams = [f"blocks.{i}.hook_resid_pre" for i in range(2)]
 
-    def store(into: dict[str, Tensor], value: Tensor, hook: Any) -> None:
-        into[hook.name] = value.detach().clone()
+    def store(into: dict[str, Tensor], stream: str, value: Tensor, hook: Any) -> None:
+        into[stream] = value.detach().clone()
 
     with bridge.hooks(
-        fwd_hooks=[(stream, partial(store, corrupted)) for stream in streams],
-        bwd_hooks=[(stream, partial(store, gradients)) for stream in streams],
+        fwd_hooks=[(stream, partial(store, corrupted, stream)) for stream in streams],
+        bwd_hooks=[(stream, partial(store, gradients, stream)) for stream in streams],
     ):
         difference(bridge(CORRUPTED)).backward()
     sites = ["blocks.0:input", "blocks.1:input"]

@@ -29,7 +29,7 @@ from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
 from interp.decoder.modules.settings import Settings
-from interp.decoder.rotary import rotary_angles
+from interp.decoder.rotary import Rotary, rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
 from interp.patching.activation import sites_and_heads
 from interp.patching.batching import replace_heads
@@ -81,7 +81,7 @@ def random_decoder(
         heads=heads,
         d_head=d_head,
         scale=d_head**-0.5,
-        frequencies=(() if gpt2 else rotary_angles(d_head, 1e4),) * layers,
+        rotary=(Rotary(() if gpt2 else rotary_angles(d_head, 1e4)),) * layers,
         windows=(None,) * layers,
         centered=gpt2,
         activation="gelu_new" if gpt2 else "silu",

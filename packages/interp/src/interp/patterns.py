@@ -26,7 +26,7 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
 @contextmanager
-def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[dict[str, Tensor]]:
+def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the pattern of the latest call of each attention of `model` while the block runs.
 
     The block receives a dictionary of patterns (batch, heads, seq_q, seq_k) by the name of the
@@ -36,7 +36,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[dict[s
     `scaled_dot_product_attention` and `multi_head_attention_forward`. If the softmax includes a
     sink (gpt-oss), the sink is the last column. Custom kernels and compiled graphs are not visible.
     `nn.MultiheadAttention` does not use its inference fast path, whose rounding differs, while the
-    block runs. `detach=False` records tensors that are attached to the graph.
+    block runs.
 
     Raises RuntimeError on exit if no attention was recorded. Raises ValueError if a module computes
     two patterns in one call, because both would have the name of this module.
@@ -61,7 +61,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[dict[s
         call.has_pattern = True
         pattern = _unpack_groups(call.module, pattern)
         patterns.pop(call.name, None)
-        patterns[call.name] = pattern.detach() if detach else pattern
+        patterns[call.name] = pattern.detach()
 
     try:
         for name, module in model.named_modules():

@@ -152,13 +152,22 @@ def measure_tokens(metric: Callable[[Tensor], Tensor], mask: Tensor, values: Ten
 
     Raises ValueError if the metric reads padding, where `mask` (n or 1, seq) is False.
     """
-    result = metric(values.clone())  # Metrics may change their argument in place.
     if not bool(mask.all()):
-        hidden = values.masked_fill(~mask[..., None], float("nan"))
-        other = torch.as_tensor(metric(hidden))
-        if not torch.allclose(other.double(), torch.as_tensor(result).double(), equal_nan=True):
+        before, after = _hide(metric, values[: len(mask)], ~mask[..., None])
+        if not torch.allclose(before, after, equal_nan=True):
             raise ValueError(f"the metric reads padding; {_NO_PADDING}")
-    return result
+    return metric(values)
+
+
+def _hide(
+    metric: Callable[[Tensor], Tensor], values: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the metric of `values`, and the metric after the `hidden` values were set to nan."""
+    values = values.detach()
+    with torch.no_grad():
+        # Metrics may change their argument in place.
+        before, after = metric(values.clone()), metric(values.masked_fill(hidden, float("nan")))
+    return torch.as_tensor(before).double(), torch.as_tensor(after).double()
 
 
 def corresponding(
@@ -171,7 +180,7 @@ def corresponding(
 
     Raises ValueError unless the prompts of each pair have equal lengths and equal padding.
     """
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), None)
     clean = prompt_of(clean, tokenizer, device)
     corrupted = prompt_of(corrupted, tokenizer, device)
     shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
@@ -293,7 +302,9 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             "must return one number per stream"
         )
-    if len(streams) > 1 and _mixes_streams(metric, streams[:2]):
+    hides_second = torch.tensor([False, True], device=streams.device)[:, None, None]
+    before, after = _hide(metric, streams[:2], hides_second[: len(streams)])
+    if not torch.allclose(before[0], after[0], equal_nan=True):
         raise ValueError(
             "the metric of one stream depends on the other streams of its batch, which are "
             "unrelated patches; reduce over the dimensions of positions and features only"
@@ -301,20 +312,3 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
     wide = torch.promote_types(streams.dtype, torch.float32)
     return result if result.is_floating_point() else result.to(wide)
-
-
-def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
-    """Return True if the metric of the first stream has a nonzero gradient in the second stream.
-
-    Return False for metrics without a gradient, such as an accuracy or a result of numpy.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = streams.detach().clone().requires_grad_()
-        try:
-            value = metric(leaves.clone())[0]
-        except RuntimeError:  # a tensor with a gradient has no numpy()
-            return False
-        if not value.requires_grad:
-            return False
-        (gradient,) = torch.autograd.grad(value, leaves, allow_unused=True)
-    return gradient is not None and bool((gradient[1].nan_to_num(0.0) != 0).any())

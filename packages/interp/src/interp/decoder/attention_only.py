@@ -13,6 +13,7 @@ from torch import nn
 
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.settings import Settings
+from interp.decoder.rotary import Rotary
 
 Positions = Literal["stream", "attention"]
 
@@ -63,7 +64,7 @@ class AttentionOnly(Decoder):
             heads=heads,
             d_head=d_head,
             scale=d_head**-0.5 if scale is None else scale,
-            frequencies=((),) * layers,
+            rotary=(Rotary(),) * layers,
             windows=(None,) * layers,
             positions_in_attention=positions == "attention",
         )

@@ -62,7 +62,6 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     if family.latent:
         d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
     kinds = layer_types(config, layers)
-    rotary = [rotary_of(config, family, d_head, kind) for kind in kinds]
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
@@ -76,9 +75,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         bare_norms=family.bare_norms,
         activation=_activation(config, family),
         scale=_score_scale(config, family, d_head),
-        frequencies=tuple(angles.angles for angles in rotary),
-        rotary_scales=tuple(angles.scale for angles in rotary),
-        stretches=tuple(angles.stretch for angles in rotary),
+        rotary=tuple(rotary_of(config, family, d_head, kind) for kind in kinds),
         interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
         alibi_slopes=alibi_slopes(heads) if family.alibi else (),
         positions_skip_padding=family.positions_skip_padding,

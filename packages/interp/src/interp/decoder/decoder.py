@@ -198,8 +198,8 @@ class Decoder(nn.Module):
     def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
         """Raise ValueError if the new tokens change the rotary angles of those in the cache."""
         for block in self.layers:
-            frequencies_at = block.attention.frequencies_at
-            if frequencies_at(earlier) != frequencies_at(positions):
+            angles_of = block.attention.angles_of
+            if angles_of(earlier) != angles_of(positions):
                 raise ValueError(
                     f"the rotary angles depend on the length of the text, and {positions.shape[1]} "
                     "tokens have other angles than the tokens in the cache; pass the whole text "

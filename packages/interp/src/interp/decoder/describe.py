@@ -27,7 +27,7 @@ from interp.decoder.names import (
     features_of_heads,
     roles_of,
 )
-from interp.decoder.rotary import rotary_angles
+from interp.decoder.rotary import Rotary, rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify.matching import (
     compute_logits,
@@ -81,7 +81,7 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
             raise ValueError(
                 f"rope_theta = {theta} was passed, but the configuration of this "
                 f"{type(model).__name__} determines the rotary angles; leave it out, or pass "
-                "frequencies="
+                "rotary="
             )
         _require_known(config, tensors)
         candidates = _settings_from_model(model, config)
@@ -165,25 +165,25 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
     """Return the configuration's settings, and the same settings with the model's rotary angles."""
     settings = settings_from_config(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
-    frequencies, stretches = [], []
-    kinds = layer_types(config, len(settings.windows))
-    for kind, angles, stretch in zip(kinds, settings.frequencies, settings.stretches, strict=True):
+    of_model = []
+    for kind, rotary in zip(
+        layer_types(config, len(settings.rotary)), settings.rotary, strict=True
+    ):
         # The buffer inv_freq may contain the angles of an earlier long text.
         names = (f"{kind}_original_inv_freq", "original_inv_freq", f"{kind}_inv_freq", "inv_freq")
         buffer = next((buffers[name] for name in names if name in buffers), None)
-        if buffer is None and angles:
+        if buffer is None and rotary.angles:
             return [settings]
-        if buffer is not None and angles:
-            angles = tuple(buffer.float().tolist())
-            if stretch is not None:
-                long_angles = torch.tensor(stretch.angles, dtype=torch.float32, device="cpu")
-                rounded = long_angles.to(buffer.dtype).float()
-                stretch = replace(stretch, angles=tuple(rounded.tolist()))
-        frequencies.append(angles)
-        stretches.append(stretch)
+        if buffer is not None and rotary.angles:
+            long_angles = torch.tensor(rotary.long_angles, dtype=torch.float32, device="cpu")
+            rotary = replace(
+                rotary,
+                angles=tuple(buffer.float().tolist()),
+                long_angles=tuple(long_angles.to(buffer.dtype).float().tolist()),
+            )
+        of_model.append(rotary)
     # .bfloat16() rounds the buffer and thus the model's angles. Otherwise both settings are equal.
-    of_model = replace(settings, frequencies=tuple(frequencies), stretches=tuple(stretches))
-    return list(dict.fromkeys([settings, of_model]))
+    return list(dict.fromkeys([settings, replace(settings, rotary=tuple(of_model))]))
 
 
 def _settings_from_module(
@@ -216,7 +216,7 @@ def _settings_from_module(
             centered=centered,
             activation=activation,
             scale=d_head**-0.5,
-            frequencies=(angles,) * layers,
+            rotary=(Rotary(angles),) * layers,
             windows=(None,) * layers,
         )
 

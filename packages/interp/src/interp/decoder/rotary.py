@@ -18,38 +18,33 @@ from torch import Tensor
 from interp.decoder.families import Family
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """The rotary angles of texts that are longer than the original length, for all positions."""
-
-    original_length: int
-    #: The angles of LongRoPE; () for dynamic scaling.
-    angles: tuple[float, ...] = ()
-    #: The number of rotated dimensions, the base and the factor of dynamic scaling.
-    dims: int = 0
-    theta: float = 0.0
-    factor: float = 1.0
-
-    def angles_of(self, length: int) -> tuple[float, ...]:
-        """Return the angle per position of each rotated pair, for a text of `length` tokens."""
-        if self.angles:
-            return self.angles
-        # Dynamic scaling grows the base with the length, in float32 as in transformers.
-        tokens = torch.tensor(length, dtype=torch.float32, device="cpu")
-        growth = self.factor * tokens / self.original_length - (self.factor - 1)
-        return rotary_angles(self.dims, self.theta * growth ** (self.dims / (self.dims - 2)))
-
-
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of one layer."""
+    """The rotary positions of one layer; nothing is rotated without angles."""
 
     #: The angle per position of each rotated pair.
     angles: tuple[float, ...] = ()
-    #: The scale of rotated vectors.
+    #: The scale of rotated queries and keys (YaRN, LongRoPE).
     scale: float = 1.0
-    #: The angles of long texts, or None if they are the same.
-    stretch: Stretch | None = None
+    #: The number of tokens beyond which all angles of a text differ from `angles`, or None.
+    original_length: int | None = None
+    #: The angles of longer texts with LongRoPE; () with dynamic scaling.
+    long_angles: tuple[float, ...] = ()
+    #: The base and the factor of dynamic scaling.
+    theta: float = 0.0
+    factor: float = 1.0
+
+    def angles_at(self, length: int) -> tuple[float, ...]:
+        """Return the angles of a text of `length` tokens."""
+        if self.original_length is None or length <= self.original_length:
+            return self.angles
+        if self.long_angles:
+            return self.long_angles
+        # Dynamic scaling grows the base with the length, in float32 as in transformers.
+        tokens = torch.tensor(length, dtype=torch.float32, device="cpu")
+        growth = self.factor * tokens / self.original_length - (self.factor - 1)
+        dims = 2 * len(self.angles)
+        return rotary_angles(dims, self.theta * growth ** (dims / (dims - 2)))
 
 
 def rotary_angles(
@@ -78,28 +73,27 @@ def scaled_rotary(
         factor = max_length / original_length
     if not factor:
         raise ValueError(f"rope_type {method!r} has no factor; is the configuration complete?")
+    if method in ("dynamic", "yarn") and dims % 2:
+        raise ValueError(
+            f"expected an even number of rotated dimensions per head with {method!r}, got {dims}; "
+            "implementations rotate different dimensions of an odd number"
+        )
     if method == "dynamic":
         theta = rope["rope_theta"]
-        stretch = Stretch(original_length=max_length, dims=dims, theta=theta, factor=factor)
-        return Rotary(angles, stretch=stretch)
+        return Rotary(angles, original_length=max_length, theta=theta, factor=factor)
     if method == "linear":
         return Rotary(tuple(angle / factor for angle in angles))
     if method == "llama3":
         return Rotary(tuple(_llama3(angle, factor, original_length, rope) for angle in angles))
     if method == "yarn":
-        if dims % 2:
-            raise ValueError(
-                f"expected an even number of rotated dimensions per head with YaRN, got {dims}; "
-                "implementations rotate different dimensions of an odd number"
-            )
         return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
         angles, long_angles = (
             rotary_angles(dims, rope["rope_theta"], rope[f"{length}_factor"])
             for length in ("short", "long")
         )
-        stretch = Stretch(original_length=original_length, angles=long_angles)
-        return Rotary(angles, _longrope_scale(factor, rope, original_length), stretch)
+        scale = _longrope_scale(factor, rope, original_length)
+        return Rotary(angles, scale, original_length, long_angles)
     raise ValueError(
         f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
     )

@@ -96,9 +96,7 @@ class DecoderAttention(nn.Module):
             )
         # The angles are not a buffer, because .bfloat16() would round them. At position 1,000, such
         # rounding errors matter.
-        self.frequencies = settings.frequencies[layer]
-        self.rotary_scale = settings.rotary_scales[layer] if settings.rotary_scales else 1.0
-        self.stretch = settings.stretches[layer] if settings.stretches else None
+        self.rotary = settings.rotary[layer]
 
     def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
         if f"{name}.{part}_up" in weights:
@@ -150,9 +148,9 @@ class DecoderAttention(nn.Module):
         column = torch.arange(k.shape[-2], device=q.device)
         first = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
-        frequencies = self.frequencies_at(positions)
-        q = self.rotate(q, positions[..., first:], frequencies)
-        k = self.rotate(k, positions, frequencies)
+        angles = self.angles_of(positions)
+        q = self.rotate(q, positions[..., first:], angles)
+        k = self.rotate(k, positions, angles)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if self.settings.alibi_slopes:
@@ -176,27 +174,27 @@ class DecoderAttention(nn.Module):
         bound = self.settings.clip
         return x if bound is None else x.clamp(-bound, bound)
 
-    def frequencies_at(self, positions: Tensor) -> tuple[float, ...]:
-        """Return the frequencies of a call whose largest position is the largest of `positions`."""
-        if self.stretch is None:
-            return self.frequencies
-        length = int(positions.max()) + 1
-        is_long = length > self.stretch.original_length
-        return self.stretch.angles_of(length) if is_long else self.frequencies
+    def angles_of(self, positions: Tensor) -> tuple[float, ...]:
+        """Return the rotary angles of a call whose keys have these positions."""
+        if self.rotary.original_length is None:  # Reading the positions would synchronize a GPU.
+            return self.rotary.angles
+        return self.rotary.angles_at(int(positions.max()) + 1)
 
-    def rotate(self, x: Tensor, positions: Tensor, frequencies: tuple[float, ...]) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor, angles: tuple[float, ...]) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by position.
 
-        Rotated dimensions are also multiplied by `rotary_scale`. `positions` broadcasts to the
+        Rotated dimensions are also multiplied by `rotary.scale`. `positions` broadcasts to the
         shape of `x` without its last dimension.
         """
-        if not frequencies:
+        if not angles:
             return x
-        half = len(frequencies)
-        angles = torch.tensor(frequencies, dtype=torch.float32, device=x.device)
-        angle = positions[..., None].float() * angles  # [..., seq, half]
-        cos = (angle.cos() * self.rotary_scale).to(x.dtype)
-        sin = (angle.sin() * self.rotary_scale).to(x.dtype)
+        half = len(angles)
+        # The angles are not a buffer, because .bfloat16() would round them. At position 1,000, such
+        # rounding errors matter.
+        per_position = torch.tensor(angles, dtype=torch.float32, device=x.device)
+        angle = positions[..., None].float() * per_position  # [..., seq, half]
+        cos = (angle.cos() * self.rotary.scale).to(x.dtype)
+        sin = (angle.sin() * self.rotary.scale).to(x.dtype)
         rotated, unrotated = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
         if self.settings.interleaved:
             left, right = rotated[..., ::2], rotated[..., 1::2]
@@ -215,10 +213,10 @@ class DecoderAttention(nn.Module):
         w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
         # Rotary scores depend only on the difference of positions, so only the key is rotated.
         position = torch.tensor([-distance], device=w_k.device)
-        rotated = self.rotate(w_k.mT, position, self.frequencies)
-        if self.rotary_scale != 1:
-            # A rotation by 0 multiplies by `rotary_scale` again, for the query.
-            rotated = self.rotate(rotated, torch.zeros_like(position), self.frequencies)
+        rotated = self.rotate(w_k.mT, position, self.rotary.angles)
+        if self.rotary.scale != 1:
+            # A rotation by 0 multiplies by `rotary.scale` again, for the query.
+            rotated = self.rotate(rotated, torch.zeros_like(position), self.rotary.angles)
         rotated = rotated.mT.flatten(0, 1)
         return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
 

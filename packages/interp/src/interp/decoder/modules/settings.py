@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interp.decoder.rotary import Stretch
+from interp.decoder.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,8 @@ class Settings:
     d_head: int
     #: The scale of the scores, before the cap.
     scale: float
-    #: For each layer, the angle per position of each rotated pair; () without rotary positions.
-    frequencies: tuple[tuple[float, ...], ...]
+    #: The rotary positions of each layer.
+    rotary: tuple[Rotary, ...]
     #: For each layer, the size of the sliding window, or None.
     windows: tuple[int | None, ...]
     eps: float = 1e-5
@@ -25,10 +25,6 @@ class Settings:
     #: True if the norms have no weights (OLMo 1).
     bare_norms: bool = False
     activation: str = "silu"
-    #: For each layer, the scale of rotated queries and keys (YaRN, LongRoPE); () for 1.
-    rotary_scales: tuple[float, ...] = ()
-    #: For each layer, the angles of long texts (dynamic scaling, LongRoPE) or None; () for None.
-    stretches: tuple[Stretch | None, ...] = ()
     #: True if rotated pairs are (2i, 2i + 1), as in GPT-J; False for (i, i + n / 2).
     interleaved: bool = False
     #: The slope of each head's linear position bias (ALiBi); () without a bias.

@@ -129,7 +129,7 @@ def _errors(
     weights = random_weights.draw(probe.scale, seed)
     tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
     arguments = _arguments(probe, random_weights.device)
-    if any(candidates[0].stretches):
+    if any(rotary.original_length for rotary in candidates[0].rotary):
         # Models with dynamic scaling keep the angles of the longest text until the next short text.
         compute_logits(model, tokens[:, :1], weights=weights)
     with _windows_of(model, probe.window):
@@ -262,8 +262,8 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         # The text is too short for the model's window. The code of a smaller window is the same.
         probes.append(Probe(name="window", length=short, window=short // 3))
     takes_positions = has_argument(model, "position_ids")
-    for original in {stretch.original_length for stretch in settings.stretches if stretch}:
-        if takes_positions:
+    for original in {rotary.original_length for rotary in settings.rotary}:
+        if original is not None and takes_positions:
             # Position ids show the angles of long texts without long texts.
             for last in (original - 1, original, 2 * original):
                 length = min(half, original)
