@@ -2,7 +2,6 @@ import interp.circuits.composition
 import pytest
 import torch
 from interp import LowRank, composition_scores
-from interp.circuits.composition import chance
 
 
 def circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[LowRank, LowRank]:
@@ -36,7 +35,7 @@ def test_scores_equal_the_dense_definition(
 def test_unrelated_circuits_score_chance_and_disjoint_circuits_score_zero() -> None:
     ov, qk = circuits(2, 8, 64, 4, 0)
     scores = composition_scores(ov, qk, kind="k")[0, :, 1]
-    assert scores.mean().item() == pytest.approx(chance(64), rel=0.05)
+    assert scores.mean().item() == pytest.approx(1 / 8, rel=0.05)
     a = torch.zeros(2, 1, 6, 2, dtype=torch.float64)
     a[..., :2, :] = torch.eye(2, dtype=torch.float64)
     blind = LowRank(a, a.mT.roll(3, -1))

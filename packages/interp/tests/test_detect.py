@@ -75,17 +75,6 @@ def test_perfect_heads_score_one_and_uniform_heads_score_chance(kind: str) -> No
     assert best.chance < 0.5
 
 
-def test_without_tokens_only_the_positional_kinds_have_a_score() -> None:
-    torch.manual_seed(0)
-    patterns = [torch.randn(2, 3, 6, 6).softmax(-1)]
-    scores = detect_heads(patterns).scores
-    by_tokens = detect_heads(patterns, torch.randint(3, (2, 6))).scores
-    for kind in ("previous", "first", "current"):
-        assert torch.equal(scores[kind], by_tokens[kind])
-    assert scores["duplicate"].isnan().all()
-    assert scores["induction"].isnan().all()
-
-
 def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
     """Return patterns in which each query attends to one random key, or to a few."""
     generator = torch.Generator().manual_seed(trial)

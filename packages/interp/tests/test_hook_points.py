@@ -134,14 +134,6 @@ def test_hook_functions_of_transformer_lens_receive_the_hook(decoder: Decoder) -
         assert torch.equal(decoder(TOKENS), expected)
     torch.testing.assert_close(totals, torch.full((2, 6), 24.0))  # a sum of 1 for each query
 
-    def layer_of(value: Tensor, hook: HookPoint) -> None:
-        hook.layer()
-
-    with (
-        pytest.raises(ValueError, match=r"'hook_embed' is not in a layer; use hook\.name"),
-        patch(decoder, {"hook_embed": layer_of}, names=names),
-    ):
-        decoder(TOKENS)
     # A function without `hook` must return a tensor, as without names.
     with (
         pytest.raises(TypeError, match="'embed_norm' returned a NoneType; return a tensor"),

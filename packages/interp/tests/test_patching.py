@@ -155,7 +155,7 @@ def test_metrics_that_return_booleans_or_integers_are_averaged() -> None:
     for metric in (rank, lambda stream: rank(stream) > 8):
         scan = patch_streams(model, clean, corrupted, metric)
         assert scan.values.dtype == torch.float32
-        assert torch.equal(scan.values, scan.per_pair.mean(0))
+        assert torch.equal(scan.values, torch.stack([pair.values for pair in scan.pairs]).mean(0))
         assert scan.standard_error.isfinite().all()
         assert scan.standard_error.any()
 

@@ -251,7 +251,7 @@ def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None
         scan(decoder, CLEAN, CORRUPTED, third, tokenizer=words)
     both = scan(decoder, clean, corrupted, metrics)
     bare = scan(decoder, TOKENS[1:, :9], TOKENS.flip(1)[1:, :9], metrics[1])
-    of_padded = both.per_pair[1]
+    of_padded = both.pairs[1].values
     if of_padded.shape != bare.values.shape:
         of_padded = of_padded[..., :9]
     torch.testing.assert_close(of_padded, bare.values, rtol=1e-3, atol=1e-4)
@@ -324,10 +324,9 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
             decoder.norm, decoder.unembed, table["right"][row], table["wrong"][row]
         )
         bare = patch_streams(decoder, *alone, metric)
-        assert scan.per_pair is not None
         length = alone[0].shape[1]
         torch.testing.assert_close(
-            scan.per_pair[row][:, -length:], bare.values, rtol=1e-3, atol=1e-4
+            scan.pairs[row].values[:, -length:], bare.values, rtol=1e-3, atol=1e-4
         )
 
 

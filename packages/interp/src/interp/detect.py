@@ -122,7 +122,7 @@ class HeadScores:
 @torch.no_grad()
 def detect_heads(
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    tokens: Prompt | Texts | None = None,
+    tokens: Prompt | Texts,
     *,
     queries: Tensor | slice | None = None,
     tokenizer: Tokenizer | None = None,
@@ -133,7 +133,7 @@ def detect_heads(
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
             model has attention sinks (gpt-oss). Names of patterns become names of detected heads.
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
-            texts with `tokenizer`. Without tokens, only previous, first and current have a score.
+            texts with `tokenizer`.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
             default all. If booleans are passed and the prompt has no `attention_mask`, equal tokens
             at the start or the end count as padding if they are not queries and no query attends
@@ -149,8 +149,6 @@ def detect_heads(
     layers = list(patterns.values())
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
-    if tokens is None:
-        tokens = torch.arange(layers[0].shape[-1], device=layers[0].device)
     prompt = prompt_of(tokens, tokenizer)
     has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
     token_mask = mask_of(prompt) if has_mask else None

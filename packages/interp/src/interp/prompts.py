@@ -217,11 +217,6 @@ class MeanOverPairs:
     pairs: tuple[Any, ...] = ()
 
     @property
-    def per_pair(self) -> Tensor | None:
-        """The values of each pair of prompts, (pairs, ...); None for a single pair."""
-        return torch.stack([pair.values for pair in self.pairs]) if self.pairs else None
-
-    @property
     def standard_error(self) -> Tensor:
         """The standard error of `values` over pairs of prompts, with the shape of `values`.
 
@@ -302,9 +297,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             "must return one number per stream"
         )
-    hides_second = torch.tensor([False, True], device=streams.device)[:, None, None]
-    before, after = _hide(metric, streams[:2], hides_second[: len(streams)])
-    if not torch.allclose(before[0], after[0], equal_nan=True):
+    if len(streams) > 1 and _mixes_streams(metric, streams[:2]):
         raise ValueError(
             "the metric of one stream depends on the other streams of its batch, which are "
             "unrelated patches; reduce over the dimensions of positions and features only"
@@ -312,3 +305,10 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
     wide = torch.promote_types(streams.dtype, torch.float32)
     return result if result.is_floating_point() else result.to(wide)
+
+
+def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
+    """Return True if the metric of the first of two streams depends on the second stream."""
+    is_second = torch.tensor([False, True], device=streams.device)
+    before, after = _hide(metric, streams, is_second[:, None, None])
+    return not torch.allclose(before[0], after[0], equal_nan=True)

@@ -29,7 +29,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 
     Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain every head's circuit, with batch
     shape (layers, heads); `qk` is not needed for `kind="v"`. Two random circuits score about
-    `chance(d_model)`. Half precision is converted to float32. Raises ValueError for an unknown
+    1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an unknown
     `kind`, a missing `qk`, and circuits of different models.
     """
     reader = _reader(ov, qk, kind)
@@ -42,14 +42,6 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     written, read = torch.linalg.matrix_norm(writes), torch.linalg.matrix_norm(reads)
     norms: Tensor = written[:, :, None, None] * read
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
-
-
-def chance(d_model: int) -> float:
-    """Return the expected score of two random circuits, about 1 / sqrt(d_model).
-
-    For random circuits, E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d_model.
-    """
-    return 1 / math.sqrt(d_model)
 
 
 def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:

@@ -176,11 +176,9 @@ def _rotated_dims(
     config: Mapping[str, Any], family: Family, d_head: int, rope: Mapping[str, Any]
 ) -> int:
     """Return the number of dimensions per head that are rotated."""
-    if family.rotary_fraction is not None:
-        fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-        fraction = fraction or config.get("rotary_pct") or family.rotary_fraction
-        return int(d_head * fraction)
     fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if family.rotary_fraction is not None:
+        return int(d_head * (fraction or config.get("rotary_pct") or family.rotary_fraction))
     if family.latent and fraction not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor = {fraction!r} is not supported with latent attention, whose "

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
 _RANDOM = Scale("random")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Probe:
     """One call of the model: the scale of its random weights, and its arguments."""
 
@@ -54,12 +54,8 @@ class Probe:
     #: The shape of the tokens is (rows, length).
     length: int
     rows: int = 1
-    #: True if the call passes an attention mask with padding.
-    is_padded: bool = False
-    #: True if the call also passes position ids, which count the tokens that are not padding.
-    passes_positions: bool = False
-    #: The position id of the last token, or None if the call has default positions.
-    last_position: int | None = None
+    #: The attention mask and the position ids of the call, both (rows, length), if any.
+    arguments: Mapping[str, Tensor] = field(default_factory=dict)
     #: The size of the sliding windows during the call, or None to keep their sizes.
     window: int | None = None
     #: The largest accepted `distance`. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
@@ -128,12 +124,11 @@ def _errors(
     """Yield the `distance` between the logits of each description and those of the model."""
     weights = random_weights.draw(probe.scale, seed)
     tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
-    arguments = _arguments(probe, random_weights.device)
     if any(rotary.original_length for rotary in candidates[0].rotary):
         # Models with dynamic scaling keep the angles of the longest text until the next short text.
         compute_logits(model, tokens[:, :1], weights=weights)
     with _windows_of(model, probe.window):
-        expected = compute_logits(model, tokens, weights=weights, **arguments)
+        expected = compute_logits(model, tokens, weights=weights, **probe.arguments)
     for candidate in candidates:
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
@@ -143,8 +138,8 @@ def _errors(
             # A padded probe without position ids tests the model's default, which may count
             # padding. The decoder warns of such positions.
             warnings.simplefilter("ignore", UserWarning)
-            logits = decoder(tokens, **arguments)
-        error = distance(logits, expected, arguments.get("attention_mask"))
+            logits = decoder(tokens, **probe.arguments)
+        error = distance(logits, expected, probe.arguments.get("attention_mask"))
         yield float("inf") if math.isnan(error) else error
 
 
@@ -257,23 +252,27 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     ]
     if context > 1:
         probes.append(Probe(name="random", length=context))
-    is_hidden = any(window is not None and window >= context for window in settings.windows)
-    if is_hidden and hasattr(model, "config") and short > 4:
-        # The text is too short for the model's window. The code of a smaller window is the same.
+    window = getattr(getattr(model, "config", None), "sliding_window", None)
+    if window in settings.windows and window is not None and window >= context and short > 4:
+        # No text exceeds the model's window. The code of a smaller window is the same.
         probes.append(Probe(name="window", length=short, window=short // 3))
+    device = next(model.parameters()).device
     takes_positions = has_argument(model, "position_ids")
     for original in {rotary.original_length for rotary in settings.rotary}:
         if original is not None and takes_positions:
             # Position ids show the angles of long texts without long texts.
-            for last in (original - 1, original, 2 * original):
-                length = min(half, original)
-                probes.append(Probe(name="rotation", length=length, last_position=last))
+            length = min(half, original)
+            for end in (original, original + 1, 2 * original):
+                position_ids = torch.arange(end - length, end, device=device)[None]
+                arguments = {"position_ids": position_ids}
+                probes.append(Probe(name="rotation", length=length, arguments=arguments))
     if has_argument(model, "attention_mask") and short > 4:
-        padded = Probe(name="padded", length=short, rows=2, is_padded=True)
-        probes.append(padded)
+        arguments = {"attention_mask": _mask(short, device)}
+        probes.append(Probe(name="padded", length=short, rows=2, arguments=arguments))
         if takes_positions:
-            positions = replace(padded, name="positions", length=half, passes_positions=True)
-            probes.append(positions)
+            mask = _mask(half, device)
+            arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            probes.append(Probe(name="positions", length=half, rows=2, arguments=arguments))
     return probes
 
 
@@ -342,20 +341,12 @@ def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> T
     return tokens.to(device)
 
 
-def _arguments(probe: Probe, device: torch.device) -> dict[str, Tensor]:
-    """Return the attention mask and the position ids of a probe, both (rows, length), if any."""
-    if probe.last_position is not None:
-        last = probe.last_position + 1
-        positions = torch.arange(last - probe.length, last, device=device)
-        return {"position_ids": positions.expand(probe.rows, -1)}
-    if not probe.is_padded:
-        return {}
-    mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
-    mask[0, : probe.length // 3] = 0
+def _mask(length: int, device: torch.device) -> Tensor:
+    """Return an attention mask (2, length) with padding before, between and after tokens."""
+    mask = torch.ones(2, length, dtype=torch.long, device=device)
+    mask[0, : length // 3] = 0
     # Padding on the left only shifts all positions, which rotary scores do not show. Padding
     # between tokens shows which positions and which mask the model uses.
-    mask[0, 2 * probe.length // 3] = 0
-    mask[1, -(probe.length // 4) :] = 0
-    if not probe.passes_positions:
-        return {"attention_mask": mask}
-    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+    mask[0, 2 * length // 3] = 0
+    mask[1, -(length // 4) :] = 0
+    return mask
