@@ -358,6 +358,9 @@ def test_texts_are_patched_as_their_encoded_prompts(scan: str) -> None:
         else:
             torch.testing.assert_close(texts.values, prompts.values, rtol=0, atol=0)
             assert texts.values.any()
+    one_mask = encode(words, CLEAN) | {"attention_mask": torch.ones(1, 9, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"attention_mask is \(1, 9\)"):
+        run(decoder, one_mask, one_mask, metric)
     # In the first pair, the padding differs, although both columns have a longest text of 3 tokens.
     for clean, corrupted in ((["a", "a b"], ["a b", "a c"]), ("a b", "a")):
         with pytest.raises(ValueError, match="pass prompts with equal numbers of tokens"):

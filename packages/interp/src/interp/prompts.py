@@ -70,10 +70,11 @@ def mask_of(prompt: Prompt) -> Tensor:
 
     Raises ValueError for a mask that is not (n, seq) or not of zeros and ones.
     """
-    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-    if mask is None:
+    if isinstance(prompt, Tensor) or prompt.get("attention_mask") is None:
         return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
-    if mask.ndim != 2:
+    mask = prompt["attention_mask"]
+    ids = prompt.get("input_ids")
+    if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}; to find the padding, pass the mask of the "
             "tokens, (n, seq)"

@@ -172,9 +172,9 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
         # The buffer inv_freq may contain the angles of an earlier long text.
         names = (f"{kind}_original_inv_freq", "original_inv_freq", f"{kind}_inv_freq", "inv_freq")
         buffer = next((buffers[name] for name in names if name in buffers), None)
-        if buffer is None and rotary.angles:
-            return [settings]
-        if buffer is not None and rotary.angles:
+        if rotary.angles:
+            if buffer is None:
+                return [settings]
             long_angles = torch.tensor(rotary.long_angles, dtype=torch.float32, device="cpu")
             rotary = replace(
                 rotary,
