@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -415,6 +416,25 @@ def test_incomplete_tables_are_refused(column: str, values: object, message: str
     table = {"clean": ["a b", "c d"], "corrupted": ["a x", "c y"], "right": [1, 2], "wrong": [3, 4]}
     with pytest.raises((TypeError, ValueError), match=message):
         pairs_of({**table, column: values}, words, None, torch.eye(40))
+
+
+def test_example_of_texts_in_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (snippet,) = re.findall(r"\*\*Texts\.\*\*.*?```python\n(.*?)```", readme, re.DOTALL)
+    model = peer("LlamaForCausalLM")
+    decoder = describe(model)
+    names: dict[str, Any] = {
+        "detect_heads": detect_heads, "encode": encode, "patch_streams": patch_streams,
+        "record_patterns": record_patterns, "view": view,
+        "model": model, "decoder": decoder, "texts": CLEAN, "tokenizer": words,
+        "metric": logit_difference(decoder.norm, decoder.unembed, 5, 8),
+    }  # fmt: skip
+    exec(snippet, names)
+    assert (tmp_path / "heads.html").is_file()
+    assert names["effects"].values.shape == (2, 6)
 
 
 def test_texts_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
