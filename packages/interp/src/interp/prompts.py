@@ -133,8 +133,7 @@ def split_pairs(
                 f"got {len(metrics)} metrics for {count} pairs; pass one, or one per pair"
             )
     else:
-        # A metric of the last position that has no gradient, such as an accuracy, cannot be checked
-        # by `measure_tokens`.
+        # `measure_tokens` does not notice an accuracy at padding, which may be 0 for nan too.
         if not bool(mask[:, -1].all()):
             raise ValueError(f"a prompt ends with padding; {_NO_PADDING}")
         metrics = [metric] * count
