@@ -452,7 +452,9 @@ def test_demos_of_nnsight_have_the_same_numbers() -> None:
                     logits = traced.lm_head.output.save()
                 torch.testing.assert_close(values[i, position], difference(logits))
     # The gradient of the logit difference for the output of each attention.
-    corrupted, gradients, before = [], [], []
+    before: list[Any] = []
+    corrupted: list[Any] = []
+    gradients: list[Any] = []
     with traced.trace(CLEAN):
         for i in layers:
             before.append(traced.model.layers[i].self_attn.o_proj.output.save())

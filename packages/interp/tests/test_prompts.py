@@ -287,6 +287,12 @@ def words(text: str) -> list[int]:
     return [1, *(2 + sum(map(ord, word)) % 34 for word in text.split())]
 
 
+def padding_words(text: str) -> dict[str, list[int]]:
+    """Tokenize as `words` and pad, as `partial(tokenizer, padding="max_length")` does."""
+    ids = words(text)
+    return {"input_ids": [*ids, 9, 9], "attention_mask": [1] * len(ids) + [0, 0]}
+
+
 CLEAN = ["a b c d a", "a b c d e f a b"]
 CORRUPTED = ["a b x d a", "a b c d e y a b"]
 
@@ -304,13 +310,7 @@ def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> N
     assert list(encode(words, CLEAN[0])) == ["input_ids"]
     with pytest.raises(ValueError, match="each of at least one token"):
         encode(lambda text: [], "")
-    # A tokenizer that pads, such as partial(tokenizer, padding="max_length").
-    pads = encode(
-        lambda text: {
-            "input_ids": words(text) + [9] * 4, "attention_mask": [1] * len(words(text)) + [0] * 4
-        },
-        CLEAN,
-    )  # fmt: skip
+    pads = encode(padding_words, CLEAN)
     assert all(torch.equal(pads[name], value) for name, value in prompt.items())
     # The columns of a DataFrame.
     table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
