@@ -525,6 +525,20 @@ def test_fractions_of_rotated_dimensions_are_refused_in_latent_attention(name: s
             settings_from_config(config | change)
 
 
+def test_loaded_gpt2_is_tied_and_limited_to_its_positions(tmp_path: Path) -> None:
+    peer("GPT2LMHeadModel").save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert decoder.unembed.weight is decoder.embed.weight
+    assert all(p.is_contiguous() and not p.requires_grad for p in decoder.parameters())
+    assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="at most 32 tokens, the number of learned positions, got"):
+        decoder(torch.zeros(1, 33, dtype=torch.long))
+    config_json = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config_json | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match="fit nowhere in the decoder"):
+        load_decoder(tmp_path)
+
+
 def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_decoder(tmp_path)
