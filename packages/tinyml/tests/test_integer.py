@@ -12,7 +12,6 @@ from figures import assert_at_least
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel, kmeans_quantize
-from tinyml.integer.exact_sums import exact_sums
 from tinyml.integer.fixed_point import fixed_point
 from tinyml.integer.layers import (
     IntegerCat,
@@ -22,6 +21,7 @@ from tinyml.integer.layers import (
     IntegerReshape,
     IntegerSum,
     IntegerTable,
+    exact_sums,
 )
 from tinyml.integer.steps import Geometry
 from tinyml.integer.to_c import to_c

@@ -111,7 +111,7 @@ class _Walk:
         result_like = node.meta.get("val")
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
             raise self._unknown(node, f"its result is {result_like.dtype}, not a float type")
-        rule = _RULES.get(name)
+        rule, names = _RULES.get(name, (None, ""))
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
         if name in _ELEMENTWISE and alone and len(inputs) == 1 and isinstance(arguments[0], Step):
 
@@ -122,10 +122,26 @@ class _Walk:
         if rule is None:
             raise self._unknown(node)
         try:
-            result: Step = rule(self, node, *arguments, **options)
+            result: Step = rule(self, node, *self._named(node, arguments, options, names))
         except (TypeError, AttributeError) as error:  # an argument that no rule supports
             raise self._unknown(node, "these arguments") from error
         return result
+
+    def _named(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
+        """Return the arguments with these names; an operator without such an argument has None.
+
+        Raise `ValueError` if an argument with another name does not have its default. A rule
+        without names supports all arguments, of which it reads the first.
+        """
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        if not names:
+            return [arguments[0]]
+        values = {a.name: a.default_value for a in schema}
+        given = dict(zip(values, arguments, strict=False)) | options
+        for key, value in given.items():
+            if key not in names.split() and value != values[key]:
+                raise self._unknown(node, f"{key}={value!r} is not supported")
+        return [(values | given).get(key) for key in names.split()]
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
@@ -147,19 +163,10 @@ class _Walk:
         self.steps.append(step)
         return step
 
-    def _conv2d(
-        self,
-        node: fx.Node,
-        x: Step,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Step:
-        if not isinstance(weight, Tensor) or len(x.shape) != 4:
-            raise self._unknown(node, "the weight depends on the input")
+    def _conv2d(self, node: fx.Node, x: Any, weight: Any, bias: Any, *window: Any) -> Step:
+        if not isinstance(weight, Tensor) or not isinstance(x, Step) or len(x.shape) != 4:
+            raise self._unknown(node, "only images and a constant weight are supported")
+        stride, padding, dilation, groups = window
         kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
         if isinstance(padding, str):
             sides = zip(dilation, kernel, strict=True)
@@ -170,22 +177,22 @@ class _Walk:
         geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
         return self._add_step(Product, node, [x], weight, bias, geometry)
 
-    def _linear(self, node: fx.Node, x: Step, weight: Any, bias: Any = None) -> Step:
+    def _linear(self, node: fx.Node, x: Any, weight: Any, bias: Any = None) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step):
             raise self._unknown(node, "the weight depends on the input")
         return self._add_step(Product, node, [x], weight, bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
-        if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
             raise self._unknown(node, "only x w with a constant matrix w is supported")
-        return self._add_step(Product, node, [x], weight.t())
+        return self._linear(node, x, weight.t())
 
     def _batch_norm(
-        self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
+        self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, *options: Any
     ) -> Step:
-        if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or rest[0] is True:
+        variance, is_training, eps, *_ = options
+        if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or is_training:
             raise self._unknown(node, "it has no running statistics")
-        _, eps, *_ = [option for option in rest if not isinstance(option, bool)]  # momentum, eps
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
@@ -207,10 +214,10 @@ class _Walk:
             raise self._unknown(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
-    def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
-        return self._add(node, a, b, -1.0)
+    def _sub(self, node: fx.Node, a: Any, b: Any, factor: float) -> Step:
+        return self._add(node, a, b, -factor)
 
-    def _add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
+    def _add(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
@@ -239,45 +246,29 @@ class _Walk:
             raise self._unknown(node, "only division by a constant is supported")
         return self._mul(node, a, 1 / b)
 
-    def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int = 0) -> Step:
+    def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
             raise self._unknown(node, "a tensor that is not computed from the input")
         if dim not in (1, 1 - len(parts[0].shape)):
             raise self._unknown(node, f"it concatenates along dimension {dim}; only 1 is supported")
         return self._add_step(Concatenation, node, parts)
 
-    def _max_pool2d(
-        self,
-        node: fx.Node,
-        x: Step,
-        kernel: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Step:
-        if ceil_mode or pair(dilation) != (1, 1) or len(x.shape) != 4:
-            raise self._unknown(node, "ceil_mode and dilation are not supported")
-        geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
-        return self._add_step(Pool, node, [x], geometry, True)
+    def _max_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
+        return self._pool(node, x, True, *window)
 
-    def _avg_pool2d(
-        self,
-        node: fx.Node,
-        x: Step,
-        kernel: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: Any = None,
-    ) -> Step:
-        if ceil_mode or divisor_override or len(x.shape) != 4:
-            raise self._unknown(node, "ceil_mode and divisor_override are not supported")
-        if not count_include_pad and pair(padding) != (0, 0):
+    def _avg_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
+        *window, counts_padding = window
+        if not counts_padding and pair(window[-1]) != (0, 0):
             raise self._unknown(node, "only count_include_pad=True is supported")
+        return self._pool(node, x, False, *window)
+
+    def _pool(
+        self, node: fx.Node, x: Step, is_maximum: bool, kernel: Any, stride: Any, padding: Any
+    ) -> Step:
+        if len(x.shape) != 4:
+            raise self._unknown(node, "only a batch of images is supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
-        return self._add_step(Pool, node, [x], geometry, False)
+        return self._add_step(Pool, node, [x], geometry, is_maximum)
 
     def _adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
         height, width = pair(size)
@@ -286,47 +277,46 @@ class _Walk:
         kernel = x.shape[2] // height, x.shape[3] // width
         return self._add_step(Pool, node, [x], Geometry(kernel, kernel), False)
 
-    def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: bool = False) -> Step:
-        if len(x.shape) != 4 or sorted(d % 4 for d in dims) != [2, 3]:
+    def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: Any) -> Step:
+        if len(x.shape) != 4 or sorted(d % 4 for d in dims or ()) != [2, 3]:
             raise self._unknown(node, "the mean over rows and columns is supported")
         geometry = Geometry((x.shape[2], x.shape[3]))
         mean = Pool(node.name, [x], (*x.shape[:2], 1, 1), geometry, False)
         self.steps.append(mean)
         return mean if keepdim else self._reshape(node, mean)
 
-    def _reshape(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
+    def _reshape(self, node: fx.Node, x: Step) -> Step:
         return self._add_step(Reshape, node, [x])
 
-    def _identity(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
+    def _identity(self, node: fx.Node, x: Step) -> Step:
         return x
 
 
-#: The rule of each operator, called with the walk, the node and the node's arguments.
-_RULES: dict[str, Callable[..., Step]] = {
-    operator: rule
-    for rule, operators in (
-        (_Walk._conv2d, "conv2d"),
-        (_Walk._linear, "linear"),
-        (_Walk._matmul, "matmul mm"),
-        (
-            _Walk._batch_norm,
-            "batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training",
-        ),
-        (_Walk._add, "add"),
-        (_Walk._sub, "sub"),
-        (_Walk._mul, "mul"),
-        (_Walk._div, "div"),
-        (_Walk._cat, "cat concat concatenate"),
-        (_Walk._max_pool2d, "max_pool2d max_pool2d_with_indices"),
-        (_Walk._avg_pool2d, "avg_pool2d"),
-        (_Walk._adaptive_avg_pool2d, "adaptive_avg_pool2d"),
-        (_Walk._mean, "mean"),
-        (_Walk._reshape, "reshape flatten view _unsafe_view squeeze unsqueeze"),
-        (
-            _Walk._identity,
-            "dropout feature_dropout native_dropout alpha_dropout clone contiguous alias detach "
-            "_to_copy to",
-        ),
+_NORM = "input weight bias running_mean running_var training eps momentum cudnn_enabled"
+_WINDOW = "self kernel_size stride padding"
+#: For each operator, its rule and the names of the arguments that the rule reads. The rule is
+#: called with the walk, the node and these arguments.
+_RULES: dict[str, tuple[Callable[..., Step], str]] = {
+    operator: (rule, names)
+    for rule, operators, names in (
+        (_Walk._conv2d, "conv2d", "input weight bias stride padding dilation groups"),
+        (_Walk._linear, "linear", "input weight bias"),
+        (_Walk._matmul, "matmul", "self other"),
+        (_Walk._matmul, "mm", "self mat2"),
+        (_Walk._batch_norm, "batch_norm _native_batch_norm_legit", _NORM),
+        (_Walk._batch_norm, "_native_batch_norm_legit_no_training", _NORM),
+        (_Walk._add, "add", "self other alpha"),
+        (_Walk._sub, "sub", "self other alpha"),
+        (_Walk._mul, "mul", "self other"),
+        (_Walk._div, "div", "self other"),
+        (_Walk._cat, "cat concat concatenate", "tensors dim"),
+        (_Walk._max_pool2d, "max_pool2d max_pool2d_with_indices", _WINDOW),
+        (_Walk._avg_pool2d, "avg_pool2d", f"{_WINDOW} count_include_pad"),
+        (_Walk._adaptive_avg_pool2d, "adaptive_avg_pool2d", "self output_size"),
+        (_Walk._mean, "mean", "self dim keepdim"),
+        (_Walk._reshape, "reshape flatten view _unsafe_view squeeze unsqueeze", ""),
+        (_Walk._identity, "dropout feature_dropout native_dropout alpha_dropout", ""),
+        (_Walk._identity, "clone contiguous alias detach _to_copy to", ""),
     )
     for operator in operators.split()
 }

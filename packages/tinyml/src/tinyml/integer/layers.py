@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.integer.exact_sums import exact_sums, pad
+from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
     Scale,
     common_shift,
@@ -25,8 +25,19 @@ from tinyml.integer.fixed_point import (
     scales_for_bias,
     shifted,
 )
-from tinyml.integer.steps import Geometry, Product
+from tinyml.integer.steps import (
+    Concatenation,
+    Gate,
+    Geometry,
+    Pool,
+    Product,
+    Reshape,
+    Step,
+    Sum,
+    Table,
+)
 from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.products import EXACT_IN_FLOAT32
 
 #: The number of float64 values that fit in a processor's cache.
 _CACHED_VALUES = 2**16
@@ -40,8 +51,9 @@ class IntegerProduct(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: Product, before: Scale, after: Scale) -> None:
+    def __init__(self, step: Product, scales: Sequence[Scale], after: Scale) -> None:
         super().__init__()
+        (before,) = scales
         self.geometry = step.geometry
         self.before = before
         self.after = after
@@ -94,20 +106,22 @@ class IntegerProduct(nn.Module):
 
 
 class RescaledValues(nn.Module):
-    """Values of different scales, each multiplied by an integer: m_i (q_i - Z_i).
-
-    `factors` are the weights of the values in the result, S_i / S_out, with a sign in a sum.
-    """
+    """Values of different scales, each multiplied by an integer: m_i (q_i - Z_i)."""
 
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, before: Sequence[Scale], factors: Sequence[float], after: Scale) -> None:
+    def __init__(self, step: Step, before: Sequence[Scale], after: Scale) -> None:
         super().__init__()
         self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = common_shift(factors)
+        multiplier, shift = common_shift(self.factors(step, before, after))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift)
+
+    @staticmethod
+    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
+        """Return the weights of the values in the result, S_i / S_out."""
+        return [scale.scale / after.scale for scale in before]
 
     @property
     def zeros(self) -> list[int]:
@@ -127,6 +141,12 @@ class RescaledValues(nn.Module):
 class IntegerSum(RescaledValues):
     """A sum of values of different scales: Z + ((sum m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
+    @staticmethod
+    def factors(step: Sum, before: Sequence[Scale], after: Scale) -> list[float]:
+        """Return the weights of the values in the result, with their signs."""
+        weights = RescaledValues.factors(step, before, after)
+        return [sign * weight for sign, weight in zip(step.signs, weights, strict=True)]
+
     def forward(self, *codes: Tensor) -> Tensor:
         """Add int8 values of equal shape."""
         return self.requantized(functools.reduce(torch.add, self.scaled(codes)))
@@ -143,6 +163,11 @@ class IntegerCat(RescaledValues):
 class IntegerGate(RescaledValues):
     """A product with broadcasting: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
+    @staticmethod
+    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
+        """Return the weight of the product in the result, S_a S_b / S_out."""
+        return [before[0].scale * before[1].scale / after.scale]
+
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""
         first, second = self.zeros
@@ -154,9 +179,11 @@ class IntegerTable(nn.Module):
 
     table: Tensor
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, step: Table, before: Sequence[Scale], after: Scale) -> None:
         super().__init__()
-        self.register_buffer("table", table)
+        codes = torch.arange(-128, 128, device="cpu")
+        values = step.run((codes - before[0].zero) * before[0].scale)
+        self.register_buffer("table", after.codes(values.reshape(-1)))
 
     def forward(self, codes: Tensor) -> Tensor:
         """Look up int8 codes in the table."""
@@ -166,11 +193,11 @@ class IntegerTable(nn.Module):
 class IntegerPool(nn.Module):
     """The maximum or mean of int8 windows; the mean rounds halves up."""
 
-    def __init__(self, geometry: Geometry, largest: bool, scale: Scale) -> None:
+    def __init__(self, step: Pool, before: Sequence[Scale], _: Scale) -> None:
         super().__init__()
-        self.geometry = geometry
-        self.largest = largest
-        self.scale = scale
+        self.geometry = step.geometry
+        self.largest = step.is_maximum
+        self.scale = before[0]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Pool int8 codes (n, channels, height, width)."""
@@ -188,10 +215,49 @@ class IntegerPool(nn.Module):
 class IntegerReshape(nn.Module):
     """A new shape of the same codes, with the batch first."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, step: Step, *_: Any) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape = step.shape[1:]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Reshape int8 codes."""
         return codes.reshape(len(codes), *self.shape)
+
+
+#: For each kind of step, its integer layer, which is made from the step, the scales of its sources
+#: and its own scale.
+LAYERS: dict[type[Step], type[nn.Module]] = {
+    Product: IntegerProduct,
+    Sum: IntegerSum,
+    Gate: IntegerGate,
+    Concatenation: IntegerCat,
+    Table: IntegerTable,
+    Pool: IntegerPool,
+    Reshape: IntegerReshape,
+}
+
+
+def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
+    """Return the sums of a linear layer, or of a convolution of padded images, as floats.
+
+    They are exact in float32 while no partial sum exceeds 2^24 (Note [Exact products]); 128 times
+    the sum of |w| over a filter bounds every partial sum. Otherwise, and on a GPU, whose
+    convolutions may transform their inputs, float64 is used, whose 53 bits are exact for every sum.
+    """
+    largest = 128 * int(weight.long().abs().flatten(1).sum(1).max())
+    is_exact = codes.device.type == "cpu" and largest <= EXACT_IN_FLOAT32
+    dtype = torch.float32 if is_exact else torch.float64
+    with without_autocast(codes.device):  # which rounds the codes to 16 bits
+        if (g := geometry) is None:
+            return F.linear(codes.to(dtype), weight.to(dtype))
+        # In the channels-last format, sums of one channel may be wrong (pytorch issue 82060).
+        layout = torch.channels_last if codes.shape[1] > 1 else torch.contiguous_format
+        images = codes.to(dtype, memory_format=layout)
+        filters = weight.to(dtype, memory_format=layout)
+        return F.conv2d(images, filters, None, g.stride, 0, g.dilation, g.groups)
+
+
+def pad(codes: Tensor, geometry: Geometry, fill: int) -> Tensor:
+    """Return images padded with the code `fill`."""
+    rows, columns = geometry.padding
+    return F.pad(codes, (columns, columns, rows, rows), value=fill)

@@ -9,33 +9,16 @@ machine without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from tinyml.integer.fixed_point import Scale
 from tinyml.integer.graph import trace
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-)
-from tinyml.integer.steps import (
-    Concatenation,
-    Gate,
-    Pool,
-    Product,
-    Reshape,
-    Step,
-    Sum,
-    Table,
-)
+from tinyml.integer.layers import LAYERS
+from tinyml.integer.steps import Pool, Reshape, Step
 from tinyml.quantization.grid import grid_of
 from tinyml.validation import require_batches
 
@@ -63,7 +46,7 @@ class IntegerModel(nn.Module):
         for step in steps[1:]:
             before = [scales[number[source]] for source in step.sources]
             try:
-                self.layers.append(_LAYERS[type(step)](step, before, scales[number[step]]))
+                self.layers.append(LAYERS[type(step)](step, before, scales[number[step]]))
             except ValueError as error:
                 raise ValueError(f"{step.name}: {error}") from error
             self.sources.append([number[source] for source in step.sources])
@@ -142,35 +125,3 @@ def _scale_of(values: Tensor) -> Scale:
     """Return the scale of codes for these values."""
     grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
     return Scale(float(grid.scale), int(grid.zero))
-
-
-def _table(step: Table, before: list[Scale], after: Scale) -> nn.Module:
-    codes = torch.arange(-128, 128, device="cpu")
-    values = step.run((codes - before[0].zero) * before[0].scale)
-    return IntegerTable(after.codes(values.reshape(-1)))
-
-
-def _sum(step: Sum, before: list[Scale], after: Scale) -> nn.Module:
-    factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
-    return IntegerSum(before, factors, after)
-
-
-def _concatenation(_: Concatenation, before: list[Scale], after: Scale) -> nn.Module:
-    return IntegerCat(before, [b.scale / after.scale for b in before], after)
-
-
-def _gate(_: Gate, before: list[Scale], after: Scale) -> nn.Module:
-    factor = before[0].scale * before[1].scale / after.scale
-    return IntegerGate(before, [factor], after)
-
-
-#: For each kind of step, its integer layer, from the scales of its sources and its own scale.
-_LAYERS: dict[type[Step], Callable[[Any, list[Scale], Scale], nn.Module]] = {
-    Product: lambda step, before, after: IntegerProduct(step, before[0], after),
-    Sum: _sum,
-    Gate: _gate,
-    Concatenation: _concatenation,
-    Table: _table,
-    Pool: lambda step, before, _: IntegerPool(step.geometry, step.is_maximum, before[0]),
-    Reshape: lambda step, *_: IntegerReshape(step.shape[1:]),
-}

@@ -19,16 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tinyml.export.atomic_file import atomic_file
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-    RescaledValues,
-)
+from tinyml.integer import layers
 from tinyml.integer.model import IntegerModel
 
 _ALIGN = 16
@@ -152,7 +143,7 @@ class _Call:
     output_shape: tuple[int, ...]
 
 
-def _product(layer: IntegerProduct, call: _Call, arrays: _Arrays) -> list[str]:
+def _product(layer: layers.IntegerProduct, call: _Call, arrays: _Arrays) -> list[str]:
     named = {"weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"}
     parts = [
         arrays.add(f"{key}_{call.number}", kind, getattr(layer, key)) for key, kind in named.items()
@@ -170,29 +161,29 @@ def _product(layer: IntegerProduct, call: _Call, arrays: _Arrays) -> list[str]:
     return [f"convolve({pointers}, {_comma(numbers)});"]
 
 
-def _pool(layer: IntegerPool, call: _Call, _: _Arrays) -> list[str]:
+def _pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
     g = layer.geometry
     shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
     numbers = [*shapes, int(layer.largest), layer.scale.zero]
     return [f"pool({call.inputs[0]}, {call.output}, {_comma(numbers)});"]
 
 
-def _table(layer: IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
+def _table(layer: layers.IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
     table = arrays.add(f"table_{call.number}", "int8_t", layer.table)
     value = f"{table}[({call.inputs[0]})[i] + 128]"
     return [_loop(math.prod(call.output_shape), call.output, value)]
 
 
-def _reshape(_: IntegerReshape, call: _Call, __: _Arrays) -> list[str]:
+def _reshape(_: layers.IntegerReshape, call: _Call, __: _Arrays) -> list[str]:
     return [f"memmove({call.output}, {call.inputs[0]}, {math.prod(call.output_shape)});"]
 
 
-def _sum(layer: IntegerSum, call: _Call, _: _Arrays) -> list[str]:
+def _sum(layer: layers.IntegerSum, call: _Call, _: _Arrays) -> list[str]:
     total = " + ".join(_scaled_terms(layer, call))
     return [_loop(math.prod(call.output_shape), call.output, _requantized(total, layer))]
 
 
-def _cat(layer: IntegerCat, call: _Call, _: _Arrays) -> list[str]:
+def _cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     lines = []
     start = 0
     for term, shape in zip(_scaled_terms(layer, call), call.input_shapes, strict=True):
@@ -202,7 +193,7 @@ def _cat(layer: IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     return lines
 
 
-def _gate(layer: IntegerGate, call: _Call, _: _Arrays) -> list[str]:
+def _gate(layer: layers.IntegerGate, call: _Call, _: _Arrays) -> list[str]:
     indices = [_broadcast(call.output_shape, shape) for shape in call.input_shapes]
     values = _centered(layer, call, indices)
     product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
@@ -211,30 +202,30 @@ def _gate(layer: IntegerGate, call: _Call, _: _Arrays) -> list[str]:
 
 #: For each kind of layer, the C statements that compute it.
 _STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] = {
-    IntegerProduct: _product,
-    IntegerPool: _pool,
-    IntegerTable: _table,
-    IntegerReshape: _reshape,
-    IntegerSum: _sum,
-    IntegerCat: _cat,
-    IntegerGate: _gate,
+    layers.IntegerProduct: _product,
+    layers.IntegerPool: _pool,
+    layers.IntegerTable: _table,
+    layers.IntegerReshape: _reshape,
+    layers.IntegerSum: _sum,
+    layers.IntegerCat: _cat,
+    layers.IntegerGate: _gate,
 }
 
 
-def _centered(layer: RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
+def _centered(layer: layers.RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
     """Return q_i - Z_i for the element of each input at its index."""
     parts = zip(call.inputs, indices, layer.zeros, strict=True)
     return [f"(({name})[{index}] - ({zero}))" for name, index, zero in parts]
 
 
-def _scaled_terms(layer: RescaledValues, call: _Call) -> list[str]:
+def _scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
     """Return m_i (q_i - Z_i) for element i of each input."""
     values = _centered(layer, call, ["i"] * len(call.inputs))
     pairs = zip(values, layer.multiplier.tolist(), strict=True)
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
 
 
-def _requantized(value: str, layer: RescaledValues) -> str:
+def _requantized(value: str, layer: layers.RescaledValues) -> str:
     return f"requantized({value}, {_comma([int(layer.shift), layer.after.zero])})"
 
 

@@ -16,16 +16,8 @@ import numpy as np
 import torch
 
 from tinyml.export.atomic_file import atomic_file
+from tinyml.integer import layers
 from tinyml.integer.fixed_point import Scale
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-)
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
@@ -74,11 +66,11 @@ class _Writer:
     ) -> str:
         """Add the nodes of one layer and return the name of its codes."""
         out = "output" if last else f"codes_{number}"
-        if isinstance(layer, IntegerReshape):
+        if isinstance(layer, layers.IntegerReshape):
             # 0 keeps the size of the batch.
             shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
             return self._node("Reshape", [inputs[0][0], shape], out)
-        if isinstance(layer, IntegerTable):
+        if isinstance(layer, layers.IntegerTable):
             table = self._constant(f"table_{number}", layer.table.numpy())
             wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
             lowest = self._constant(f"lowest_{number}", np.array(128, np.int64))
@@ -90,17 +82,17 @@ class _Writer:
         result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
         return self._node("QuantizeLinear", [result, *self._scale(after, number)], out)
 
-    def _sum(self, layer: IntegerSum, floats: list[str], number: int) -> str:
+    def _sum(self, layer: layers.IntegerSum, floats: list[str], number: int) -> str:
         is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
         return self._node("Add" if is_sum else "Sub", floats, f"value_{number}")
 
-    def _cat(self, _: IntegerCat, floats: list[str], number: int) -> str:
+    def _cat(self, _: layers.IntegerCat, floats: list[str], number: int) -> str:
         return self._node("Concat", floats, f"value_{number}", axis=1)
 
-    def _gate(self, _: IntegerGate, floats: list[str], number: int) -> str:
+    def _gate(self, _: layers.IntegerGate, floats: list[str], number: int) -> str:
         return self._node("Mul", floats, f"value_{number}")
 
-    def _pool(self, layer: IntegerPool, floats: list[str], number: int) -> str:
+    def _pool(self, layer: layers.IntegerPool, floats: list[str], number: int) -> str:
         g = layer.geometry
         window = {
             "kernel_shape": list(g.kernel),
@@ -114,7 +106,7 @@ class _Writer:
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._node("Add", [mean, self._constant(f"up_{number}", up)], f"value_{number}")
 
-    def _product(self, layer: IntegerProduct, floats: list[str], number: int) -> str:
+    def _product(self, layer: layers.IntegerProduct, floats: list[str], number: int) -> str:
         before, after = layer.before, layer.after
         # m / 2^s = S_w S_in / S_out. The bias contains -Z sum(w), which this form does not include.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
@@ -174,9 +166,9 @@ class _Writer:
 
 #: For each kind of layer between `DequantizeLinear` and `QuantizeLinear`, its float nodes.
 _FLOAT_NODES: dict[type, Callable[[_Writer, Any, list[str], int], str]] = {
-    IntegerProduct: _Writer._product,
-    IntegerSum: _Writer._sum,
-    IntegerCat: _Writer._cat,
-    IntegerGate: _Writer._gate,
-    IntegerPool: _Writer._pool,
+    layers.IntegerProduct: _Writer._product,
+    layers.IntegerSum: _Writer._sum,
+    layers.IntegerCat: _Writer._cat,
+    layers.IntegerGate: _Writer._gate,
+    layers.IntegerPool: _Writer._pool,
 }
