@@ -1,6 +1,7 @@
 """A pruned model is the dense one with the pruned channels' readers at zero."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -332,6 +333,64 @@ def test_a_weight_that_is_read_twice_stays():
     for model in (twice, tied):
         with pytest.raises(ValueError, match="no channels"):
             prune_channels(model, 0.5, X)
+
+
+class Auxiliary(nn.Module):
+    """A network with a second head in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.hidden = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 4)
+        self.auxiliary = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        y = self.head(self.norm(self.hidden(x)).relu())
+        return (y, self.auxiliary(x)) if self.training else y
+
+
+def test_units_that_training_mode_reads_elsewhere_are_refused_unless_protected():
+    model, x = Auxiliary().eval(), torch.randn(1, 8)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"in training mode \(.*; exclude the layers that feed"):
+        prune_channels(model, 0.5, x)
+    small = prune_channels(model, 0.5, x, protect=["first"])
+    assert [part.shape for part in small.train()(torch.randn(3, 8))] == [(3, 4), (3, 4)]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@dataclasses.dataclass
+class Outputs:
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Results:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def test_outputs_in_a_dataclass_are_compared_and_other_objects_refused():
+    class Model(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.first, self.second, self.head = (nn.Linear(8, 8) for _ in range(3))
+            self.kind = kind
+
+        def forward(self, x):
+            hidden = self.first(x).relu()
+            logits = self.head(self.second(hidden).relu())
+            return Outputs(logits, hidden) if self.kind is Outputs else Results(logits)
+
+    x = torch.randn(3, 8)
+    small = prune_channels(Model(Outputs), 0.5, x)
+    assert small.second.weight.shape == (4, 8)
+    assert small(x).hidden.shape == (3, 8)  # the model returns these units, so they stay
+    with pytest.raises(ValueError, match="contain no tensors in tuples, mappings or dataclasses"):
+        prune_channels(Model(Results), 0.5, x)
 
 
 def test_what_is_protected_keeps_its_sizes():

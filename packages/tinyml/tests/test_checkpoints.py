@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinyml import add_lora, gptq, kmeans_quantize, quantize, save_awq, save_gguf, save_gptq
+from tinyml import (
+    add_lora,
+    gptq,
+    kmeans_quantize,
+    prune_channels,
+    quantize,
+    save_awq,
+    save_gguf,
+    save_gptq,
+)
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -121,7 +130,7 @@ def test_generation_settings_are_saved_and_other_types_than_float16_refused(save
     for layer in (model.model.norm, model.lm_head):
         for dtype in (torch.float32, torch.bfloat16):
             layer.to(dtype)
-            with pytest.raises(ValueError, match=rf"in float16, .* got .*weight of {dtype}"):
+            with pytest.raises(ValueError, match=rf"in float16, .* got .*{dtype}"):
                 save(model, tmp_path / "other")
         layer.half()
     assert not (tmp_path / "other").exists()
@@ -135,6 +144,11 @@ def test_generation_settings_are_saved_and_other_types_than_float16_refused(save
         (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
         (lambda m: kmeans_quantize(m, {"model.layers.0.mlp.up_proj": 4}), "Linear with a Palette"),
         (lambda m: add_lora(quantize(m, 4, **WEIGHTS), targets=["q_proj"]), "with a LoRA"),
+        (
+            lambda m: prune_channels(m, {"model.layers.0.mlp.up_proj": 0.5}, TOKENS),
+            "all layers alike",
+        ),
+        (lambda m: torch.compile(quantize(m, 4, group_size=32, **WEIGHTS)), "before torch.compile"),
         (lambda m: m, "got none"),
         (lambda m: nn.Sequential(m), "expected a transformers model"),
     ],

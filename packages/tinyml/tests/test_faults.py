@@ -9,6 +9,7 @@ import pytest
 import torch
 from tinyml import (
     IntegerModel,
+    LoRA,
     Masks,
     add_lora,
     gptq,
@@ -17,6 +18,9 @@ from tinyml import (
     prune,
     prune_channels,
     quantize,
+    save,
+    save_gguf,
+    save_lora,
     sensitivity,
     sort_channels,
 )
@@ -81,6 +85,44 @@ def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_wa
     assert after.keys() == before.keys()
     for key, tensor in after.items():
         torch.testing.assert_close(tensor, before[key], equal_nan=True, rtol=0, atol=0)
+
+
+WRAPPED = {
+    "compiled": lambda m: torch.compile(m, backend="eager"),
+    "with a compiled layer": lambda m: nn.Sequential(*m[:-1], torch.compile(m[-1])),
+    "parallel": nn.DataParallel,
+}
+TAKES_PLAIN_MODELS = {
+    "quantize": lambda m, path: quantize(m, activations="dynamic"),
+    "prune": lambda m, path: prune(m, 0.5),
+    "add_lora": lambda m, path: add_lora(m, 2),
+    "save": save,
+    "save_gguf": lambda m, path: save_gguf(m, path, "Q8_0"),
+    "save_lora": save_lora,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("name", TAKES_PLAIN_MODELS)
+def test_compiled_and_parallel_models_are_refused(name, wrap, tmp_path):
+    # A compiled layer ran after its replacement, and files had names with a prefix.
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    if name == "save_lora":
+        add_lora(model, 2)
+    with pytest.raises(ValueError, match=r"before torch.compile and data parallelism, got"):
+        TAKES_PLAIN_MODELS[name](WRAPPED[wrap](model), tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    if name == "add_lora":
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_adapters_beside_replaced_layers_are_added_only_if_those_are_protected():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    mixed = quantize(model, activations="dynamic", protect=["1"])
+    with pytest.raises(ValueError, match=r"got a Int8Linear at 0; quantize with activations='flo"):
+        add_lora(mixed, 2)
+    assert mixed[1].weight.requires_grad
+    assert isinstance(add_lora(mixed, 2, protect=["0"])[1], LoRA)
 
 
 BY_LAYER = {

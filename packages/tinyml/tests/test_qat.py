@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from tinyml import convert, prepare_qat, quantize, size_of
+from tinyml import IntegerModel, convert, prepare_qat, quantize, size_of
 from tinyml.quantization.rounded_weight import round_through
 from torch import nn
 
@@ -118,6 +118,27 @@ def test_layers_that_share_a_weight_train_it_once():
     stored = convert(trained)
     assert torch.equal(stored["head"].weight, stored["embed"].weight)
     assert size_of(stored).bytes == 20 * 8 // 2 + 20 * 4
+
+
+def test_integer_networks_and_compiled_graphs_of_rounded_weights():
+    model = mlp()
+    inputs = torch.randn(32, model[0].in_features)
+    for learn_scale in (False, True):
+        rounded = prepare_qat(model, 8, learn_scale=learn_scale).eval()
+        integer = IntegerModel(rounded, [inputs])
+        assert (integer(inputs) - rounded(inputs)).norm() < 0.05 * rounded(inputs).norm()
+        torch.compiler.reset()
+        compiled = torch.compile(rounded, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(inputs), rounded(inputs))
+
+
+def test_weights_that_became_nan_in_training_are_not_converted():
+    rounded = prepare_qat(mlp(), 4)
+    with torch.no_grad():
+        rounded[0].parametrizations.weight.original[0, 0] = float("nan")
+    assert rounded(torch.ones(1, rounded[0].in_features)).isnan().any()
+    with pytest.raises(ValueError, match="finite values in the trained weights"):
+        convert(rounded)
 
 
 def test_bad_requests_say_what_to_ask_for():

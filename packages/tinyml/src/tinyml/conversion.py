@@ -112,6 +112,23 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     return sharing
 
 
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise `ValueError` if a module is wrapped by `torch.compile` or for data parallelism.
+
+    A wrapper prefixes the names of the wrapped module, which readers of files do not expect. A
+    compiled module also runs the wrapped layer after its replacement, and
+    `DistributedDataParallel` does not average gradients of parameters that are added later.
+    """
+    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or isinstance(module, wrappers):
+            raise ValueError(
+                f"expected a model before torch.compile and data parallelism, got a "
+                f"{type(module).__name__} at {name or 'the root'}; pass the module inside, and "
+                "wrap the result"
+            )
+
+
 class Replacement(nn.Module):
     """A module of this package that replaces a linear layer or an embedding."""
 
@@ -133,6 +150,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
     Raise `ValueError` if the model has other replaced layers, because their dense weights are lost.
     """
+    check_unwrapped(model)
     model = copy.deepcopy(model, memo)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)

@@ -8,6 +8,7 @@ Outputs that are not tensors, such as a cache, are dropped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import warnings
 from collections.abc import Mapping
@@ -121,15 +122,20 @@ class _TensorsOnly(nn.Module):
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         with self.reads or contextlib.nullcontext():
-            return tensors_in(self.model(*inputs))
+            tensors = tensors_in(self.model(*inputs))
+        if not tensors:
+            raise TypeError("its outputs contain no tensors in tuples, mappings or dataclasses")
+        return tensors
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of nested tuples, lists and mappings, in order."""
+    """Return the tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = tuple(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
     if isinstance(value, tuple | list):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []

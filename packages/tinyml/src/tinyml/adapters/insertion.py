@@ -17,7 +17,7 @@ from tinyml.adapters.parameter_lora import (
     new_adapter,
     parameter_adapters,
 )
-from tinyml.conversion import replace_modules
+from tinyml.conversion import Replacement, check_unwrapped, replace_modules
 from tinyml.layers import is_instance_of, protected_modules
 from tinyml.validation import suggestion
 
@@ -88,6 +88,7 @@ def insert_adapters(
     All adapters are created before the first is installed. A layer that the model contains twice
     has one adapter in both positions, because its weight is merged once.
     """
+    check_unwrapped(model)
     children = list(children)
     owners = {model.get_submodule(module) for module, _ in parameters}
     if not owners.isdisjoint(children):
@@ -120,12 +121,15 @@ def _chosen(
         if isinstance(module, LoRA):
             raise ValueError(_has_adapters(full or "the model"))
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if (
-            full
-            and module not in protected_layers
-            and is_instance_of(module, kinds)
-            and (targets is None or matching)
-        ):
+        if module in protected_layers or (targets is not None and not matching):
+            continue
+        if isinstance(module, Replacement):
+            raise ValueError(
+                f"expected layers that adapters can update, got a {type(module).__name__} at "
+                f"{full or 'the root'}; quantize with activations='float', or exclude it with "
+                "protect"
+            )
+        if full and is_instance_of(module, kinds):
             chosen[module] = None
             unmatched -= set(matching)
     named = [kind.__name__ for kind in kinds]

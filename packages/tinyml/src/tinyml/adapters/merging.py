@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from tinyml.adapters.insertion import adapters_of
 from tinyml.adapters.lora import LoRA
@@ -48,11 +48,11 @@ def _merge_all(adapters: dict[str, LoRA]) -> None:
 def merge_and_unload(model: nn.Module) -> nn.Module:
     """Merge every adapter and restore the plain layers, in place; return the model.
 
-    Adapters that are already merged are included. Weights have their names from
-    before `add_lora`, so `from_pretrained` can read the result of `save_pretrained`. They remain
-    frozen. If
-    an adapter cannot be merged, an error is raised and nothing changes. An adapted weight that was
-    tied to another layer is separate afterwards, and the model's configuration is updated.
+    Adapters that are already merged are included. The weights have the same names as before
+    `add_lora`, so `from_pretrained` can read the result of `save_pretrained`, and they remain
+    frozen. If an adapter cannot be merged, an error is raised and nothing changes. An adapted
+    weight that was tied to another layer is separate afterwards, and the model's configuration is
+    updated.
     """
     adapters = adapters_of(model)
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
@@ -60,36 +60,42 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     for adapter in adapters.values():
         adapter.restored()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
-    untied = _tied_weights(model, adapters)
+    is_untied = _has_tied_weights(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(unmerged)
-    for config in _tying_configs(model) if untied else ():
+    for config in _tying_configs(model) if is_untied else ():
         config.tie_word_embeddings = False
     unload_parameters(model)
     return replace_modules(model, bases)
 
 
-def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
-    """Return True if an adapted weight is shared with another layer.
+def _has_tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
+    """Return True if an adapted weight or parameter is shared with another module.
 
     Raise `RuntimeError` if the configuration of a pretrained model cannot express the result.
     """
-    weights = {name: m._parameters.get("weight") for name, m in model.named_modules()}
+    users: dict[Tensor | None, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            users.setdefault(parameter, []).append(name)
+    adapted: list[Tensor | None] = []
     for name, adapter in adapters.items():
-        unmerged = adapter._unmerged_weight
-        before = cast(Any, adapter.base.weight if unmerged is None else unmerged[0])
-        weights[f"{name}.base" if name else "base"] = before
-    is_shared = False
-    for name in adapters:
-        base = f"{name}.base" if name else "base"
-        sharing = [n for n, w in weights.items() if w is weights[base] and n != base]
-        is_shared |= bool(sharing)
-        if len(sharing) > 1 and _tying_configs(model):
+        if adapter._unmerged_weight is None:
+            adapted.append(adapter.base._parameters.get("weight"))
+        else:  # the base has another weight, and other layers may have the one before
+            adapted += adapter._unmerged_weight
+            users.setdefault(adapted[-1], []).append(name)
+    for name in parameter_adapters(model):
+        module, _, key = name.rpartition(".")
+        adapted.append(cast(Any, model.get_submodule(module)).parametrizations[key].original)
+    shared = [users[weight] for weight in adapted if len(users.get(weight, ())) > 1]
+    for names in shared:
+        if len(names) > 2 and _tying_configs(model):
             raise RuntimeError(
-                f"the weight of {name} is tied to those of {sharing}, and a configuration unties "
-                "all or none of them; adapt other layers, or untie the weights before add_lora"
+                f"the modules {names} share one adapted weight, and a configuration unties all or "
+                "none of them; adapt other layers, or untie the weights before add_lora"
             )
-    return is_shared
+    return bool(shared)
 
 
 def _tying_configs(model: nn.Module) -> list[Any]:

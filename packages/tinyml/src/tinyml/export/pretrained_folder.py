@@ -20,6 +20,7 @@ from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
+from tinyml.pruning.config_sizes import is_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 
 
@@ -34,6 +35,11 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"expected a transformers model with a configuration, got {type(model).__name__}; "
             "use tinyml.save for other models"
         )
+    if not is_described_by_config(model):
+        raise ValueError(
+            "expected a model that its configuration describes, got a pruned model whose sizes the "
+            "configuration cannot express; prune all layers alike, or use tinyml.save"
+        )
     if adapted := sorted(parameter_adapters(model)):
         raise _cannot_store(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
@@ -44,12 +50,12 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; quantize it")
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != torch.float16:
-            raise ValueError(
-                f"expected a model in float16, the type in which readers load the folder, got "
-                f"{name} of {parameter.dtype}; call model.half() before gptq or quantize"
-            )
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if kinds != {torch.float16}:
+        raise ValueError(
+            f"expected a model in float16, the type in which readers load the folder, got {kinds}; "
+            "call model.half() before gptq or quantize"
+        )
     settings = {(grid.bits, grid.rows[1]) for grid in grids.values()}
     bits = {bits for bits, _ in settings}
     if group_size_of(grids) is None or len(bits) > 1 or not bits <= {*widths}:

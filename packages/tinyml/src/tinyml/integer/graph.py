@@ -256,8 +256,8 @@ class _Walk:
     def _max_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
         return self._pool(node, x, True, *window)
 
-    def _avg_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
-        *window, counts_padding = window
+    def _avg_pool2d(self, node: fx.Node, x: Step, *options: Any) -> Step:
+        *window, counts_padding = options
         if not counts_padding and pair(window[-1]) != (0, 0):
             raise self._unknown(node, "only count_include_pad=True is supported")
         return self._pool(node, x, False, *window)

@@ -20,7 +20,7 @@ from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
 from tinyml.integer.steps import Pool, Reshape, Step
 from tinyml.quantization.grid import grid_of
-from tinyml.validation import require_batches
+from tinyml.validation import check_finite, require_batches
 
 
 class IntegerModel(nn.Module):
@@ -123,5 +123,6 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
 
 def _scale_of(values: Tensor) -> Scale:
     """Return the scale of codes for these values."""
+    check_finite("the values of a layer on the batches", values)
     grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
     return Scale(float(grid.scale), int(grid.zero))

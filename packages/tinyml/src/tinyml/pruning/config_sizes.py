@@ -168,6 +168,11 @@ def _different(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
+def is_described_by_config(model: nn.Module) -> bool:
+    """Return True unless `model` was pruned to sizes that its configuration cannot express."""
+    return _refuse_save_pretrained not in model._state_dict_pre_hooks.values()
+
+
 def _refuse_save_pretrained(*_: Any) -> None:
     if called_by_save_pretrained():
         raise ValueError(

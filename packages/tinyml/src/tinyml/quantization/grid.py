@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinyml.validation import check_bits, check_finite
+from tinyml.validation import check_bits
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,13 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
-    """Return a grid for each row of a (rows, n) tensor.
+    """Return a grid for each row of a (rows, n) tensor of finite values.
 
     If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code.
     One bit has only the codes -1 and 0. Otherwise S = (rmax - rmin) / (qmax - qmin) and Z =
     round(qmin - rmin / S). This range is widened to include zero, which then has a code.
     """
     check_bits(bits, "a grid has")
-    check_finite("the tensor to quantize", rows)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     smallest = torch.finfo(rows.dtype).tiny

@@ -16,6 +16,7 @@ from tinyml.layers import outputs_first, weight_of
 from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear
 from tinyml.quantization.grid import grid_of
 from tinyml.quantization.products import Int8Weights
+from tinyml.validation import check_finite
 
 #: The least magnitude of a token's largest input for which the scale is a normal number.
 _LEAST = 128 * torch.finfo(torch.float32).tiny
@@ -37,6 +38,7 @@ class Int8Linear(FastestLinear):
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
+        check_finite("the weight", weight)
         grid = grid_of(weight.float(), 8)
         self.register_buffer("weight_codes", grid.quantize(weight.float()).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))

@@ -18,7 +18,7 @@ from tinyml.conversion import compress_weights, install_weight, plain_copy
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
-from tinyml.validation import check_bits
+from tinyml.validation import check_bits, check_finite
 
 
 def prepare_qat(
@@ -55,6 +55,7 @@ def convert(model: nn.Module) -> nn.Module:
         # Layers that share a weight are converted with the first of them.
         if isinstance(rounded := compressed_weight(layer), RoundedWeight):
             weight = cast(Any, layer).parametrizations.weight.original.detach()
+            check_finite("the trained weights", weight)
             rows, grid = rounded.grid(weight)
             codes, transposed = grid.quantize(rows), rounded.transposed
             stored = GridWeight(codes, grid, weight, rounded.bits, transposed=transposed)
