@@ -571,7 +571,7 @@ def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match="no channels between two layers"):
         prune_channels(*unbatched)
     pair = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="not protected, got one of '0'"):
+    with pytest.raises(ValueError, match="they are shared with a layer in protect"):
         prune_channels(pair, {"0": 0.5}, torch.randn(2, 6), protect=["1"])
     with pytest.raises(ValueError, match="no channels between two layers"):
         prune_channels(nn.Sequential(nn.Linear(4, 4)), 0.5, torch.randn(2, 4))

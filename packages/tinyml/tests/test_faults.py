@@ -49,7 +49,6 @@ def convnet():
 IMAGES = torch.zeros(3, 2, 4, 4)
 FINITE_ONLY = {
     "prune": lambda m: prune(m, 0.5),
-    "prune globally": lambda m: prune(m, 0.5, scope="global"),
     "prune channels": lambda m: prune_channels(m, 0.5, IMAGES),
     "sort channels": lambda m: sort_channels(m, IMAGES),
     "sensitivity": lambda m: sensitivity(m, [(IMAGES, IMAGES)], lambda a, b: a.sum()),

@@ -38,16 +38,6 @@ def test_a_5x5_matrix_by_hand():
     assert torch.equal(model.weight, weight)  # the original is as it was
 
 
-def test_global_pruning_ranks_all_layers_together():
-    model = mlp()
-    model[2].weight.data.sign_().mul_(10)
-    pruned, masks = prune(model, 0.5, scope="global")
-    assert masks["2.weight"].all()
-    assert masks.sparsity == 0.5
-    assert int(masks["0.weight"].sum()) == (12 * 8 + 8 * 4) // 2 - 8 * 4
-    assert pruned[0].bias.equal(model[0].bias)
-
-
 def test_masks_hold_through_fine_tuning():
     model, masks = prune(mlp(), {"0": 0.75})
     assert set(masks) == {"0.weight"}
@@ -59,7 +49,7 @@ def test_masks_hold_through_fine_tuning():
         optimizer.step()
     assert not model[0].weight[~masks["0.weight"]].any()
     assert (model[0].weight != before)[masks["0.weight"]].all()
-    assert prune(mlp(), {}).masks.sparsity == 0
+    assert not prune(mlp(), {}).masks
     with pytest.raises(ValueError, match=r"dense weights of the masks, got one without 0.weight"):
         masks.apply(quantize(model, 4))
 
@@ -69,8 +59,6 @@ def test_masks_hold_through_fine_tuning():
     [
         ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
         ({"sparsity": {"9": 0.5}}, r"expected names of .*, got '9'"),
-        ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
-        ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for scope='global'"),
     ],
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):

@@ -1,7 +1,9 @@
 """A float network as a list of steps, independent of how its forward is written.
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
-graph is traced.
+graph is traced. A batch normalization becomes a part of the weight and bias of the product before
+it. An activation that only clamps, such as ReLU and ReLU6, clamps the previous step instead,
+because integers are clamped there anyway.
 """
 
 from __future__ import annotations
@@ -15,9 +17,7 @@ from torch import Tensor, fx, nn
 
 from tinyml.conversion import evaluation_mode
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
-from tinyml.integer.folding import folded
 from tinyml.integer.steps import (
-    Affine,
     Concatenation,
     Gate,
     Geometry,
@@ -42,9 +42,8 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
-    steps = folded(walk.steps)
     _require_any_batch(model, example[:_CHECKED_SAMPLES])
-    return steps
+    return walk.steps
 
 
 def _require_any_batch(model: nn.Module, example: Tensor) -> None:
@@ -118,7 +117,7 @@ class _Walk:
             def function(x: Tensor) -> Any:
                 return node.target(x, *arguments[1:], **options)
 
-            return self._add_step(Table, node, [arguments[0]], function, name)
+            return self._activation(node, arguments[0], function)
         if rule is None:
             raise self._unknown(node)
         try:
@@ -197,12 +196,46 @@ class _Walk:
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
 
+    def _activation(self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]) -> Step:
+        """Add a table, or clamp the step before if the activation clamps to a range with zero."""
+        is_clamp = operator_name(node) in _CLAMPS
+        if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
+            low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
+            if low <= 0 <= high:
+                x.clamps.append(function)
+                return x
+        return self._add_step(Table, node, [x], function)
+
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """Add the step factor * x + shift per channel."""
+        """Fold factor * x + shift per channel (float64) into the product `x`, or add a product."""
         if len(x.shape) not in (2, 4):
             raise self._unknown(node, "2 or 4 dimensions are supported")
         dtype = _value_like(node).dtype
-        return self._add_step(Affine, node, [x], factor, shift, dtype)
+        # A linear layer's channels are its last dimension; those of an image are dimension 1.
+        is_foldable = isinstance(x, Product) and (x.geometry is None) == (len(x.shape) == 2)
+        if is_foldable and not x.clamps and self._is_only_reader(node):
+            product = cast(Product, x)
+            weight, bias = product.weight, product.bias
+            per_row = factor.view(-1, *[1] * (weight.dim() - 1))
+            product.weight = (weight.double() * per_row).to(weight.dtype)
+            bias = shift if bias is None else bias.double() * factor + shift
+            product.bias = bias.to(weight.dtype)
+            return product
+        weight, geometry = factor.diag(), None
+        if len(x.shape) == 4:  # a depthwise 1x1 convolution
+            weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
+        return self._add_step(Product, node, [x], weight.to(dtype), shift.to(dtype), geometry)
+
+    def _is_only_reader(self, node: fx.Node) -> bool:
+        """Return True if no other node reads the step that `node` reads, under any of its names."""
+        source: Any = next(n for n in node.all_input_nodes if isinstance(self._values[n], Step))
+        step = self._values[source]
+        while len(source.users) == 1:
+            before = [n for n in source.all_input_nodes if self._values[n] is step]
+            if not before:
+                return True
+            source = before[0]
+        return False
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
         """Return a constant as one number per channel."""
@@ -320,6 +353,9 @@ _RULES: dict[str, tuple[Callable[..., Step], str]] = {
     )
     for operator in operators.split()
 }
+_CLAMPS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+#: The steps whose results are clamped to int8, and so also to the range of an activation.
+_CLAMPED = (Product, Sum, Concatenation, Gate)
 _ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
 
 

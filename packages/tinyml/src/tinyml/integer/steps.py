@@ -65,28 +65,6 @@ class Product(Step):
 
 
 @dataclass(eq=False)
-class Affine(Step):
-    """A value multiplied by `factor` and increased by `shift`, one float64 number per channel.
-
-    `folding` merges the step into the product before it, or converts it to a product.
-    """
-
-    factor: Tensor
-    shift: Tensor
-    dtype: torch.dtype
-
-    def as_product(self) -> Product:
-        """Return the same step as a depthwise 1x1 convolution, or as a diagonal matrix."""
-        if len(self.shape) == 4:
-            weight = self.factor.view(-1, 1, 1, 1)
-            geometry = Geometry((1, 1), groups=len(self.factor))
-        else:
-            weight, geometry = self.factor.diag(), None
-        weight, bias = weight.to(self.dtype), self.shift.to(self.dtype)
-        return Product(self.name, self.sources, self.shape, weight, bias, geometry)
-
-
-@dataclass(eq=False)
 class Sum(Step):
     """The sum of two values, or their difference: each value is multiplied by its sign."""
 
@@ -114,10 +92,9 @@ class Concatenation(Step):
 
 @dataclass(eq=False)
 class Table(Step):
-    """A function of each number, such as an activation; `operator` is its name in the graph."""
+    """A function of each number, such as an activation."""
 
     function: Callable[[Tensor], Tensor]
-    operator: str = ""
 
     def _unclamped(self, *values: Tensor) -> Tensor:
         return self.function(*values)

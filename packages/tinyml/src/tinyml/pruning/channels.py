@@ -75,7 +75,7 @@ def prune_channels(
     for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= fraction < 1:
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
-    _check_names(fractions, walk, groups, chosen)
+    _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
         chosen = _normalized(chosen, fractions)
     if isinstance(sparsity, Mapping):
@@ -89,23 +89,16 @@ def prune_channels(
     return _select_units(model, walk, keep, inputs)
 
 
-def _check_names(
-    names: Collection[str], walk: Walk, groups: Sequence[Group], chosen: Sequence[Group]
-) -> None:
+def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) -> None:
     """Raise `ValueError` unless each name is that of a layer that writes a group in `chosen`."""
-    writers = sorted({name for group in groups for name in group.writers})
-    unprotected = {name for group in chosen for name in group.writers}
+    writers = sorted({name for group in chosen for name in group.writers})
     for name in names:
         if name not in writers:
-            why = next((f" ({g.blocked_by})" for g in walk.groups() if name in g.writers), "")
+            group = next((group for group in walk.groups() if name in group.writers), None)
+            why = group and f" ({group.blocked_by or 'they are shared with a layer in protect'})"
             raise ValueError(
-                f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
+                f"channels of [{name!r}] cannot be removed{why or ''}; those of {writers} can"
                 f"{suggestion(name, writers)}"
-            )
-        if name not in unprotected:
-            raise ValueError(
-                f"expected sparsities of layers that are not protected, got one of {name!r}, which "
-                "shares its units with a layer in protect"
             )
 
 

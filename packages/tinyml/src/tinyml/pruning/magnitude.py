@@ -7,7 +7,7 @@ together. The model stays dense; `size_of` reports the size of a sparse file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,6 @@ from tinyml.validation import first_names
 
 class Masks(dict[str, Tensor]):
     """The remaining weights: a bool tensor per parameter name, True for weights that remain."""
-
-    @property
-    def sparsity(self) -> float:
-        """Return the fraction of zeros in all masked weights."""
-        removed = sum(int((~mask).sum()) for mask in self.values())
-        return removed / max(1, sum(mask.numel() for mask in self.values()))
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
@@ -86,21 +80,15 @@ def prune(
     model: nn.Module,
     sparsity: float | Mapping[str, float],
     *,
-    scope: Literal["layer", "global"] = "layer",
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Pruned:
     """Return a copy of `model` with the least important weights set to zero, and the masks.
 
     `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
-    fractions; other layers are unchanged. With scope="global" it is the fraction of all weights
-    together. Layers of the types in `layers` are pruned, except those that `protect` names. Biases
-    are never pruned.
+    fractions; other layers are unchanged. Layers of the types in `layers` are pruned, except those
+    that `protect` names. Biases are never pruned.
     """
-    if scope not in ("layer", "global"):
-        raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
-    if scope == "global" and isinstance(sparsity, Mapping):
-        raise ValueError("expected one sparsity for scope='global', got one per layer")
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
@@ -108,13 +96,13 @@ def prune(
     check_weights(chosen)
     for layer in chosen.values():
         make_dense(model, layer)
-    scores = {name: weight_of(layer).abs() for name, layer in chosen.items()}
-    if scope == "global" and not isinstance(sparsity, Mapping):
-        keep = _smallest_of_all(scores, sparsity)
-    else:
-        fractions = setting_per_layer(sparsity, chosen)
-        keep = {name: smallest_mask(score, fractions[name]) for name, score in scores.items()}
-    masks = Masks({f"{name}.weight".lstrip("."): mask for name, mask in keep.items()})
+    fractions = setting_per_layer(sparsity, chosen)
+    masks = Masks(
+        {
+            f"{name}.weight".lstrip("."): smallest_mask(weight_of(layer).abs(), fractions[name])
+            for name, layer in chosen.items()
+        }
+    )
     masks.apply(model)
     if not isinstance(sparsity, Mapping):
         warn_of_dense_weights(model, protected_modules(model, protect))
@@ -129,11 +117,3 @@ def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
     mask = torch.ones(score.numel(), dtype=torch.bool, device=score.device)
     mask[order[: round(sparsity * score.numel())]] = False
     return mask.view_as(score)
-
-
-def _smallest_of_all(scores: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
-    """Return the masks of `smallest_mask`, applied to the scores of all layers together."""
-    flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
-    parts = torch.split(flat, [score.numel() for score in scores.values()])
-    pairs = zip(scores.items(), parts, strict=True)
-    return {name: part.view_as(score) for (name, score), part in pairs}

@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
-from tinyml.compressed_weight import CompressedWeight
 from tinyml.conversion import tensor_versions
 from tinyml.validation import Progress
 
@@ -100,7 +100,6 @@ class _Replay:
         #: Placeholders for records that were freed: tensors of the same shapes without values.
         self._placeholders: dict[tuple[int, str], Any] = {}
         self._keeps_all = False
-        self._buffers = _Buffers(model)
         #: The name of the last recorded block, by batch and by the name of its list.
         self._last: dict[tuple[int, str], str] = {}
         # The state of the current run.
@@ -143,8 +142,6 @@ class _Replay:
                     self._keeps_all = True
                     continue
                 raise
-            finally:
-                self._buffers.restore()
             return
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
@@ -218,24 +215,6 @@ class _Replay:
             self._placeholders[number, before] = tree_map_only(Tensor, _Freed.of, freed)
 
 
-class _Buffers:
-    """A copy of a model's buffers, because a run may change them, such as a counter of calls."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [
-            (module, name, buffer, buffer.clone())
-            for module in model.modules()
-            if not isinstance(module, CompressedWeight)  # rounding a layer replaces them
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        """Undo all changes since the copy was made."""
-        for module, name, buffer, values in self._saved:
-            module._buffers[name] = buffer.copy_(values)
-
-
 def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the children of lists of modules that contain some of `layers`, by name.
 
@@ -291,10 +270,14 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 def _run(model: nn.Module, batch: Any) -> None:
     batch = _copied(batch)
+    # A run may change buffers, such as a counter of calls, so it gets copies of them.
+    named = {
+        name: buffer for name, buffer in model.named_buffers() if ".parametrizations." not in name
+    }
     if isinstance(batch, Mapping):
-        model(**batch)
+        functional_call(model, _copied(named), (), dict(batch))
     else:
-        model(batch)
+        functional_call(model, _copied(named), (batch,))
 
 
 def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
