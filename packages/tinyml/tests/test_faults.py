@@ -115,6 +115,19 @@ def test_compiled_and_parallel_models_are_refused(name, wrap, tmp_path):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_an_assignment_to_a_compressed_weight_is_refused_instead_of_ignored():
+    model = nn.Sequential(nn.Linear(8, 8))
+    for small in (quantize(model, 4), kmeans_quantize(model, 2)):
+        small[0].parametrizations.weight.original.data.mul_(3)  # a trained palette
+        before = small[0].weight.clone()
+        with pytest.raises(RuntimeError, match="no assignment to a compressed weight"):
+            small[0].weight = torch.zeros(8, 8)
+        assert torch.equal(small[0].weight, before)
+    rounded = prepare_qat(model, 4)
+    rounded[0].weight = torch.ones(8, 8)  # the trained weight
+    assert torch.equal(rounded[0].weight, torch.ones(8, 8))
+
+
 def test_adapters_beside_replaced_layers_are_added_only_if_those_are_protected():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     mixed = quantize(model, activations="dynamic", protect=["1"])

@@ -674,6 +674,7 @@ def test_a_matrix_product_is_the_linear_layer_of_it(compute):
         ),
         (lambda m, x: torch.addmm(m.b, x, m.w), r"addmm \(aten.addmm.* has no integer form"),
         (lambda m, x: nn.functional.dropout(x) @ m.w, r"dropout \(.*in evaluation mode too"),
+        (lambda m, x: torch.add(x @ m.w, x @ m.w, alpha=2), "alpha=2 is not supported"),
     ],
 )
 def test_a_product_that_is_no_layer_is_refused_with_its_node(compute, message):

@@ -51,11 +51,25 @@ class CompressedWeight(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_registering = False
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the tensor to store or train in place of `weight`."""
-        raise NotImplementedError
+        """Return the tensor to store or train in place of `weight`.
+
+        torch also calls this method if a tensor is assigned to the layer's weight, which would not
+        change the codes. Raise `RuntimeError` then.
+        """
+        if not self._is_registering:
+            raise RuntimeError(
+                "expected no assignment to a compressed weight, whose codes would not change; "
+                "compress the layer after the assignment"
+            )
+        return self.trained(weight)
+
+    def trained(self, weight: Tensor) -> Tensor:
+        """Return the parameter of the layer, from its dense weight."""
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def format(self) -> list[int]:
         """Return the integers that are needed to interpret the stored codes."""
@@ -86,7 +100,9 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
             f"expected a layer without parametrizations, got a {type(layer).__name__} with one of "
             f"{names}; remove it, or exclude the layer with protect"
         )
+    compressed._is_registering = True
     parametrize.register_parametrization(layer, "weight", compressed, unsafe=True)
+    compressed._is_registering = False
 
 
 def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
@@ -95,8 +111,3 @@ def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
         return None
     last = cast(Any, layer).parametrizations.weight[-1]
     return last if isinstance(last, CompressedWeight) else None
-
-
-def empty_placeholder(weight: Tensor) -> Tensor:
-    """Return a placeholder without elements for a dense weight that is not stored."""
-    return torch.empty(0, dtype=weight.dtype, device=weight.device)

@@ -52,17 +52,16 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         raise ValueError(
             "expected adapters inside a module, got a single adapter, which has no name in the file"
         )
-    tensors: dict[str, Tensor] = {}
-    for name, adapter in adapters.items():
-        for key, parameter in zip(("A", "B"), (adapter.lora_A, adapter.lora_B), strict=True):
-            is_embedding = isinstance(adapter.base, nn.Embedding)
-            factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
-            tensors[f"{_PREFIX}{name}.{factor}"] = parameter.detach().cpu().contiguous()
     single = parameter_adapters(model)
-    for path, name in _paths_in_file(list(single)).items():
-        for key, parameter in zip("AB", (single[name].lora_A, single[name].lora_B), strict=True):
-            tensors[f"{_PREFIX}{path}.lora_{key}.weight"] = parameter.detach().cpu().contiguous()
     everything: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
+    paths = {name: path for path, name in _paths_in_file(list(single)).items()}
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in everything.items():
+        is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
+        for key, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B)):
+            factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
+            path = f"{_PREFIX}{paths.get(name, name)}.{factor}"
+            tensors[path] = parameter.detach().cpu().contiguous()
     first = next(iter(everything.values()))
     alphas = {name: adapter.scaling * adapter.rank for name, adapter in everything.items()}
     alpha = first.scaling * first.rank

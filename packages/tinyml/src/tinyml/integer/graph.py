@@ -247,10 +247,10 @@ class _Walk:
             raise self._unknown(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
-    def _sub(self, node: fx.Node, a: Any, b: Any, factor: float) -> Step:
-        return self._add(node, a, b, -factor)
+    def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
+        return self._add(node, a, b, -1.0)
 
-    def _add(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
+    def _add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
@@ -338,8 +338,8 @@ _RULES: dict[str, tuple[Callable[..., Step], str]] = {
         (_Walk._matmul, "mm", "self mat2"),
         (_Walk._batch_norm, "batch_norm _native_batch_norm_legit", _NORM),
         (_Walk._batch_norm, "_native_batch_norm_legit_no_training", _NORM),
-        (_Walk._add, "add", "self other alpha"),
-        (_Walk._sub, "sub", "self other alpha"),
+        (_Walk._add, "add", "self other"),
+        (_Walk._sub, "sub", "self other"),
         (_Walk._mul, "mul", "self other"),
         (_Walk._div, "div", "self other"),
         (_Walk._cat, "cat concat concatenate", "tensors dim"),

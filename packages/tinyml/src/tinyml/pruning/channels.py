@@ -67,9 +67,8 @@ def prune_channels(
         raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
     if scope == "global" and isinstance(sparsity, Mapping):
         raise ValueError("expected one sparsity for scope='global', got one per layer")
-    model = _dense_copy(model)
-    walk, protected = Walk(model, inputs), protected_modules(model, protect)
-    groups = _ranked(walk, model, inputs, criterion, loss)
+    model, walk, groups = _ranked_copy(model, inputs, criterion, loss)
+    protected = protected_modules(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     fractions = sparsity if isinstance(sparsity, Mapping) else {}
     for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
@@ -133,46 +132,38 @@ def _global_counts(groups: Sequence[Group], sparsity: float) -> dict[Group, int]
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
     """Return a copy with the same function, in which units are sorted by importance per group."""
-    model = _dense_copy(model)
-    walk = Walk(model, inputs)
-    keep = {group: group.order for group in _ranked(walk, model, inputs)}
-    return _select_units(model, walk, keep, inputs)
+    model, walk, groups = _ranked_copy(model, inputs)
+    return _select_units(model, walk, {group: group.order for group in groups}, inputs)
 
 
 def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
     """Return the groups of units that can be removed, in the order in which they are written."""
-    model = _dense_copy(model)
-    return _ranked(Walk(model, inputs), model, inputs)
+    return _ranked_copy(model, inputs)[2]
 
 
-def _ranked(
-    walk: Walk,
+def _ranked_copy(
     model: nn.Module,
     inputs: tuple[Any, ...],
     criterion: Criterion = "wanda",
     loss: Loss | None = None,
-) -> list[Group]:
-    groups = _removable(walk, model)
-    rank_units(walk, groups, model, inputs, criterion, loss)
-    return groups
-
-
-def _removable(walk: Walk, model: nn.Module) -> list[Group]:
-    all_groups = walk.groups()
-    groups = [
-        g
-        for g in all_groups
-        if not g.blocked_by and g.writers and g.layers("reader") and g.size > 1
-    ]
-    if not groups:
-        why = "; ".join(
-            f"{g.writers[0]}: {g.blocked_by}" for g in all_groups if g.writers and g.blocked_by
+) -> tuple[nn.Module, Walk, list[Group]]:
+    """Return a dense copy, its walk, and the groups whose units can be removed, with scores."""
+    model = dense_copy(model)
+    if any(isinstance(module, LoRA | ParameterLoRA) for module in model.modules()):
+        raise ValueError(
+            "expected a model without adapters, whose rank would change; merge them, or prune first"
         )
+    walk = Walk(model, inputs)
+    written = [group for group in walk.groups() if group.writers]
+    groups = [g for g in written if not g.blocked_by and g.layers("reader") and g.size > 1]
+    if not groups:
+        why = "; ".join(f"{g.writers[0]}: {g.blocked_by}" for g in written if g.blocked_by)
         raise ValueError(
             f"{type(model).__name__} has no channels between two layers to remove"
             f"{why and '; ' + why}"
         )
-    return groups
+    rank_units(walk, groups, model, inputs, criterion, loss)
+    return model, walk, groups
 
 
 @torch.no_grad()
@@ -298,12 +289,3 @@ def _update_sizes(layer: Any, first: int, second: int = 0) -> None:
         if layer.groups > 1:
             layer.groups = first * layer.groups // layer.out_channels
         layer.out_channels, layer.in_channels = first, second * layer.groups
-
-
-def _dense_copy(model: nn.Module) -> nn.Module:
-    model = dense_copy(model)
-    if any(isinstance(module, LoRA | ParameterLoRA) for module in model.modules()):
-        raise ValueError(
-            "expected a model without adapters, whose rank would change; merge them, or prune first"
-        )
-    return model

@@ -152,11 +152,6 @@ def gptq_codes(
     then once to all later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
-    if hessian.shape != (inputs, inputs):
-        raise ValueError(
-            f"expected a Hessian of shape (in, in) = {(inputs, inputs)} for this weight, "
-            f"got {tuple(hessian.shape)}"
-        )
     if not (_is_finite(weight) and _is_finite(hessian)):
         raise ValueError("expected finite weights and calibration inputs, got nan or inf")
     scale, zero = (part.double().view(outputs, -1) for part in (grid.scale, grid.zero))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinyml.compressed_weight import CompressedWeight, empty_placeholder
+from tinyml.compressed_weight import CompressedWeight
 from tinyml.quantization.grid import Grid
 from tinyml.quantization.pack import pack, unpack
 
@@ -64,10 +64,6 @@ class GridWeight(CompressedWeight):
         restored = GridWeight(no_codes, grid, weight, bits, transposed=transposed)
         restored.codes, restored.scale = codes, scale
         return restored
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return an empty tensor, because the codes are stored instead of the weight."""
-        return empty_placeholder(weight)
 
     def format(self) -> list[int]:
         """Return the bits, the lowest code and the shape of the weight."""

@@ -68,7 +68,7 @@ class Palette(CompressedWeight):
         restored.codes = codes
         return restored
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
+    def trained(self, weight: Tensor) -> Tensor:
         """Return the palette."""
         return self._palette.to(weight)
 
