@@ -90,34 +90,31 @@ _MOST_POINTS_WITHOUT_SUMMARY = 1024
 
 
 @torch.no_grad()
-def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Run Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
+def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Run Lloyd's algorithm to its fixed point, from the optimum for a summary of the values.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is
     optimal. Otherwise it is the means of about 1024 intervals. Return the centroids (min(k,
     distinct values), ascending, float64) and the index of each value's centroid (int16, with the
     shape of `values`; `centroids[indices.int()]` are the rounded values).
     """
-    _check_arguments(values, k, init)
+    if not 1 <= k <= _MOST_CLUSTERS:
+        raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
+    if not values.numel() or not torch.isfinite(values).all():
+        raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
     # Half precision fits in float32, where sorting takes half the time.
     flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     ordered = _sorted(flat)
-    if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
-        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
-        distinct = distinct.double()
-        if distinct.numel() <= k:
-            codes = torch.bucketize(flat, distinct.to(flat))
-            return distinct, codes.to(torch.int16).view(values.shape)
-    else:
-        distinct = counts = None
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
-    if init is not None:
-        centroids = init.to(sums).sort().values
-    elif distinct is not None and counts is not None:
-        centroids = best_intervals(distinct, counts, k)
+    if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
+        points, counts = torch.unique_consecutive(ordered, return_counts=True)
+        if points.numel() <= k:
+            codes = torch.bucketize(flat, points)
+            return points.double(), codes.to(torch.int16).view(values.shape)
     else:
-        centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
+        points, counts = _summary(ordered, sums, max(512, 2 * k))
+    centroids = best_intervals(points.double(), counts, k)
     edges = None
     for _ in range(_MOST_ITERATIONS):
         inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
@@ -130,15 +127,6 @@ def kmeans(values: Tensor, k: int, *, init: Tensor | None = None) -> tuple[Tenso
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = torch.bucketize(flat, _boundaries(centroids, flat), out_int32=True)
     return centroids, codes.to(torch.int16).view(values.shape)
-
-
-def _check_arguments(values: Tensor, k: int, init: Tensor | None) -> None:
-    if not 1 <= k <= _MOST_CLUSTERS:
-        raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
-    if not values.numel() or not torch.isfinite(values).all():
-        raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
-    if init is not None and (init.numel() != k or not torch.isfinite(init).all()):
-        raise ValueError(f"expected {k} finite initial centroids, got {init.tolist()}")
 
 
 def _sorted(flat: Tensor) -> Tensor:
