@@ -137,7 +137,10 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
-        """Return the layer that is compressed instead; raise `ValueError` if its weight is lost."""
+        """Return the layer to compress in place of this one.
+
+        Raise `ValueError` if its dense weight is not stored.
+        """
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
             "start from the model before it was quantized with activations"

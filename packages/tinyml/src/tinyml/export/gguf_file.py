@@ -47,6 +47,7 @@ _DENSE = {
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
 }  # fmt: skip
 _ALIGNMENT = 32
+_LONGEST_NAME = 63
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -66,9 +67,9 @@ def save_gguf(
 
     Dense weights are rounded. Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4
     bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32 inputs, and their
-    scales must be float16 numbers.
-    All other tensors, and those whose rows blocks do not divide, are stored unchanged.
-    Raise `ValueError` for weights so large or small that the float16 scales of `kind` change them.
+    scales must be float16 numbers. All other tensors are stored unchanged, and so are weights whose
+    inputs the block size does not divide. Raise `ValueError` for weights so large or small that the
+    float16 scales of `kind` change them.
 
     `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
     and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
@@ -134,8 +135,11 @@ def _entries(
             continue  # a tied weight is stored once, and a tensor without elements is not stored
         written.add(memory)
         key = names.get(name, name)
-        if key in entries:
-            raise ValueError(f"expected a separate name for each tensor, got {key!r} twice")
+        if key in entries or len(key.encode()) > _LONGEST_NAME:
+            raise ValueError(
+                f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
+                f"llama.cpp reads, got {key!r}; pass shorter ones in names"
+            )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
         elif tensor.dtype in _DENSE:

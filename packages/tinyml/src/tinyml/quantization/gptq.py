@@ -146,10 +146,10 @@ def gptq_codes(
 ) -> tuple[Tensor, Grid]:
     """Return the codes (out, in) of a weight (out, in), given H = sum x x^T (in, in), and the grid.
 
-    `grid` has one row per output or per group of inputs. `refit(rows)` returns the
-    grid of the updated weights (out, group) of one group. `damping` is the fraction of H's mean
-    diagonal that is added to the diagonal. Errors are propagated within blocks of columns first and
-    then once to all later columns, which is the same sum with less memory traffic.
+    `grid` has one row per output or per group of inputs. `refit(rows)` returns the grid of the
+    updated weights (out, group) of one group. `damping` is the fraction of H's mean diagonal that
+    is added to the diagonal. Errors are propagated within blocks of columns first and then once to
+    all later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     if not (_is_finite(weight) and _is_finite(hessian)):
@@ -230,8 +230,8 @@ def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     """Return rows `start` to `end` of U, without the columns before `start`, which are zero.
 
     U is upper triangular, with U^T U = (H / h + d I)^-1. With L and P of `reversed_cholesky`, it is
-    P L^-1 P. Only the rows of one block of columns are computed
-    at a time, because all of them need as much memory as H.
+    P L^-1 P. Only the rows of one block of columns are computed at a time, because all of them need
+    as much memory as H.
     """
     size = len(lower)
     units = lower.new_zeros(end - start, size)
