@@ -151,6 +151,7 @@ def _has_adapters(name: str) -> str:
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict with the factors of the adapters, without their scaling alpha / r."""
+    check_unwrapped(model)
     adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
