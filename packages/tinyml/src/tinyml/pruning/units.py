@@ -1,9 +1,9 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
-rule of its operator returns the dimension of the result that contains units: `product_rules` create
-and read units, and `passing_rules` pass them on. Units that reach an operator without a rule, or an
-operator that mixes them, cannot be removed; `Group.blocked_by` names that operator.
+rule of its operator (see `rules`) returns the dimension of the result that contains units. Units
+that reach an operator without a rule, or an operator that mixes them, cannot be removed;
+`Group.blocked_by` names that operator.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from torch import fx, nn
 
 from tinyml.exported import described, exported, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, SizeUse
-from tinyml.pruning.passing_rules import PASSING_RULES
-from tinyml.pruning.product_rules import PRODUCT_OPERATORS, PRODUCT_RULES
+from tinyml.pruning.rules import PRODUCT_OPERATORS, RULES
 from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
 from tinyml.pruning.unit_groups import UnitGroups
 
-#: The rule of each operator, called with the walk, the node and the node's arguments.
-RULES = PRODUCT_RULES | PASSING_RULES
 _SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes"}
 
 
