@@ -60,7 +60,7 @@ def prune_channels(
 
     The result is compared with the dense model at several batch sizes and lengths, and with a cache
     if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
-    number of units and as something else.
+    number of units and as something else. Warn if the result fails in training mode.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):
