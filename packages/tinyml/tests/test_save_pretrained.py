@@ -133,6 +133,21 @@ def test_a_plain_model_is_plain_again():
         merge_and_unload(model)
 
 
+@pytest.mark.parametrize("targets", [["decoder"], ["word_embeddings"]])
+def test_a_bias_that_is_tied_with_the_adapted_weight_is_saved_too(targets, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6}
+    config = transformers.BertConfig(vocab_size=97, num_hidden_layers=1, **sizes)
+    model = transformers.BertForMaskedLM(config).eval()
+    nn.init.normal_(model.cls.predictions.bias)
+    adapted(model, targets)
+    expected = model(TOKENS).logits
+    merge_and_unload(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-4)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
+
+
 def test_the_configuration_is_untied_after_one_of_two_tied_parameters_was_adapted(tmp_path):
     model = llama(tied=True)
     add_lora(model, 2, parameters=["embed_tokens.weight"])

@@ -63,10 +63,29 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     is_untied = _has_tied_weights(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(unmerged)
-    for config in _tying_configs(model) if is_untied else ():
-        config.tie_word_embeddings = False
     unload_parameters(model)
-    return replace_modules(model, bases)
+    model = replace_modules(model, bases)
+    if is_untied and (configs := _tying_configs(model)):
+        for config in configs:
+            config.tie_word_embeddings = False
+        _separate_shared_parameters(model)
+    return model
+
+
+def _separate_shared_parameters(model: nn.Module) -> None:
+    """Copy parameters that several modules share, so that `save_pretrained` writes all of them.
+
+    `from_pretrained` of an untied configuration ties none of them. BERT, for example, ties the bias
+    of its head as well.
+    """
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter in seen:
+                copied = parameter.detach().clone()
+                module._parameters[key] = nn.Parameter(copied, parameter.requires_grad)
+            elif parameter is not None:
+                seen.add(parameter)
 
 
 def _has_tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
