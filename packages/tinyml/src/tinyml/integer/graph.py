@@ -127,7 +127,7 @@ class _Walk:
         return result
 
     def _named(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
-        """Return the arguments with these names; an operator without such an argument has None.
+        """Return the arguments with these names; None for names that the operator does not have.
 
         Raise `ValueError` if an argument with another name does not have its default. A rule
         without names supports all arguments, of which it reads the first.
