@@ -135,12 +135,12 @@ class _Walk:
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         if not names:
             return [arguments[0]]
-        values = {a.name: a.default_value for a in schema}
-        given = dict(zip(values, arguments, strict=False)) | options
-        for key, value in given.items():
-            if key not in names.split() and value != values[key]:
+        defaults = {a.name: a.default_value for a in schema}
+        explicit = dict(zip(defaults, arguments, strict=False)) | options
+        for key, value in explicit.items():
+            if key not in names.split() and value != defaults[key]:
                 raise self._unknown(node, f"{key}={value!r} is not supported")
-        return [(values | given).get(key) for key in names.split()]
+        return [(defaults | explicit).get(key) for key in names.split()]
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
