@@ -69,7 +69,7 @@ def _warn_of_training(small: nn.Module, dense: nn.Module, calls: Sequence[_Call]
                 warnings.warn(
                     f"the pruned {type(small).__name__} fails in training mode ({error}); to train "
                     "it, prune again and exclude the layers that auxiliary heads read with protect",
-                    stacklevel=5,
+                    stacklevel=7,
                 )
             return
 
