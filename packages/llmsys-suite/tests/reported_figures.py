@@ -10,6 +10,37 @@ from llmsys_suite.results import Audit, Skipped
 
 #: Fields that are not figures of the report: raw timings, and records that only the audit reads.
 RECORDS = ("interleaved", "final_weights")
+#: The figures that no check compares, by the words that label them in the report.
+LABELED = {
+    "plan": {"the memory of all variants together": ("host_peak_bytes", "all_variants_bytes")},
+    "links": {
+        "times": ("rows.time_us", "rows.p99_us"),
+        "ratios to the peer": ("rows.ratio_p50", "rows.ratio_p10", "rows.ratio_p90"),
+        "calls in place": (
+            "rows.in_place_time_us",
+            "rows.in_place_p99_us",
+            "rows.in_place_algbw_gbps",
+            "rows.in_place_busbw_gbps",
+            "rows.in_place_wrong",
+        ),
+        "the number of hosts": ("rows.hosts",),
+    },
+    "train": {"hidden and exposed communication": ("rows.hidden_ms", "rows.exposed_ms")},
+    "parallel": {"waiting": ("rows.waiting",)},
+    "memory": {
+        "the peak of inference": ("peaks.inference_peak_mib",),
+        "the timeline": ("training_timeline",),
+        "the number of rows": ("rows",),
+    },
+    "scale": {"the interval of the extrapolation": ("extrapolated.low", "extrapolated.high")},
+    "inspect": {
+        "the lens before the last layer, and entropies": ("lens.entropy",),
+        "the scores of heads other than previous-token heads, and scores by chance": (
+            "heads.chance",
+            "heads.p_value",
+        ),
+    },
+}
 
 
 def figures(results: dict[str, Any]) -> list[tuple[str, str]]:

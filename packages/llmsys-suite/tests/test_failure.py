@@ -292,7 +292,7 @@ def test_lost_store_counts_as_a_failure():
 def test_folder_is_claimed_by_one_run(tmp_path):
     config = RunConfig(out=tmp_path / "run")
     claim(config)
-    with pytest.raises(UsageError, match="belongs to another run; name another folder"):
+    with pytest.raises(UsageError, match="is not empty; name another folder"):
         claim(config)
 
 

@@ -56,12 +56,12 @@ def test_transformers_computes_the_same_logits_and_its_folder_is_imported(export
         ({"tie_word_embeddings": True}, "expected tie_word_embeddings False, got True"),
         ({"rms_norm_eps": 1e-6}, "expected rms_norm_eps 1e-05, got 1e-06"),
         ({"num_key_value_heads": 1}, "expected num_key_value_heads 2, got 1"),
-        ({"rope_scaling": {"factor": 8.0}}, "expected rotary positions without scaling"),
+        ({"rope_scaling": {"factor": 8.0}}, "expected rope_parameters .*, got .*'factor': 8.0"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            r"expected partial_rotary_factor 1\.0, got 0\.5",
+            r"expected rope_parameters .*, got .*'partial_rotary_factor': 0\.5",
         ),
-        ({"rope_parameters": {"rope_theta": 5e5}}, r"expected rope_theta 10000\.0, got 500000\.0"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"expected rope_parameters .*, got .*500000\.0"),
     ],
 )
 def test_a_model_of_another_architecture_is_refused(exported, change, complaint):
@@ -80,10 +80,12 @@ def test_missing_files_and_other_tensors_are_refused(exported, tmp_path):
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"config\.json has no 'max_position_embeddings'"):
+    with pytest.raises(
+        UsageError, match=r"cannot be read as a Llama model: 'max_position_embeddings'"
+    ):
         import_model(tmp_path)
     save_file({"model.other.weight": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(UsageError, match="expected the tensors of a Llama model"):
+    with pytest.raises(UsageError, match="expected the tensors of its"):
         import_model(folder)
 
 
@@ -95,11 +97,13 @@ def test_files_that_do_not_fit_together_are_refused(exported):
         (folder / "config.json").write_text(json.dumps(config | change))
 
     write(intermediate_size=config["intermediate_size"] + 8)
-    with pytest.raises(UsageError, match=r"expected model\.layers\.0\..* of shape .*, got"):
+    with pytest.raises(
+        UsageError, match=r"expected the tensors of its config\.json: .*size mismatch"
+    ):
         import_model(folder)
     heads = config["hidden_size"] + 1
     write(num_attention_heads=heads, num_key_value_heads=heads)
-    with pytest.raises(UsageError, match=r"config\.json: "):
+    with pytest.raises(UsageError, match="cannot be read as a Llama model"):
         import_model(folder)
     write()
     weights = (folder / "model.safetensors").read_bytes()
@@ -116,5 +120,5 @@ def test_the_command_exports_the_trained_model_to_a_new_folder_only(tmp_path):
     cli.app(arguments, standalone_mode=False)
     tokens = torch.arange(16)[None]
     assert torch.equal(import_model(tmp_path / "model")(tokens), trained(tokens))
-    with pytest.raises(UsageError, match="is not empty; name another folder"):
+    with pytest.raises(UsageError, match="exists and is not empty; name another folder"):
         cli.app(arguments, standalone_mode=False)

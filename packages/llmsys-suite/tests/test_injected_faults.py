@@ -15,6 +15,7 @@ from injected_faults import FAULTS
 from llmsys_suite.config import UsageError
 from llmsys_suite.report.unaudited import UNAUDITED
 from mutate import QUICK, inject, table
+from reported_figures import LABELED
 
 
 def test_the_registry_has_faults_of_every_stage_with_distinct_names():
@@ -56,13 +57,18 @@ def test_nineteen_of_twenty_injected_faults_are_found():
     assert detected >= 0.95 * len(outcomes), table(outcomes)
 
 
+def test_the_labels_of_unaudited_figures_are_those_of_the_report():
+    for stage, labels in LABELED.items():
+        assert {*labels} <= {entry.figures for entry in UNAUDITED[stage]}
+
+
 @pytest.mark.exhaustive
 def test_each_doubled_figure_is_found_or_labeled():
     labeled = {
         f"{stage}: {name}"
-        for stage, entries in UNAUDITED.items()
-        for entry in entries
-        for name in entry.fields
+        for stage, labels in LABELED.items()
+        for names in labels.values()
+        for name in names
     }
     outcomes = inject([], figures=True)
     assert len(outcomes) > 80

@@ -24,14 +24,15 @@ Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
 FORMAT = 11
 MANIFEST = "manifest.json"
-#: Files that every run writes.
-ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
-#: Files that only some runs write and that are read later.
-SOMETIMES = ("checks.json", "evidence.json", "model.safetensors", "tokenizer.json")
+#: Files that are read later. Every run writes the first four.
+RECORDS = (
+    "config.json", "env.json", "samples.jsonl", "summary.json",
+    "checks.json", "evidence.json", "model.safetensors", "tokenizer.json",
+)  # fmt: skip
 
 
 class FolderTaken(UsageError):
-    """Another run owns the folder."""
+    """The folder has files already, for example those of another run."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +156,10 @@ class RunFolder:
                 f"{self.path} is of format {version} and this version reads {FORMAT}; "
                 "make the run again, or read it with the version that wrote it"
             )
-        if missing := [name for name in ALWAYS if name not in manifest["files"]]:
-            raise UsageError(f"{self.path / MANIFEST} has no digest of {missing[0]}")
-        self._require_files(manifest["files"])
-
-    def _require_files(self, digests: dict[str, str]) -> None:
-        for name in SOMETIMES:
-            if name not in digests and (self.path / name).exists():
-                raise UsageError(f"{self.path / name} was added since its run ended")
-        for name, digest in digests.items():
+        digests = manifest["files"]
+        for name in dict.fromkeys((*RECORDS, *digests)):
             path = self.path / name
-            if not path.exists():
-                raise UsageError(f"{path} is missing: the folder is not as its run left it")
-            if _digest(path) != digest:
+            if digests.get(name) != (_digest(path) if path.exists() else None):
                 raise UsageError(f"{path} was changed since its run wrote it")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
@@ -200,11 +192,7 @@ def claim(config: RunConfig) -> RunConfig:
     """Create the run folder for this run alone, and return `config` with its path.
 
     Without `config.out` the folder is `runs/DATE-TIME`, with a number appended if another run of
-    the same second has that name. The exclusive creation of config.json decides between two runs
-    that see the same empty folder.
-
-    Raises:
-        UsageError: the folder is not empty, belongs to another run, or cannot be written.
+    the same second has that name. Raises UsageError as `create_folder` does.
     """
     if config.out is not None:
         return _claim(config, config.out)
@@ -219,22 +207,29 @@ def claim(config: RunConfig) -> RunConfig:
 
 def _claim(config: RunConfig, out: Path) -> RunConfig:
     claimed = replace(config, out=out)
-    folder = RunFolder(out)
+    create_folder(out, "config.json", json.dumps(claimed.to_json(), indent=1) + "\n")
+    RunFolder(out).restart()
+    return claimed
+
+
+def create_folder(folder: Path, name: str, text: str) -> None:
+    """Create a folder with one file.
+
+    Raises:
+        UsageError: the folder cannot be written, or it exists and is not empty (`FolderTaken`).
+    """
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
             raise FileExistsError
-        with (out / "config.json").open("x", encoding="utf-8") as file:
-            file.write(json.dumps(claimed.to_json(), indent=1) + "\n")
-        folder.restart()
+        # Of two programs that see the same empty folder, only one can create the file.
+        with (folder / name).open("x", encoding="utf-8") as file:
+            file.write(text)
     except FileExistsError:
-        raise FolderTaken(f"{out} belongs to another run; name another folder with --out") from None
+        raise FolderTaken(f"{folder} exists and is not empty; name another folder") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(
-            f"{out} cannot be written ({reason}); name another folder with --out"
-        ) from None
-    return claimed
+        raise UsageError(f"{folder} cannot be written ({reason}); name another folder") from None
 
 
 def _digest(path: Path) -> str:

@@ -26,17 +26,16 @@ class LeftOut(Exception):
     """The reason why a case was not timed."""
 
 
-def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
+def measure(cases: Sequence[Case], *, limit: float = 60.0) -> Iterator[Row]:
     """Yield the rows of each case: one per number of warm-up steps, or one with a refusal.
 
     The `note` of a row is the reason why its case was not timed. `limit` is in seconds per case.
-    With `profile`, rows have `operators`.
     """
     rates: dict[str, float] = {}
     for case in cases:
         try:
             require_fit(case, limit, rates.get(case.dtype, 0.0))
-            measured = in_a_process(case, limit, profile=profile)
+            measured = in_a_process(case, limit)
         except LeftOut as reason:
             yield case.labels() | {"note": str(reason)}
             continue
@@ -59,10 +58,9 @@ def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
         raise LeftOut(f"would take {seconds:.0f} s")
 
 
-def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
+def in_a_process(case: Case, limit: float) -> dict[str, Any]:
     """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
-    options = json.dumps(asdict(case) | {"profile": profile})
-    command = [sys.executable, "-m", "llmsys_suite.step.process", options]
+    command = [sys.executable, "-m", "llmsys_suite.step.process", json.dumps(asdict(case))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -99,6 +97,5 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "loss": measured["loss"],
         "threads": measured["threads"],
         "seconds": counted,
-        "operators": measured["operators"],
         "note": "",
     }
