@@ -404,12 +404,6 @@ def half_budget(original: Any, run: Run, budget: float, *more: int) -> Any:
     return original(run, budget / 2, *more) | {"compute_flops": budget}
 
 
-def exponent_of_tokens(result: Any, *_: Any) -> Any:
-    if result.law:
-        result.law["exponent"] = 1 - result.law["exponent"]
-    return result
-
-
 def without_largest(original: Any, runs: Any) -> Any:
     most = max(row["compute_flops"] for row in runs)
     return original([row for row in runs if row["compute_flops"] < most])
@@ -717,7 +711,7 @@ FAULTS: list[Fault] = [
     Fault("learn", "the held-out loss is one rank's", lambda run:
         after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
     Fault("learn", "the file holds the weights before training", lambda run:
-        around(learn, "decoder", lambda original, run_, weights: original(run_, initial_weights(run_)))),
+        around(learn, "with_weights", lambda original, run_, config, _: original(run_, config, initial_weights(run_)))),
     Fault("learn", "every other step is skipped", lambda run:
         around(Variant, "update", every_other_step())),
     Fault("learn", "the learning rate does not decay", lambda run:
@@ -782,8 +776,6 @@ FAULTS: list[Fault] = [
         around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
     Fault("scale", "the rate does not decay", lambda run:
         mock.patch.object(scale, "_cosine", return_value=1.0)),
-    Fault("scale", "the law's exponent is that of tokens", lambda run:
-        after(scale, "fit", exponent_of_tokens)),
     Fault("scale", "the fit leaves out the largest budget", lambda run:
         around(scale, "fit", without_largest)),
     # Inspect.
@@ -879,7 +871,6 @@ FAULTS: list[Fault] = [
     Fault("learn", "the last loss is missing from the checkpoint", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
     Fault("parallel", "the time of all iterations is shorter by 15 %", lambda run:
         rows(parallel, lambda row: {"iteration_ms": 0.85 * row["iteration_ms"], "seconds": [0.85 * s for s in row["seconds"]]})),
-    Fault("scale", "the law is left out", lambda run: after(scale, "fit", lambda result, *_: replace(result, law={}, valleys=[], extrapolated={}))),
     Fault("inspect", "the ablated head is not the one in the table", ablates_another_head),
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),

@@ -46,6 +46,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants import variants_here
+from llmsys_suite.variants.initial_weights import draw
 from reported_figures import doubled, figures
 
 #: Quick faults, one or two of each family, for the fast tests.
@@ -276,6 +277,8 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
     run.results = {stage: honest[stage] for stage in ("plan", "train") if stage in honest}
     trained = run.trained
     run.recorder._samples = []
+    # A fault may change how the initial weights are drawn.
+    draw.cache_clear()
     with ExitStack() as stack:
         few = [name for name in variants_here(run.device) if name in fault.variants]
         for module in (train, probe):
@@ -288,6 +291,7 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
         except Exception as error:
             # An error that would end the run has detected the fault too.
             failed = [f"an error, {_recover(run, error)}"]
+    draw.cache_clear()
     run.trained = trained
     run.config = config
     return _reported(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))

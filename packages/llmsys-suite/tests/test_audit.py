@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import os
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import torch
 from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file
-from llmsys_suite.audit.run import check_again
+from llmsys_suite.audit.run import check_again, guarded
 from llmsys_suite.audit.stage_checks import compress, timing
+from llmsys_suite.audit.stage_checks import scale as scale_checks
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import weights as weight_checks
@@ -35,6 +37,7 @@ from llmsys_suite.measure.samples import (
 )
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.stages import scale
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.stored_tensors import stored_bytes
@@ -497,21 +500,21 @@ def remove_received(train, samples, evidence):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (remove_rank, "torch DDP step 0 rank 1"),
-        (remove_received, "single process step 0 rank 0: received"),
-        (lambda train, samples, evidence: samples.clear(), "single process step 0 rank 0"),
-        (without("train", "rows", 2, "step_ms"), "ddp flat: step_ms"),
+        (remove_rank, "torch DDP rank 1: one sample of every step"),
+        (remove_received, "single process rank 0: one sample of every step"),
+        (lambda train, samples, evidence: samples.clear(), "single process rank 0"),
+        (without("train", "rows", 2, "step_ms"), "KeyError: 'step_ms'"),
         (without("train", "losses", "ddp flat"), "ddp flat: a loss of every step"),
-        (without("train", "final_weights", "ddp flat"), "ddp flat: stored"),
-        (without("evidence", "trajectory"), "evidence of trajectory"),
+        (without("train", "final_weights", "ddp flat"), "KeyError: 'ddp flat'"),
+        (without("evidence", "trajectory"), "KeyError: 'trajectory'"),
+        (without("samples", 3, "row_digests"), "KeyError: 'row_digests'"),
     ],
 )
 def test_a_part_of_the_record_that_is_missing_is_named(change, named):
     plan, train, samples, evidence = honest()
     change(train, samples, evidence)
-    checks = training_checks.checks(CONFIG, plan, train, samples, evidence)
+    checks = guarded("train", training_checks.checks(CONFIG, plan, train, samples, evidence))
     (failed,) = (check for check in checks if not check.passed)
-    assert failed.name == "results and samples of every step"
     assert named in failed.where or "more" in failed.where
 
 
@@ -691,6 +694,35 @@ def test_a_check_with_nothing_recorded_is_red():
     assert not sources.within("a", 1.0, float("nan"), 2.0).passed
     assert not sources.none("a", ["x"]).passed
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
+
+
+def scaling_result():
+    """Return a fit to runs of four budgets: parabolas in log N with minima near N = C^0.4."""
+    runs = []
+    for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
+        best = 0.4 * math.log(compute) + 0.1 * (i % 2)
+        for step in range(-2, 3):
+            size = math.exp(best + 0.5 * step + 0.1)
+            loss = 3 - 0.1 * i + 0.05 * (math.log(size) - best) ** 2
+            row = {"parameters": size, "tokens": compute / (6 * size), "loss": loss}
+            runs.append(row | {"compute_flops": compute})
+    return scale.fit(runs)
+
+
+def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
+    def failed(result):
+        return [check.name for check in scale_checks.fit_checks(result) if not check.passed]
+
+    result = scaling_result()
+    assert failed(result) == []
+    law = result.law | {"exponent": 1 - result.law["exponent"]}
+    assert failed(replace(result, law=law)) == ["exponent"]
+    assert failed(replace(result, valleys=result.valleys[1:])) == ["number of minima", "minima"]
+    extrapolated = result.extrapolated | {"parameters": 1.01 * result.extrapolated["parameters"]}
+    assert failed(replace(result, extrapolated=extrapolated)) == ["extrapolated size"]
+    for key in ("compute_flops", "parameters", "loss"):
+        valley = result.valleys[0] | {key: 1.01 * result.valleys[0][key]}
+        assert failed(replace(result, valleys=[valley, *result.valleys[1:]])) == ["minima"]
 
 
 def finished(path, change=lambda samples: None):

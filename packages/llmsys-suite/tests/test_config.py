@@ -68,7 +68,7 @@ def test_unknown_names_and_impossible_numbers_are_refused(options, complaint):
         ({"learning_rate": float("nan")}, "learning_rate nan"),
         ({"stages": ("train",)}, "need, in this order, plan, train, report"),
         ({"size": "huge"}, "size 'huge' is unknown"),
-        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"preset": "tpu"}, "preset 'tpu' is unknown"),
         ({"backend": "nccl"}, "backend nccl moves CUDA tensors"),
     ],
 )
@@ -186,7 +186,7 @@ def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path
     values = read_toml(path)
     stages = values.pop("stages")
     assert resolve(stages, **values) == resolve([], preset="cpu")
-    names = {field.name for field in fields(RunConfig)} - {"device"}
+    names = {field.name for field in fields(RunConfig)}
     assert {*MEANING} == names
     for name in names:
         assert re.search(rf"^# .+\n(# )?{name} = ", path.read_text(), re.MULTILINE)

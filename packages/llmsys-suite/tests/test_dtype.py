@@ -90,7 +90,7 @@ def test_saved_bytes_are_counted_in_the_dtype_of_the_run(tmp_path):
 
 
 def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch):
-    with pytest.raises(UsageError, match="dtype tf32 needs a CUDA device, got device cpu"):
+    with pytest.raises(UsageError, match="dtype tf32 needs a CUDA device, got preset cpu"):
         check(RunConfig(dtype="tf32"))
     with pytest.raises(UsageError, match="dtype tf32 needs device cuda"):
         Case(dtype="tf32")

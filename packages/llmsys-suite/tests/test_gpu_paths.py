@@ -87,7 +87,7 @@ def test_each_rank_selects_its_gpu_before_any_other_use_of_cuda(monkeypatch):
 
     monkeypatch.setattr(worker, "_store", store)
     with pytest.raises(RuntimeError, match="far enough"):
-        worker.begin(RunConfig(device="cuda"), 3, 4, None)
+        worker.begin(RunConfig(preset="gpu"), 3, 4, None)
     assert calls == ["cuda:3", "autograd", "store"]
 
 

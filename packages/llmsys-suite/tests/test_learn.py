@@ -186,7 +186,7 @@ def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, o
 
 
 def refused(resume):
-    with pytest.raises(UsageError, match="4 rows do not split over 3 ranks"):
+    with pytest.raises(UsageError, match="4 rows, which do not split over 3 ranks"):
         learned(os.path.dirname(resume) + "/other", "ddp flat", None, resume, 3)
     dist.barrier()
 
@@ -198,7 +198,10 @@ def test_rows_that_do_not_split_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "data", "complaint"),
-    [(3, __file__, "4 rows do not split over 3 ranks"), (2, cli.__file__, "begun on another text")],
+    [
+        (3, __file__, "4 rows, which do not split over 3 ranks"),
+        (2, cli.__file__, "set the same --data and --tokenizer"),
+    ],
 )
 def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, data, complaint):
     run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
@@ -223,11 +226,11 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, da
     ("saved", "complaint"),
     [
         ({"context": 64}, "begun with context 64, not 128; set the same context"),
-        ({"text": "other"}, "begun on another text"),
-        ({"total": 900}, "begun for 900 steps.*leave out --learn 700"),
+        ({"text": "other"}, "begun with text other, not .*; set the same --data and --tokenizer"),
+        ({"total": 900}, "begun with total 900, not 700; set the same --learn"),
         ({"size": "tiny"}, "begun with size tiny, not mini"),
         ({"seed": 7}, "begun with seed 7, not 0"),
-        ({"rows": 3}, "3 rows do not split over 2 ranks"),
+        ({"rows": 3}, "3 rows, which do not split over 2 ranks"),
         ({"clip": 1.0}, "begun with clip 1.0, not None"),
         ({"learning_rate": 1.0}, "learning_rate 1.0, not 0.002"),
     ],
@@ -247,7 +250,7 @@ def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refus
     training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
     training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
     config = RunConfig(size="mini", world=2, rows=16)
-    with pytest.raises(UsageError, match="begun with 12 rows, not 16; leave out rows"):
+    with pytest.raises(UsageError, match="begun with rows 12, not 16; set the same rows"):
         training_state.require_same(state, config, text, Path("c"))
 
 
@@ -261,7 +264,7 @@ def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = torch.zeros(9, dtype=torch.uint8)
     state = training_state.beginning(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
-    with pytest.raises(UsageError, match="leave out --learn 500"):
+    with pytest.raises(UsageError, match="begun with total 900, not 500; set the same --learn"):
         training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from accounting.memory.live import LiveMemory
-from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.stages.memory import inference, thin, training
 from torch import nn
 

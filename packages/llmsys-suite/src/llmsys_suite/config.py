@@ -134,7 +134,6 @@ class RunConfig:
     size: str = "tiny"
     world: int = 2
     backend: str = "gloo"
-    device: str = "cpu"
     dtype: str = "fp32"
     rows: int = 8
     context: int = 128
@@ -155,6 +154,11 @@ class RunConfig:
     tokenizer: str = BYTES
     vocabulary: int = BYTE_VOCABULARY
     out: Path | None = None
+
+    @property
+    def device(self) -> str:
+        """The type of the run's device: cuda with the preset gpu, otherwise cpu."""
+        return "cuda" if self.preset == "gpu" else "cpu"
 
     @property
     def loss_unit(self) -> str:

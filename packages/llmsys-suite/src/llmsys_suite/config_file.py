@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsys_suite.config import RunConfig, UsageError
 
-#: Meaning of each field. `device` is missing because the preset decides it.
+#: Meaning of each field.
 MEANING = {
     "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
     "preset": "cpu or gpu; decides the device and the defaults of size, dtype, rows and context.",

@@ -30,6 +30,7 @@ from llmsys_suite.config import (
     size_of,
     with_dependencies,
 )
+from llmsys_suite.layout import Layout
 
 #: Options that only some stages read, with these stages.
 STAGES_OF_OPTION = {
@@ -63,10 +64,6 @@ def resolve(
     """
     gpus = count_gpus()
     preset = preset or ("gpu" if gpus else "cpu")
-    if preset not in ("cpu", "gpu"):
-        raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
-    if preset == "gpu" and not gpus:
-        raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
     options = {name: value for name, value in options.items() if value is not None}
     options |= {name: Path(options[name]) for name in ("data", "resume") if name in options}
     world = _num_ranks(world, default=gpus if preset == "gpu" else 2)
@@ -77,7 +74,6 @@ def resolve(
         preset=preset,
         world=world,
         backend=backend,
-        device="cuda" if preset == "gpu" else "cpu",
         out=None if out is None else Path(out),
     )
     config = replace(config, rows=default_rows(preset, world))
@@ -127,20 +123,20 @@ def _check_names(config: RunConfig) -> None:
     if config.dtype not in DTYPES:
         raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
     if config.dtype == "tf32" and config.device != "cuda":
-        raise UsageError(f"dtype tf32 needs a CUDA device, got device {config.device}; use fp32")
+        raise UsageError("dtype tf32 needs a CUDA device, got preset cpu; use fp32")
 
 
 def _check_device(config: RunConfig) -> None:
     """Raise UsageError unless this machine has the device and the backend supports its tensors."""
-    if config.device not in ("cpu", "cuda"):
-        raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
+    gpus = count_gpus()
+    if config.preset not in ("cpu", "gpu"):
+        raise UsageError(f"preset {config.preset!r} is unknown; choose cpu or gpu")
+    if config.preset == "gpu" and not gpus:
+        raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
     if config.backend not in ("gloo", "nccl"):
         raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
-    if config.device == "cpu" and config.backend == "nccl":
+    if config.preset == "cpu" and config.backend == "nccl":
         raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu, or use gloo")
-    gpus = count_gpus()
-    if config.device == "cuda" and not gpus:
-        raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
     if config.backend == "nccl" and config.world > gpus and "RANK" not in os.environ:
         raise UsageError(
             f"backend nccl needs one GPU per rank, got {config.world} ranks and {gpus} GPUs; "
@@ -204,21 +200,12 @@ def _check_stages_of_options(config: RunConfig) -> None:
 
 def _check_learn(config: RunConfig) -> None:
     """Raise UsageError unless the options of the stage learn fit the model and this machine."""
-    size, grid = size_of(config.size), config.pipeline * config.tensor
-    for name, count in (("num_heads", size.num_heads), ("d_ff", size.d_ff)):
-        if count % config.tensor:
-            raise UsageError(
-                f"--tensor {config.tensor} does not divide {name} {count} of size {config.size}"
-            )
-    if size.num_layers < config.pipeline:
-        raise UsageError(
-            f"--pipeline {config.pipeline} is above the {size.num_layers} layers of {config.size}"
-        )
-    if config.world % grid:
-        raise UsageError(
-            f"--tensor {config.tensor} times --pipeline {config.pipeline} does not divide "
-            f"{config.world} ranks"
-        )
+    split = f"--tensor {config.tensor} --pipeline {config.pipeline}"
+    if config.world % (config.pipeline * config.tensor):
+        raise UsageError(f"{split}: their product does not divide {config.world} ranks")
+    layout = Layout(config.data_parallel, config.pipeline, config.tensor)
+    if reason := layout.why_not(size_of(config.size), config.rows):
+        raise UsageError(f"{split}: {reason}")
     if config.clip is not None and not 0 < config.clip < math.inf:
         raise UsageError(f"--clip {config.clip} is not a positive number")
     if config.log is not None and config.log not in LOGS:

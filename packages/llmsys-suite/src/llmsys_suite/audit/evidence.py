@@ -19,10 +19,9 @@ from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
-from llmsys_suite.model import Decoder
 from llmsys_suite.plain import Weights
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.variants.initial_weights import initial_weights
+from llmsys_suite.variants.initial_weights import initial_weights, seeded
 
 #: Maximum number of steps that the audit repeats.
 REPLAYED = 64
@@ -103,7 +102,7 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[
 
 def count_saved_bytes(run: Run) -> int:
     """Return the bytes of the tensors that autograd saves in one step, besides parameters."""
-    model = Decoder(run.model).to(run.device)
+    model = seeded(run, run.model)
     rows = run.config.rows // run.config.parts
     tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -24,6 +24,7 @@ from llmsys_suite.measure.samples import PEER
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.initial_weights import seeded
 
 #: Seconds by call and round.
 Rounds = dict[str, list[float]]
@@ -55,8 +56,7 @@ def _time_peer(
     run: Run, name: str, wrap: Callable[[Decoder], nn.Module], other: str | None
 ) -> dict[str, float]:
     tokens, targets = run.batch(0, shared=True)
-    torch.manual_seed(run.config.seed)
-    model = wrap(Decoder(run.model, attention=flash_attention).to(run.device))
+    model = wrap(seeded(run, run.model, attention=flash_attention))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate, fused=True)
 
     def step() -> None:

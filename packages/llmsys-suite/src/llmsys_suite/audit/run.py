@@ -71,16 +71,16 @@ def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
         return []
     plan, train = run.results["plan"], run.results["train"]
     checks = training_checks.checks(run.config, plan, train, run.folder.samples(), evidence)
-    return list(_guarded("train", checks))
+    return list(guarded("train", checks))
 
 
 def stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of one of the other stages."""
-    checks = _guarded(stage, STAGES[stage](run, run.results[stage]))
+    checks = guarded(stage, STAGES[stage](run, run.results[stage]))
     return [replace(check, name=f"{stage}: {check.name}") for check in checks]
 
 
-def _guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
+def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     """Yield the checks of a stage, and a failed check if they raise an exception.
 
     An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
@@ -118,7 +118,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     recorded = training_checks.checks(
         folder.config, results["plan"], results["train"], folder.samples(), evidence
     )
-    recomputed = {check.name: check for check in _guarded("train", recorded)}
+    recomputed = {check.name: check for check in guarded("train", recorded)}
     checks = [recomputed.pop(check.name, check) for check in stored]
     # Add the checks that the records allow but the stored list does not contain.
     return files + checks + list(recomputed.values())

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import generate
 from llmsys_suite.text.tokens import codec_of
+from llmsys_suite.variants.initial_weights import with_weights
 
 HELDOUT_ROWS = 64
 #: Numbers of tokens in the prompt and in the generated text.
@@ -28,21 +28,13 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
     return float(loss) / rows[0].numel()
 
 
-def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
-    """Return the run's model with a copy of `weights`."""
-    model = Decoder(run.model).to(run.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model
-
-
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     """Return a held-out prompt and the text that the model generates after it; {} beyond rank 0."""
     if run.rank:
         return {}
-    model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
+    model = with_weights(run, run.model, weights)
+    prompt = run.corpus.heldout[:PROMPT].tolist()
     codec = codec_of(run.config, run.out)
     written = generate(model, prompt, WRITTEN)
     return {"prompt": codec.decode(prompt), "written": codec.decode(written)}

@@ -22,6 +22,8 @@ CHECKPOINT = "checkpoint"
 PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint specifies it.
 DEFAULT_STEPS = 400
+#: The options that decide entries of the state, if they have other names than these entries.
+OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
 #: Peak learning rate relative to that of `train`, and the fraction of steps in the warm-up.
 RATE, WARM = 2.0, 0.05
 
@@ -61,34 +63,27 @@ def require_same(
     and the batches continue as planned; an option that contradicts them is refused, not ignored.
     """
     expected = beginning(config, text)
-    # Checkpoints of earlier versions, which did not clip gradients, have no `clip`.
-    state = {"clip": None} | state
     if lacks := expected.keys() - state.keys():
         raise UsageError(f"{source} is not a checkpoint of the stage learn: it has no {min(lacks)}")
-    if expected["text"] not in (None, state["text"]):
-        raise UsageError(
-            f"{source} was begun on another text or tokens; give the same --data and --tokenizer"
-        )
-    for name in ("size", "context", "seed", "clip", "learning_rate"):
-        if state[name] != getattr(config, name):
+    not_compared = {"step", "losses", "heldout"}
+    if text is None:
+        not_compared.add("text")
+    if config.learn is None:
+        not_compared.add("total")
+    # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
+    if config.rows == default_rows(config.preset, config.world):
+        not_compared.add("rows")
+    for name, value in expected.items():
+        if name not in not_compared and state[name] != value:
             raise UsageError(
-                f"{source} was begun with {name} {state[name]}, not {getattr(config, name)}; set "
-                f"the same {name}"
+                f"{source} was begun with {name} {state[name]}, not {value}; set the same "
+                f"{OPTIONS.get(name, name)}"
             )
-    rows, total = state["rows"], state["total"]
-    if config.learn not in (None, total):
+    if state["rows"] % config.data_parallel:
         raise UsageError(
-            f"{source} was begun for {total} steps, over which its learning rate falls; leave out "
-            f"--learn {config.learn}"
-        )
-    if rows % config.data_parallel:
-        raise UsageError(
-            f"{source} was begun with {rows} rows, and {rows} rows do not split over "
+            f"{source} was begun with {state['rows']} rows, which do not split over "
             f"{config.data_parallel} ranks"
         )
-    # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
-    if config.rows not in (rows, default_rows(config.preset, config.world)):
-        raise UsageError(f"{source} was begun with {rows} rows, not {config.rows}; leave out rows")
 
 
 def resumed(run: Run) -> Path | None:

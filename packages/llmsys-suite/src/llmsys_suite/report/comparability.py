@@ -16,7 +16,7 @@ MUST_AGREE = {
     "config.json": (
         "size",
         "world",
-        "device",
+        "preset",
         "backend",
         "dtype",
         "rows",

@@ -27,7 +27,7 @@ UNAUDITED: dict[str, tuple[Unaudited, ...]] = {
         Unaudited("times"),
         Unaudited("ratios to the peer"),
         Unaudited("calls in place"),
-        Unaudited("results of collectives other than all-reduce"),
+        Unaudited("results of collectives", "errors that the benchmark itself does not count"),
         Unaudited("wire bytes of other collectives and algorithms, and of arrays below 1 MiB"),
         Unaudited("the number of hosts"),
     ),

@@ -13,10 +13,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmsys_suite.config import UsageError
-from llmsys_suite.model import Block, Decoder, ModelConfig
-from llmsys_suite.splits.layout import Layout
+from llmsys_suite.layout import Layout
+from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
 from llmsys_suite.splits.tensor import split_blocks, split_ends
+from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
 if TYPE_CHECKING:
@@ -168,11 +169,11 @@ class SplitModel(Variant):
 
     def evaluated_model(self) -> nn.Module:
         """Return a new, unsplit model with the current weights."""
-        return self._whole_model()
+        return with_weights(self.run, self.config, self.weights())
 
     def checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return unsplit copies of model and optimizer, whose checkpoint any variant can load."""
-        model = self._whole_model()
+        model = with_weights(self.run, self.config, self.weights())
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.run.config.learning_rate)
         optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
         parameters = dict(model.named_parameters())
@@ -197,11 +198,6 @@ class SplitModel(Variant):
                     key: _like(value, mine) if value.shape == whole.shape else value
                     for key, value in optimizer.state[whole].items()
                 }
-
-    def _whole_model(self) -> Decoder:
-        model = Decoder(self.config).to(self.device)
-        model.load_state_dict(self.weights())
-        return model
 
     def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the unsplit tensors of all pipeline stages of this replica, by name."""

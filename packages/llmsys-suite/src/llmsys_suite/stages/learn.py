@@ -17,7 +17,7 @@ import zero
 from safetensors.torch import save_file
 
 from llmsys_suite.learning.choice import make_variant
-from llmsys_suite.learning.evaluation import decoder, heldout_loss, sample
+from llmsys_suite.learning.evaluation import heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, traced_steps
 from llmsys_suite.learning.state import (
     CHECKPOINT,
@@ -34,6 +34,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn
 from llmsys_suite.text.data import row_digests
 from llmsys_suite.text.generation import MODEL
+from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
 #: Number of evaluations on the held-out text, and number of checkpoints, per training run.
@@ -70,7 +71,7 @@ def run(run: Run) -> Learn | None:
     variant.close()
     if run.folder is None:
         return None
-    run.trained = decoder(run, weights)
+    run.trained = with_weights(run, run.model, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
     return Learn(
         variant=name,

@@ -94,11 +94,11 @@ def measured_peak_bytes(run: Run) -> int:
     import torch
     from accounting.memory.live import training_step_memory
 
-    from llmsys_suite.model import Decoder
+    from llmsys_suite.variants.initial_weights import seeded
 
     config, device = run.config, run.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = Decoder(run.model).to(device)
+    model = seeded(run, run.model)
     tokens, targets = run.batch(0, rows=config.rows // config.parts)
     optimizer = torch.optim.AdamW(model.parameters())
 

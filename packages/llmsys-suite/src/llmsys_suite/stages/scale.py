@@ -12,9 +12,10 @@ import math
 import torch
 
 from llmsys_suite.config import RunConfig
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
+from llmsys_suite.variants.initial_weights import seeded
 
 # Budgets in FLOPs, each multiplied by `--steps`, and the widths that are trained. The widths lie on
 # both sides of the best one, because a valley whose minimum is at an edge cannot be fitted.
@@ -78,8 +79,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     config = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
     )
-    torch.manual_seed(seed)
-    model = Decoder(config).to(run.device)
+    model = seeded(run, config, seed)
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
     rate = 6e-3 * (64 / width) ** 0.5

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Attention, Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 
 
-def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
-    """Return a model with initial weights drawn from `seed`, which is the run's by default."""
-    torch.manual_seed(run.config.seed if seed is None else seed)
-    return Decoder(config).to(run.device)
+def seeded(
+    run: Run, config: ModelConfig, seed: int | None = None, attention: Attention | None = None
+) -> Decoder:
+    """Return a new model with weights drawn from `seed`, which is the run's by default."""
+    drawn = draw(replace(config, checkpoint=False), run.config.seed if seed is None else seed)
+    model = copy.deepcopy(drawn).to(run.device)
+    model.config = config
+    if attention is not None:
+        for block in model.layers():
+            block.attention.attend = attention
+    return model
+
+
+def with_weights(run: Run, config: ModelConfig, weights: dict[str, Tensor]) -> Decoder:
+    """Return a new model with a copy of `weights`."""
+    model = seeded(run, config)
+    model.load_state_dict(weights)
+    return model
 
 
 def initial_weights(run: Run) -> dict[str, Tensor]:
     """Return the initial weights of every variant."""
     return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
+
+
+@lru_cache(maxsize=1)
+def draw(config: ModelConfig, seed: int) -> Decoder:
+    """Return the model that `seeded` copies. Drawing weights takes longer than copying them."""
+    torch.manual_seed(seed)
+    return Decoder(config)

@@ -15,7 +15,8 @@ import torch
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
-from llmsys_suite.model import Block, Decoder, ModelConfig
+from llmsys_suite.model import Block, ModelConfig
+from llmsys_suite.variants.initial_weights import seeded
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -30,7 +31,6 @@ class Variant:
     def __init__(
         self, run: Run, config: ModelConfig, optimizer: partial[Any] | None = None
     ) -> None:
-        torch.manual_seed(run.config.seed)
         self.device = run.device
         self.phase = run.recorder.phase
         self.autocast = run.autocast
@@ -44,7 +44,7 @@ class Variant:
         self.max_norm: float | None = None
         #: Number of sequential parts into which a rank splits its rows.
         self.parts = run.config.parts if self.alone else 1
-        self.decoder = Decoder(config, attention=flash_attention).to(run.device)
+        self.decoder = seeded(run, config, attention=flash_attention)
         self.model: nn.Module = self.decoder
         self.meter = ddp.metering.meter.Meter()
         self.build()

@@ -33,7 +33,7 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "compress": compress.checks,
 }
 #: Stages whose checks use collectives.
-COLLECTIVE = ("links", "parallel")
+COLLECTIVE = ("parallel",)
 #: Stages that the last rank checks while rank 0 checks the other stages. The last rank also repeats
 #: training steps (`recompute`), so that both ranks take about the same time.
 ON_LAST_RANK = ("learn",)

@@ -13,10 +13,13 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file, in_float64
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import REPLAYED_LOSS, SUMS
+from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect
+
+#: Allowed error of a component's credit, relative to the sum of all magnitudes.
+ATTRIBUTION = 1e-5
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
@@ -68,7 +71,7 @@ def _attribution(
         (abs(credits.get(name, math.nan) - credit) / spread, name) for name, credit in exact.items()
     ]
     interps = Sources("interp", "differences of streams in float64")
-    yield interps.all_near("attributions", off, 10 * SUMS)
+    yield interps.all_near("attributions", off, ATTRIBUTION)
 
 
 def _scores(

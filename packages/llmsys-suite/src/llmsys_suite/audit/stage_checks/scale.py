@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
@@ -35,13 +34,10 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     name = f"held-out loss of {row['steps']} steps"
     tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
     yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
-    yield from _fit("the runs", result.runs, result)
-    # Short runs may have no valley to fit, so the fit is also checked on known valleys.
-    known = scale.fit(KNOWN_VALLEYS)
-    yield from _fit("known valleys", KNOWN_VALLEYS, known)
-    missing = [] if known.law else ["known valleys"]
-    missing += [] if result.law or result.warnings else ["the runs, without a reason"]
-    yield Sources("scaling", "the runs").none("laws that are missing", missing)
+    if result.law:
+        yield from fit_checks(result)
+    missing = [] if result.law or result.warnings else ["no reason is reported"]
+    yield Sources("scaling", "the runs").none("law that is missing", missing)
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:
@@ -64,50 +60,25 @@ def _columns(rows: results.Rows) -> Iterator[Check]:
     yield Sources("6 N D", "its budget").all_near("FLOPs of every run", flops, 0.0)
 
 
-def _fit(what: str, rows: results.Rows, fitted: results.Scale) -> Iterator[Check]:
-    if not fitted.law:
-        return
-    factor, exponent, minima = _parabolas(rows)
-    at = fitted.extrapolated
+def fit_checks(result: results.Scale) -> Iterator[Check]:
+    """Compare the law, its extrapolation and its valleys with fits by numpy."""
+    factor, exponent, minima = _parabolas(result.runs)
+    at = result.extrapolated
     numpys = Sources("scaling", "polynomials by numpy")
-    yield numpys.equal(f"exponent of {what}", exponent, fitted.law["exponent"], 1e-6)
-    yield numpys.equal(f"factor of {what}", factor, fitted.law["scale"], 1e-5)
+    yield numpys.equal("exponent", exponent, result.law["exponent"], 1e-6)
+    yield numpys.equal("factor", factor, result.law["scale"], 1e-5)
     size = factor * at["compute_flops"] ** exponent
-    yield numpys.equal(f"extrapolated size of {what}", size, at["parameters"], 1e-5)
-    beyond = scale.BEYOND * max(row["compute_flops"] for row in rows)
+    yield numpys.equal("extrapolated size", size, at["parameters"], 1e-5)
+    beyond = scale.BEYOND * max(row["compute_flops"] for row in result.runs)
     budgets = Sources("scaling", "the largest budget")
-    yield budgets.equal(f"extrapolated budget of {what}", beyond, at["compute_flops"], 1e-9)
-    yield numpys.equal(f"number of minima of {what}", len(minima), len(fitted.valleys))
-    sizes = []
-    losses = []
-    for valley in fitted.valleys:
-        # The law stores the mean of the budgets of a valley, which is rounded.
-        budget = min(minima, key=partial(_apart, valley["compute_flops"]))
+    yield budgets.equal("extrapolated budget", beyond, at["compute_flops"], 1e-9)
+    yield numpys.equal("number of minima", len(minima), len(result.valleys))
+    valleys = []
+    for valley, budget in zip(result.valleys, sorted(minima), strict=False):
         size, loss = minima[budget]
-        sizes.append((size, valley["parameters"], f"{budget:.3g} FLOPs"))
-        losses.append((loss, valley["loss"], f"{budget:.3g} FLOPs"))
-    yield numpys.all_equal(f"sizes at the minima of {what}", sizes, 1e-5)
-    yield numpys.all_equal(f"losses at the minima of {what}", losses, 1e-5)
-
-
-def _apart(a: float, b: float) -> float:
-    return abs(a - b)
-
-
-def _valleys() -> list[dict[str, float]]:
-    """Return synthetic runs of four budgets: parabolas in log N with minima near N = C^0.4."""
-    rows = []
-    for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
-        best = 0.4 * math.log(compute) + 0.1 * (i % 2)
-        for step in range(-2, 3):
-            n = math.exp(best + 0.5 * step + 0.1)
-            loss = 3 - 0.1 * i + 0.05 * (math.log(n) - best) ** 2
-            row = {"parameters": n, "tokens": compute / (6 * n), "loss": loss}
-            rows.append(row | {"compute_flops": compute})
-    return rows
-
-
-KNOWN_VALLEYS = _valleys()
+        for key, value in (("compute_flops", budget), ("parameters", size), ("loss", loss)):
+            valleys.append((value, valley[key], f"{key} at {budget:.3g} FLOPs"))
+    yield numpys.all_equal("minima", valleys, 1e-5)
 
 
 def _trained_again(run: Run, row: results.Row) -> float:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llmsys_suite.model import ModelConfig
+from llmsys_suite.config import Size
+
+if TYPE_CHECKING:
+    from llmsys_suite.model import ModelConfig
 
 #: Number of stages per rank in each schedule of a pipeline.
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "interleaved": 2}
@@ -32,7 +36,7 @@ class Layout:
         """The number of stages of the pipeline."""
         return self.pipeline * STAGES_PER_RANK[self.schedule]
 
-    def why_not(self, config: ModelConfig, rows: int) -> str:
+    def why_not(self, config: ModelConfig | Size, rows: int) -> str:
         """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
         if config.num_layers < self.num_stages:
             return f"{config.num_layers} layers do not make {self.num_stages} stages"
