@@ -382,6 +382,15 @@ def test_a_rank_that_reports_half_its_time_fails():
     assert "time of a step" in tampered(change)
 
 
+def test_times_of_one_rank_that_another_rank_reports_too_fail():
+    def change(train, samples, evidence):
+        for rank in (0, 1):
+            for sample in steps(samples, "ddp flat", rank=rank):
+                sample["seconds"], sample["ended"] = 0.101, sample["began"] + 0.101
+
+    assert "copied times" in tampered(change)
+
+
 @pytest.mark.parametrize(
     ("column", "factor", "name"),
     [

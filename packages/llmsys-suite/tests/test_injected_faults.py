@@ -8,12 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from injected_faults import FAULTS
-from llmsys_suite.config import UsageError
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.model import ModelConfig
 from llmsys_suite.report.unaudited import UNAUDITED
+from llmsys_suite.text.data import Corpus
+from llmsys_suite.variants import VARIANTS
 from mutate import QUICK, inject, table
 from reported_figures import LABELED
 
@@ -55,6 +61,26 @@ def test_nineteen_of_twenty_injected_faults_are_found():
     outcomes = inject()
     detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
     assert detected >= 0.95 * len(outcomes), table(outcomes)
+
+
+def dry_run():
+    """Return a run whose attributes the faults read when they are made."""
+    text = torch.zeros(64, dtype=torch.uint8)
+    config = RunConfig(size="mini", context=64)
+    model = ModelConfig.named("mini", context=64)
+    return SimpleNamespace(rank=1, world=2, config=config, model=model, corpus=Corpus(text, text))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.label)
+def test_each_fault_patches_code_that_exists(fault):
+    assert {*fault.variants} <= {*VARIANTS}
+    patches = fault.make(dry_run())
+    with ExitStack() as stack:
+        for patch in patches if isinstance(patches, list) else [patches]:
+            if entries := getattr(patch, "in_dict", None):
+                # Patching a dict would also add a key that no code reads.
+                assert {*patch.values} <= {*entries}
+            stack.enter_context(patch)
 
 
 def test_the_labels_of_unaudited_figures_are_those_of_the_report():

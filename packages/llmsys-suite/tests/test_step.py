@@ -91,9 +91,7 @@ def test_a_case_runs_in_a_separate_process():
 def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 2**30)
     with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB, 1.0 GiB are free"):
-        sweep.require_fit(Case(size="2.7B"), 60)
-    with pytest.raises(sweep.LeftOut, match="would take"):
-        sweep.require_fit(Case(size="tiny"), 60, rate=1e6)
+        sweep.require_fit(Case(size="2.7B"))
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
         sweep.in_a_process(MINI, 0.01)
     (row,) = sweep.measure([Case(size="xl")])

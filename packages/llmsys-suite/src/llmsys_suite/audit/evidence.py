@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import peers, reference
+from llmsys_suite.audit.inputs import num_heads
 from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
@@ -73,7 +74,7 @@ def count_model(run: Run) -> dict[str, int]:
     """Count parameters and the FLOPs of a training step of the reference on the meta device."""
     weights = initial_weights(run)
     config = run.config
-    full, causal = count_flops(weights, config.rows, config.context, run.model.num_heads)
+    full, causal = count_flops(weights, config.rows, config.context, num_heads(run.config))
     return {
         "parameters": sum(w.numel() for w in weights.values()),
         "block_parameters": sum(w.numel() for n, w in weights.items() if n.startswith("blocks.")),

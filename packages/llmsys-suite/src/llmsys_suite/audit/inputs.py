@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import MODEL
@@ -17,6 +17,11 @@ from llmsys_suite.text.generation import MODEL
 def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return tokens and targets on the device of the run."""
     return batch[0].to(run.device), batch[1].to(run.device)
+
+
+def num_heads(config: RunConfig) -> int:
+    """Return the number of heads of the configured size, independently of the run's model."""
+    return size_of(config.size).num_heads
 
 
 def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:

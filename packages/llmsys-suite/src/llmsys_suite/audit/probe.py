@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch, on_device
+from llmsys_suite.audit.inputs import global_batch, num_heads, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.ranks.rank import Run
@@ -36,7 +36,7 @@ def probe(run: Run) -> dict[str, Any]:
     batch = reference.batch(
         read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
-    _, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
+    _, exact = reference.gradients(start, *on_device(run, batch), num_heads(run.config))
     variants = {}
     for name in variants_here(run.device):
         mine = _probe_one(run, name, start, exact)
@@ -96,7 +96,7 @@ def replay(run: Run, weights: Weights, steps: int) -> list[float]:
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
-        value, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
+        value, gradients = reference.gradients(weights, *on_device(run, batch), num_heads(config))
         losses.append(value)
         weights = optimizer.step(weights, gradients)
     return losses

@@ -20,7 +20,7 @@ from llmsys_suite import plain
 from llmsys_suite.measure.distance import distance, furthest
 from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 
-__all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss", "softmax"]
+__all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
 #: Maximum bytes of one layer's attention scores. A batch is split into parts that need no more.
 SCORE_BYTES = 2**22

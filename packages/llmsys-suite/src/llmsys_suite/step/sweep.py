@@ -15,8 +15,6 @@ from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
-#: Minimum fraction of a matrix product's rate that a step of a whole model is expected to reach.
-USUAL = 1 / 3
 #: Fraction of free memory that a case may use. The remainder is for the process itself and for
 #: workspaces of kernels.
 FILLED = 0.8
@@ -31,31 +29,22 @@ def measure(cases: Sequence[Case], *, limit: float = 60.0) -> Iterator[Row]:
 
     The `note` of a row is the reason why its case was not timed. `limit` is in seconds per case.
     """
-    rates: dict[str, float] = {}
     for case in cases:
         try:
-            require_fit(case, limit, rates.get(case.dtype, 0.0))
+            require_fit(case)
             measured = in_a_process(case, limit)
         except LeftOut as reason:
             yield case.labels() | {"note": str(reason)}
             continue
-        rates[case.dtype] = measured["product_rate"]
         for skipped in WARMUPS:
             yield row(case, measured, skipped)
 
 
-def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
-    """Raise LeftOut if a case needs too much memory or time, predicted from a product's `rate`.
-
-    `rate` is in FLOPs per second; 0 skips the prediction of the time.
-    """
+def require_fit(case: Case) -> None:
+    """Raise LeftOut if a case needs more memory than is free."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
         raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
-    steps = max(WARMUPS) + STEPS
-    seconds = steps * case.executed_flops() / (USUAL * rate) if rate else 0.0
-    if seconds > limit:
-        raise LeftOut(f"would take {seconds:.0f} s")
 
 
 def in_a_process(case: Case, limit: float) -> dict[str, Any]:

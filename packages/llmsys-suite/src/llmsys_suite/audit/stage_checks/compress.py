@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import compare_with_file, cross_entropy, in_float64, on_device
+from llmsys_suite.audit.inputs import (
+    compare_with_file,
+    cross_entropy,
+    in_float64,
+    num_heads,
+    on_device,
+)
 from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
@@ -111,10 +117,10 @@ def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check
 
 def _exact_loss(run: Run) -> float:
     assert isinstance(run.trained, Decoder)
-    config = run.trained.config
-    _, text = read_parts(run.config)
-    heldout = reference.spread(text, compress.HELDOUT_ROWS, config.context)
-    return reference.mean_loss(in_float64(run.trained), *on_device(run, heldout), config.num_heads)
+    config = run.config
+    heldout = reference.spread(read_parts(config)[1], compress.HELDOUT_ROWS, config.context)
+    weights = in_float64(run.trained)
+    return reference.mean_loss(weights, *on_device(run, heldout), num_heads(config))
 
 
 def _linear_weights(model: Decoder, small: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:

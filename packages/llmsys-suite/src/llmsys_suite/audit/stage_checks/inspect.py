@@ -11,7 +11,7 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import compare_with_file, in_float64
+from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.model import Decoder
@@ -31,7 +31,7 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     model = run.trained
     layers = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers))]
     yield same_rows("layers of the lens", layers, [row["after"] for row in result.lens])
-    heads = model.config.num_heads
+    heads = num_heads(run.config)
     weights = in_float64(model)
     heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
     tokens, targets = (t.to(run.device) for t in heldout)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.audit.stage_checks.probed_step import (
     learn_batch,
@@ -84,7 +84,7 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
 
 def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     config = run.config
-    heads = run.model.num_heads
+    heads = num_heads(run.config)
     allowed = loss_tolerance(config, REPLAYED_LOSS)
     _, held_out = read_parts(config)
     rows = on_device(run, reference.spread(held_out, evaluation.HELDOUT_ROWS, config.context))
@@ -118,7 +118,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
         batch = learn_batch(run, result, step + 1)
-        loss = reference.mean_loss(weights, *batch, run.model.num_heads)
+        loss = reference.mean_loss(weights, *batch, num_heads(run.config))
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = loss_tolerance(run.config, LOSS)
         name = "second loss after the checkpoint"

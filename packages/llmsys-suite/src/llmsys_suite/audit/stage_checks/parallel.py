@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import accounting.plain
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from llmsys_suite import results, splits
 from llmsys_suite.audit import events, reference
-from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.check import Check, Sources, clock_ratio, same_rows
+from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
@@ -71,7 +72,7 @@ def _one_process(run: Run) -> Exact:
     for step in range(1 + parallel.TRAINED):
         batch = reference.batch(text, config.rows, config.context, config.seed, step)
         tokens, targets = (part.chunk(run.world)[run.rank] for part in on_device(run, batch))
-        part_loss, slopes = reference.gradients(trained, tokens, targets, run.model.num_heads)
+        part_loss, slopes = reference.gradients(trained, tokens, targets, num_heads(run.config))
         loss = torch.tensor(part_loss, dtype=torch.float64, device=run.device)
         for mean in (loss, *slopes.values()):
             dist.all_reduce(mean)
@@ -128,14 +129,11 @@ def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -
     ):
         allowed = loss_tolerance(run.config, tolerance)
         yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed)
-    slots = Sources("reported", "slots of a schedule written out")
+    slots = Sources("reported", "accounting's formula")
     yield slots.equal(f"{name}: bubble", _bubble(run, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
-    # In some iterations another program takes the core between the readings of the two clocks. The
-    # lower quartile of the deviations is therefore checked.
-    ratios = sorted((a / b for a, b in pairs), key=lambda ratio: abs(ratio - 1))
     clock = Sources("iterations", "another clock around each")
-    yield clock.equal(f"{name}: time", 1, ratios[len(ratios) // 4], CLOCK)
+    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), CLOCK)
     median_ms = 1e3 * float(np.median(row["seconds"]))
     numpys = Sources("reported", "numpy's, of all iterations")
     yield numpys.equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
@@ -144,9 +142,8 @@ def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -
 
 
 def _bubble(run: Run, layout: splits.Layout) -> float:
-    """Return the fraction of idle slots if each rank starts one slot after the previous rank."""
+    """Return the fraction of idle slots, from their number relative to the work."""
     microbatches = layout.num_microbatches(run.config.rows // layout.data)
     work = microbatches * layout.num_stages // layout.pipeline
-    busy = [range(rank, rank + work) for rank in range(layout.pipeline)]
-    slots = max(slots.stop for slots in busy)
-    return 1 - sum(map(len, busy)) / (slots * layout.pipeline)
+    idle = accounting.plain.bubble(layout.pipeline, work)
+    return idle / (1 + idle)

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import on_device
+from llmsys_suite.audit.inputs import num_heads, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     GRADIENT,
@@ -86,7 +86,7 @@ def repeat_step(
     config = run.config
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
     batch = learn_batch(run, result, step)
-    loss, gradients = reference.gradients(weights, *batch, run.model.num_heads)
+    loss, gradients = reference.gradients(weights, *batch, num_heads(run.config))
     if config.clip is not None:
         gradients = clipped(gradients, config.clip)
     optimizer = reference.AdamW(weights, rate(result.learning_rate, step, len(result.losses)))
