@@ -89,13 +89,13 @@ def verdicts(rows):
 
 
 def test_the_same_code_under_three_times_the_load_is_not_called_different(tmp_path):
-    rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", load=3.0, seed=1)])
+    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=1))
     assert not set(verdicts(rows).values()) & {*DIFFERENT}
     assert variants_slower_by(rows, 0.0) == ([], [row.variant for row in rows])
 
 
 def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
-    rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", seed=1)])
+    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1))
     assert {row.variant for row in rows} == {SINGLE, *OURS}
 
 
@@ -104,7 +104,7 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
     tmp_path, scale, verdict
 ):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=scale, seed=1)
-    rows = compare_runs([before], [after])
+    rows = compare_runs(before, after)
     by_variant = verdicts(rows)
     assert by_variant.pop("ddp flat") == verdict
     assert not set(by_variant.values()) & {*DIFFERENT}
@@ -178,12 +178,10 @@ def ratios(
     return {str(i): (row, 0) for i, row in enumerate(logs)}
 
 
-def pairs(count, rounds, *, scale=1.0, runs=1, **noise):
+def pairs(count, rounds, **noise):
     random = np.random.default_rng(rounds)
     for _ in range(count):
-        before = [ratios(rounds, random, **noise) for _ in range(runs)]
-        after = [ratios(rounds, random, scale=scale, **noise) for _ in range(runs)]
-        yield compare_ratios(before, after)
+        yield compare_ratios(*(ratios(rounds, random, **noise) for _ in range(2)))
 
 
 def fraction_called_different(rows_of_pairs):
@@ -201,29 +199,26 @@ def test_equal_code_is_rarely_called_different(rounds, noise):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize(("rounds", "runs"), [(15, 1), (20, 1), (60, 1), (400, 1), (300, 2)])
-def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, runs, noise):
-    assert fraction_called_different(pairs(100, rounds, runs=runs, **NOISES[noise])) <= 0.05
+@pytest.mark.parametrize("rounds", [15, 20, 60, 400])
+def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, noise):
+    assert fraction_called_different(pairs(100, rounds, **NOISES[noise])) <= 0.05
 
 
-def verdicts_at(rounds, scale, *, runs, count, **noise):
+def verdicts_at(rounds, scale, *, count, **noise):
     """Yield verdicts on one variant among twelve whose time is multiplied by `scale`."""
     random = np.random.default_rng(rounds)
     for _ in range(count):
-        sides = [
-            [ratios(rounds, random, variants=1, scale=s, **noise)["0"] for _ in range(runs)]
-            for s in (1.0, scale)
-        ]
+        sides = [ratios(rounds, random, variants=1, scale=s, **noise)["0"] for s in (1.0, scale)]
         yield compare._compare("0", *sides, 0.05, 12, random).verdict
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
 def test_a_true_difference_of_the_margin_is_found_with_enough_rounds(scale, verdict):
-    assert [*verdicts_at(1000, scale, runs=2, count=20)].count(verdict) >= 18
+    assert [*verdicts_at(1000, scale, count=20)].count(verdict) >= 18
 
 
 def test_equal_code_is_called_the_same_with_enough_rounds():
-    assert [*verdicts_at(1000, 1.0, runs=2, count=20)].count("same") >= 18
+    assert [*verdicts_at(1000, 1.0, count=20)].count("same") >= 18
 
 
 @pytest.mark.exhaustive
@@ -231,21 +226,17 @@ def test_equal_code_is_called_the_same_with_enough_rounds():
 @pytest.mark.parametrize(
     ("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster"), (1.0, "same")]
 )
-def test_of_a_hundred_comparisons_with_enough_rounds_ninety_are_right(noise, scale, verdict):
-    verdicts = [*verdicts_at(2000, scale, runs=3, count=100, **NOISES[noise])]
-    assert verdicts.count(verdict) >= 90
+def test_of_a_hundred_comparisons_with_enough_rounds_eighty_are_right(noise, scale, verdict):
+    verdicts = [*verdicts_at(2000, scale, count=100, **NOISES[noise])]
+    assert verdicts.count(verdict) >= 80
 
 
 def test_the_same_run_twice_is_refused_also_as_a_copy(tmp_path):
-    before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
+    before = make_run(tmp_path / "a")
     shutil.copytree(before.path, tmp_path / "copy")
     for twice in (before, RunFolder.open(tmp_path / "copy")):
         with pytest.raises(UsageError, match="contain the same samples; expected different runs"):
-            compare_runs([before, twice], [after])
-        with pytest.raises(UsageError, match="contain the same samples"):
-            compare_runs([after], [before, twice])
-        with pytest.raises(UsageError, match="contain the same samples"):
-            compare_runs([before], [twice])
+            compare_runs(before, twice)
 
 
 def test_a_run_whose_audit_failed_is_warned_of(tmp_path):
@@ -281,22 +272,16 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
 
     def compared(rounds, scale=1.0):
         before, after = recorded if random.random() < 0.5 else recorded[::-1]
-        return compare_ratios([stretches(before, rounds)], [stretches(after, rounds, scale)])
+        return compare_ratios(stretches(before, rounds), stretches(after, rounds, scale))
 
     assert fraction_called_different([compared(60) for _ in range(100)]) <= 0.05
-    verdicts = []
-    for _ in range(100):
-        sides = [
-            [stretches(run, 2000, x)[OURS[0]] for _ in range(3)]
-            for run, x in zip(recorded, (1, 1.05), strict=True)
-        ]
-        verdicts.append(compare._compare(OURS[0], *sides, 0.05, 11, random).verdict)
-    assert verdicts.count("slower") >= 90
+    found = [compared(2000, 1.05)[0].verdict for _ in range(100)]
+    assert found.count("slower") >= 80
 
 
 def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
     rows = compare_runs(
-        [make_run(tmp_path / "a")], [make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)]
+        make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)
     )
     assert set(verdicts(rows).values()) == {"cannot tell"}
     assert all("other programs had the cores in 30 of 30 rounds" in str(row) for row in rows)
@@ -306,7 +291,7 @@ def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path)
     queued = {"scale": 2.0, "queued": 0.3, "seed": 1, "rounds": 60}
     before = make_run(tmp_path / "a", rounds=60)
     by_fraction = {
-        fraction: verdicts(compare_runs([before], [make_run(path, others_work=fraction, **queued)]))
+        fraction: verdicts(compare_runs(before, make_run(path, others_work=fraction, **queued)))
         for fraction in (0.02, 0.4)
         for path in [tmp_path / str(fraction)]
     }
@@ -360,7 +345,7 @@ def test_a_ratio_is_of_one_round_and_one_rank():
 )
 def test_runs_that_do_not_compare_are_refused(tmp_path, difference, complaint):
     with pytest.raises(UsageError, match=complaint):
-        compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", **difference)])
+        compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference))
 
 
 def test_variants_that_ran_one_after_another_have_no_rounds_to_compare(tmp_path):
@@ -368,7 +353,7 @@ def test_variants_that_ran_one_after_another_have_no_rounds_to_compare(tmp_path)
     runs[1].add_stage("plan", replace(a_plan(7, 1e9, 1), variants_fit_together=False))
     runs[1].finish()
     with pytest.raises(UsageError, match="one after another, so they have no rounds"):
-        compare_runs([runs[0]], [runs[1]])
+        compare_runs(*runs)
 
 
 def test_an_edited_run_is_refused(tmp_path):
@@ -376,7 +361,7 @@ def test_an_edited_run_is_refused(tmp_path):
     lines = (b.path / "samples.jsonl").read_text().splitlines()
     (b.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     with pytest.raises(UsageError, match="was changed since its run wrote it"):
-        compare_runs([a], [b])
+        compare_runs(a, b)
 
 
 @pytest.mark.parametrize(
@@ -400,18 +385,18 @@ def test_a_training_that_failed_compares_with_none(tmp_path):
     b.add_stage("train", Skipped("no variant"))
     b.finish()
     with pytest.raises(UsageError, match="has no stage train that ended"):
-        compare_runs([a], [b])
+        compare_runs(a, b)
 
 
 def test_runs_without_a_common_variant_are_refused():
     with pytest.raises(UsageError, match="no variant besides the peer"):
-        compare_ratios([{"zero 1": (np.zeros(9), 0)}], [{"fsdp": (np.zeros(9), 0)}])
+        compare_ratios({"zero 1": (np.zeros(9), 0)}, {"fsdp": (np.zeros(9), 0)})
 
 
 def test_a_variant_that_only_some_runs_have_trained_cannot_be_told():
     random = np.random.default_rng(0)
     before, after = ({v: (random.normal(0, 0.01, 300), 0) for v in OURS} for _ in range(2))
     del after["fsdp"]
-    rows = compare_ratios([before], [after])
+    rows = compare_ratios(before, after)
     assert variants_slower_by(rows, 10)[1] == ["fsdp"]
-    assert "fsdp  not trained by all of these runs  cannot tell" in str(rows[-1])
+    assert "fsdp  not trained by both runs  cannot tell" in str(rows[-1])

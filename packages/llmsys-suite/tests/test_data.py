@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmsys_suite import environment
 from llmsys_suite.config import UsageError
 from llmsys_suite.environment import (
     control_group_room,
@@ -152,13 +153,31 @@ def test_the_digest_of_a_mapped_file_is_that_of_its_bytes(tmp_path):
     assert text.digest() == expected
 
 
-def test_the_memory_limit_of_a_container_is_respected(tmp_path):
-    group = tmp_path / "app" / "worker"
+@pytest.mark.parametrize(
+    ("membership", "folder", "names"),
+    [
+        ("0::/app/worker\n", "", ("max", "current", "inactive_file")),
+        (
+            "4:cpu,memory:/app/worker\n",
+            "memory/",
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_memory_limit_of_a_container_is_respected(tmp_path, membership, folder, names):
+    limit, used, cached = names
+    group = tmp_path / folder / "app" / "worker"
     group.mkdir(parents=True)
-    (group / "memory.max").write_text("1000\n")
-    (group / "memory.current").write_text("700\n")
-    (group / "memory.stat").write_text("anon 600\ninactive_file 100\n")
-    (group.parent / "memory.max").write_text("max\n")
-    (group.parent / "memory.current").write_text("900\n")
-    (tmp_path / "cgroup").write_text("4:cpu,memory:/other\n0::/app/worker\n")
+    (group / f"memory.{limit}").write_text("1000\n")
+    (group / f"memory.{used}").write_text("700\n")
+    (group / "memory.stat").write_text(f"anon 600\n{cached} 100\n")
+    (group.parent / f"memory.{limit}").write_text("max\n")
+    (group.parent / f"memory.{used}").write_text("900\n")
+    (tmp_path / "cgroup").write_text(membership)
     assert control_group_room(str(tmp_path / "cgroup"), str(tmp_path)) == [400]
+
+
+def test_a_machine_without_a_memory_limit_has_the_memory_that_is_free(monkeypatch):
+    monkeypatch.setattr(environment, "control_group_room", list)
+    monkeypatch.setattr(environment, "_meminfo", {"MemAvailable": 2**30}.get)
+    assert environment.available_memory_bytes("cpu") == 2**30

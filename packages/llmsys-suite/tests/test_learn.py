@@ -256,7 +256,7 @@ def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refus
 
 def test_checkpoint_without_the_state_of_a_training_is_refused():
     config = RunConfig(size="mini")
-    with pytest.raises(UsageError, match="not a checkpoint of the stage learn: it has no context"):
+    with pytest.raises(UsageError, match="not a checkpoint of the stage learn: it has no clip"):
         training_state.require_same({}, config, torch.zeros(9, dtype=torch.uint8), Path("c"))
 
 

@@ -176,8 +176,8 @@ def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None
 
 @app.command()
 def compare(
-    before: Annotated[str, typer.Argument(help="A run folder, or several: A1,A2.")],
-    after: Annotated[str, typer.Argument(help="Another run folder, or several: B1,B2.")],
+    before: Annotated[Path, typer.Argument(help="A run folder.")],
+    after: Annotated[Path, typer.Argument(help="Another run folder.")],
     fail_above: Annotated[
         float | None,
         typer.Option(
@@ -200,9 +200,9 @@ def compare(
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
     if not 0 < margin < 100:
         raise UsageError(f"expected --margin between 0 and 100, a percentage, got {margin:g}")
-    old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
+    old, new = _run_folder(before), _run_folder(after)
     rows = compare_runs(old, new, margin=margin / 100)
-    for warning in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
+    for warning in warnings(old, new):
         print(f"llmsys: {warning}", file=sys.stderr)
     for row in rows:
         print(row)
@@ -221,7 +221,7 @@ def _status_above(rows: list[Comparison], percent: float) -> int:
         names = ", ".join(undecided)
         print(
             f"llmsys: cannot tell whether these are slower by more than {percent:g} %: {names}; "
-            "measure more rounds with --steps, or compare several runs per side",
+            "measure more rounds with --steps",
             file=sys.stderr,
         )
         return CANNOT_TELL

@@ -61,31 +61,39 @@ def available_memory_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    return min(_meminfo("MemAvailable"), *control_group_room())
+    return min([_meminfo("MemAvailable"), *control_group_room()])
 
 
 def control_group_room(
     membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 ) -> list[int]:
-    """Return the bytes that each limited control group (version 2) of this process has left.
+    """Return the bytes that each limited control group of this process can still allocate.
 
     A container's memory limit is the limit of a control group. Cached files count as free memory,
     because the kernel can discard them.
     """
     room = []
-    root = Path(mount)
     for line in _lines(membership):
-        if not line.startswith("0::"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root = Path(mount)
+            limit, used = "max", "current"
+            cached = "inactive_file"
+        elif "memory" in controllers.split(","):
+            root = Path(mount, "memory")
+            limit, used = "limit_in_bytes", "usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
             continue
-        group = root / line.removeprefix("0::").lstrip("/")
+        group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            bounds = [_first_line(f"{folder}/memory.{name}") for name in ("max", "current")]
+            bounds = [_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
             if all(bound.isdigit() for bound in bounds):
                 total, in_use = map(int, bounds)
-                files = dict(line.split(" ", 1) for line in _lines(f"{folder}/memory.stat"))
-                room.append(max(0, total - in_use + int(files.get("inactive_file", 0))))
+                files = dict(line.split(" ", 1) for line in _lines(str(folder / "memory.stat")))
+                room.append(max(0, total - in_use + int(files.get(cached, 0))))
     return room
 
 

@@ -73,17 +73,17 @@ def require_same(
     # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
     if config.rows == default_rows(config.preset, config.world):
         not_compared.add("rows")
+    if state["rows"] % config.data_parallel:
+        raise UsageError(
+            f"{source} was begun with {state['rows']} rows, which do not split over "
+            f"{config.data_parallel} ranks"
+        )
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
             raise UsageError(
                 f"{source} was begun with {name} {state[name]}, not {value}; set the same "
                 f"{OPTIONS.get(name, name)}"
             )
-    if state["rows"] % config.data_parallel:
-        raise UsageError(
-            f"{source} was begun with {state['rows']} rows, which do not split over "
-            f"{config.data_parallel} ranks"
-        )
 
 
 def resumed(run: Run) -> Path | None:

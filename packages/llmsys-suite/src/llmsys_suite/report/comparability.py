@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,23 +30,6 @@ SHOULD_AGREE = {
 }
 
 
-def require_distinct(folders: Sequence[RunFolder]) -> None:
-    """Raise UsageError if the same measurements occur twice, even in a copied folder.
-
-    A run that is counted twice would make the intervals narrower than its samples justify, and a
-    run that is compared with itself would be "same" without any evidence.
-    """
-    paths: dict[str, RunFolder] = {}
-    for folder in folders:
-        digest = hashlib.sha256((folder.path / "samples.jsonl").read_bytes()).hexdigest()
-        if digest in paths:
-            raise UsageError(
-                f"{paths[digest].path} and {folder.path} contain the same samples; "
-                "expected different runs"
-            )
-        paths[digest] = folder
-
-
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:
     """Return sentences on failed audits, and on differences that may affect times or losses."""
     lines = [
@@ -62,7 +44,8 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
     """Raise UsageError if two runs cannot be compared.
 
     Both runs must be complete and unedited, and must have trained their variants interleaved. They
-    must agree in the keys of `MUST_AGREE`.
+    must agree in the keys of `MUST_AGREE`. A run that is compared with a copy of itself would be
+    "same" without any evidence, so that their samples must differ.
     """
     for folder in (before, after):
         folder.require_whole()
@@ -78,6 +61,11 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
                 f"the variants of {folder.path} did not fit in memory together and ran one after "
                 "another, so they have no rounds to compare; choose a smaller --size"
             )
+    samples = [(folder.path / "samples.jsonl").read_bytes() for folder in (before, after)]
+    if samples[0] == samples[1]:
+        raise UsageError(
+            f"{before.path} and {after.path} contain the same samples; expected different runs"
+        )
     if differences := _differences(before, after, MUST_AGREE):
         raise UsageError(f"{differences[0]}; their times cannot be compared")
 

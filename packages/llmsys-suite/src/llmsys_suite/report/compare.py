@@ -1,23 +1,14 @@
-"""Comparison of runs: which variants became faster or slower, if the samples suffice to decide.
+"""Comparison of two runs: which variants became faster or slower, if the samples can decide.
 
-- Times are paired: the time of a variant is divided by the peer's time on the same rank in the same
-  round, so that a slow second affects both. Runs are compared by these ratios only.
-- Rounds in which a rank waited for a core while other programs were at work are left out, because
-  such a wait affects variants differently. At least half of the rounds must be undisturbed for a
-  verdict.
-- The ratios of two runs of the same code differ as a whole because of their memory layout
-  (`APART`). This difference is part of every interval: more rounds do not average it out, but
-  several runs per side reduce it.
-- "slower" and "faster" need a difference above half of the margin and an interval, corrected for
-  the number of variants, that excludes 1. "same" needs an interval inside of the margin.
-- Slow periods outlast a round, so correlated rounds count as fewer rounds.
+The README and docs/benchmarking.md describe the verdicts. The ratios of two runs of the same code
+differ as a whole because of their memory layout (`APART`). This difference is part of every
+interval, because more rounds do not average it out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +19,7 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import CORE_WAIT, PEER, WHOLE_STEP
-from llmsys_suite.report.comparability import require_comparable, require_distinct
+from llmsys_suite.report.comparability import require_comparable
 
 Array = np.ndarray
 #: For each variant, the log of its time over the peer's in each round, and the number of disturbed
@@ -60,7 +51,7 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    #: Undisturbed and disturbed rounds per run.
+    #: Undisturbed and disturbed rounds.
     rounds: int
     disturbed: int
     margin: float
@@ -94,7 +85,7 @@ class Comparison:
     def __str__(self) -> str:
         total = self.rounds + self.disturbed
         if not total:
-            line = f"{self.variant:>20}  not trained by all of these runs  {self.verdict}"
+            line = f"{self.variant:>20}  not trained by both runs  {self.verdict}"
         elif math.isnan(self.ratio):
             line = f"{self.variant:>20}  {self.rounds} of {total} rounds usable  {self.verdict}"
         else:
@@ -107,44 +98,31 @@ class Comparison:
         return line
 
 
-def compare_runs(
-    before: Sequence[RunFolder], after: Sequence[RunFolder], *, margin: float = 0.05, seed: int = 0
-) -> list[Comparison]:
+def compare_runs(before: RunFolder, after: RunFolder, *, margin: float = 0.05) -> list[Comparison]:
     """Return one row per variant, except for the peer.
 
     Raises:
-        UsageError: a run is incomplete, edited, of another version or passed twice, or the machines
-            or models differ, or the runs have no variant in common.
+        UsageError: a run is incomplete, edited or of another version, or both are the same run, or
+            the machines or models differ, or the runs have no variant in common.
     """
-    for folder in (*before, *after):
-        require_comparable(before[0], folder)
-    require_distinct((*before, *after))
-    old, new = ([round_ratios(f.samples()) for f in side] for side in (before, after))
-    return compare_ratios(old, new, margin=margin, seed=seed)
+    require_comparable(before, after)
+    old, new = (round_ratios(folder.samples()) for folder in (before, after))
+    return compare_ratios(old, new, margin=margin)
 
 
-def compare_ratios(
-    old: Sequence[Ratios], new: Sequence[Ratios], *, margin: float = 0.05, seed: int = 0
-) -> list[Comparison]:
+def compare_ratios(old: Ratios, new: Ratios, *, margin: float = 0.05) -> list[Comparison]:
     """Return one row per variant.
 
     A variant that is missing from a run has no rounds, so that its verdict is "cannot tell".
-    Raises UsageError if no variant is in all runs.
+    Raises UsageError if no variant is in both runs.
     """
-    random = np.random.default_rng(seed)
-    names = list(dict.fromkeys(name for run in (*old, *new) for name in run))
-    if not any(all(name in run for run in (*old, *new)) for name in names):
-        raise UsageError("no variant besides the peer was trained by all of these runs")
+    if not old.keys() & new.keys():
+        raise UsageError("no variant besides the peer was trained by both runs")
+    random = np.random.default_rng(0)
     missing = np.array([]), 0
+    names = list(old | new)
     return [
-        _compare(
-            name,
-            [run.get(name, missing) for run in old],
-            [run.get(name, missing) for run in new],
-            margin,
-            len(names),
-            random,
-        )
+        _compare(name, old.get(name, missing), new.get(name, missing), margin, len(names), random)
         for name in names
     ]
 
@@ -185,25 +163,21 @@ def round_ratios(samples: list[Sample]) -> Ratios:
 
 def _compare(
     name: str,
-    before: list[tuple[Array, int]],
-    after: list[tuple[Array, int]],
+    before: tuple[Array, int],
+    after: tuple[Array, int],
     margin: float,
     among: int,
     random: np.random.Generator,
 ) -> Comparison:
-    rounds = min(len(logs) for logs, _ in before + after)
-    disturbed = max(count for _, count in before + after)
+    rounds = min(len(logs) for logs, _ in (before, after))
+    disturbed = max(count for _, count in (before, after))
     if rounds < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
-    log_ratio = 0.0
-    variance = 0.0
-    degrees = math.inf
-    for sign, side in ((-1, before), (1, after)):
-        estimates = [_error(logs, random) for logs, _ in side]
-        log_ratio += sign * sum(trim_mean(logs, TRIMMED) for logs, _ in side) / len(side)
-        variance += sum(error**2 for error, _ in estimates) / len(side) ** 2 + APART**2 / len(side)
-        degrees = min(degrees, sum(freedom for _, freedom in estimates))
-    error = math.sqrt(variance)
+    old_mean, new_mean = (trim_mean(logs, TRIMMED) for logs, _ in (before, after))
+    log_ratio = new_mean - old_mean
+    errors, freedoms = zip(*(_error(logs, random) for logs, _ in (before, after)), strict=True)
+    error = math.sqrt(sum(e**2 + APART**2 for e in errors))
+    degrees = min(freedoms)
     half = float(student.ppf(0.975, degrees)) * error
     corrected = float(student.ppf(1 - CHANCE / (2 * among), degrees)) * error
     return Comparison(
