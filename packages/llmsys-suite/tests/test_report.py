@@ -286,8 +286,8 @@ def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
     (row, _) = folder.results["parallel"].rows
     folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
     text = write_report(folder)
-    assert "pipeline (GPipe) takes 9 ms per iteration; the loss furthest from one process's" in text
-    assert "is off by 2.0e-01 of it (pipeline (GPipe))." in text
+    assert "pipeline (GPipe) takes 9 ms per iteration. The largest relative difference" in text
+    assert "from one process's loss is 2.0e-01 (pipeline (GPipe))." in text
 
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():

@@ -41,15 +41,15 @@ def sections(folder: RunFolder) -> Iterator[Section]:
 def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
     rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
-    finding = f"Furthest off: {worst['figure']}, measured {worst['ratio']:.3g} of what was planned."
+    finding = (
+        f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "
+        "planned one."
+    )
     parts = [
         {"part": name, "MiB": nbytes / MIB} for name, nbytes in plan.training_bytes_by_part.items()
     ]
-    folded: list[tuple[str, Sequence[Row] | str]] = [
-        ("memory at the peak of one process's step, with AdamW's moments", parts)
-    ]
-    folded.append(("derivation", plan.derivation))
-    return Section("plan", finding, rows, folded=folded)
+    memory = "memory at the peak of one process's step, with AdamW's moments"
+    return Section("plan", finding, rows, folded=[(memory, parts), ("derivation", plan.derivation)])
 
 
 def _links(links: of.Links, *_: Any) -> Section:
@@ -57,9 +57,9 @@ def _links(links: of.Links, *_: Any) -> Section:
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
     finding = (
-        f"Of {largest / MIB:g} MiB {best['algorithm']} sums fastest: {best['busbw_gbps']:.3g} GB/s,"
-        f" {best['ratio_p50']:.3g} times its peer (80 % of rounds: {best['ratio_p10']:.3g} to "
-        f"{best['ratio_p90']:.3g})."
+        f"An all-reduce of {largest / MIB:g} MiB is fastest with {best['algorithm']}: "
+        f"{best['busbw_gbps']:.3g} GB/s, {best['ratio_p50']:.3g} times the rate of its peer (80 % "
+        f"of rounds: {best['ratio_p10']:.3g} to {best['ratio_p90']:.3g})."
     )
     shown = pick(rows, COLUMNS["links"])
     top = [row for row in shown if row["bytes"] == largest]
@@ -123,7 +123,7 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
         ratio = best["iteration_ms"] / others[0]["iteration_ms"]
         finding += f", {ratio:.2f} of {others[0]['split']}'s time"
     off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
-    finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
+    finding += f". The largest relative difference from one process's loss is {off:.1e} ({far})."
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
@@ -131,8 +131,8 @@ def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
     top = memory.peaks[-1]
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
-        f"{top['training_peak_mib']:,.4g} MiB, {top['checkpointed_peak_mib']:,.4g} with blocks run "
-        f"twice; inference at {top['inference_peak_mib']:,.4g}."
+        f"{top['training_peak_mib']:,.4g} MiB, or {top['checkpointed_peak_mib']:,.4g} MiB if blocks "
+        f"are recomputed. Inference peaks at {top['inference_peak_mib']:,.4g} MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])
@@ -148,7 +148,7 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
             f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
             f" FLOPs it is {at['parameters']:,.0f} (95 % interval {at['low']:,.0f} to "
             f"{at['high']:,.0f}, {apart:.1f}-fold)."
-            + ("" if apart < 2 else " Cannot tell it closely.")
+            + ("" if apart < 2 else " The runs do not determine it closely.")
         )
     shown = pick(scale.runs, COLUMNS["scale"])
     folded: list[tuple[str, Any]] = [("every run", shown)]
@@ -178,8 +178,8 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     best = max(near, key=lambda row: row["smaller"])
     finding = (
-        f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
-        f"{best['heldout_loss'] - whole:+.4f} {unit}."
+        f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
+        f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
     shown = pick(rows, COLUMNS["compress"])
     return Section("compress", finding, shown, plots.compression(rows, unit))
