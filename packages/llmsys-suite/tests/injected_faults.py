@@ -31,6 +31,7 @@ from llmsys_suite.measure import clocks, phases, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Skipped
 from llmsys_suite.splits.pipeline import SCHEDULES
@@ -614,6 +615,36 @@ def ablates_another_head(run: Run) -> Patch:
     return edit(inspect, change)
 
 
+class _Threads:
+    """A context in which torch uses a number of threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.set_num_threads(self.before)
+
+
+def copies_times(run: Run) -> Patch:
+    """Report the times of rank 0 on the other ranks, which are slower."""
+
+    def timed_step(original: Any, run_: Run, name: str, *more: Any) -> Any:
+        sample = original(run_, name, *more)
+        if name == FLAT:
+            time.sleep(0.01 * (run.rank > 0))
+            keys = ("began", "ended", "seconds")
+            times = [{key: sample[key] for key in keys}]
+            dist.broadcast_object_list(times, 0)
+            sample.update(times[0])
+        return sample
+
+    return around(train, "timed_step", timed_step)
+
+
 # ---- the table -------------------------------------------------------------------------------
 
 FAULTS: list[Fault] = [
@@ -886,6 +917,10 @@ FAULTS: list[Fault] = [
         mock.patch.object(run, "corpus", Corpus(run.corpus.heldout, run.corpus.heldout))),
     Fault("parallel", "the trained loss is that of the first step", lambda run:
         rows(parallel, lambda row: {"trained_loss": row["loss"]})),
+    # Faults that a fifth outsider planted.
+    Fault("train", "a variant computes with two threads", lambda run: step_of(FLAT, lambda _: _Threads(2), lambda v: None)),
+    Fault("train", "the times of rank 0 are reported for all ranks", copies_times),
+    Fault("train", "the model has one head", lambda run: after(ModelConfig, "named", lambda config, *_: replace(config, num_heads=1))),
     # Faults in the files of the run folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

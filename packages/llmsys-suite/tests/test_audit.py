@@ -90,6 +90,7 @@ def honest_samples():
                         "began": clock,
                         "ended": clock + seconds,
                         CORE_WAIT: 0.0,
+                        "threads": 1,
                         "received": 0 if variant == SINGLE else 400,
                         "row_digests": BATCHES[step][
                             rank * rows_per_rank : (rank + 1) * rows_per_rank
@@ -128,6 +129,7 @@ def honest():
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
     evidence = {
         "config": plain_values(CONFIG),
+        "threads": 1,
         "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
         "row_digests": BATCHES,
@@ -380,6 +382,14 @@ def test_a_rank_that_reports_half_its_time_fails():
             sample["seconds"] /= 2
 
     assert "time of a step" in tampered(change)
+
+
+def test_a_variant_with_more_threads_than_the_others_fails():
+    def change(train, samples, evidence):
+        for sample in steps(samples, SINGLE):
+            sample["threads"] = 2
+
+    assert tampered(change) == ["threads"]
 
 
 def test_times_of_one_rank_that_another_rank_reports_too_fail():

@@ -39,6 +39,7 @@ def measure(run: Run) -> dict[str, Any]:
         probed = probe(run)
     return {
         "config": plain_values(run.config),
+        "threads": torch.get_num_threads(),
         "probe": probed,
         "split": split_evidence(run),
         "peers": peers.time_peers(run, [*probed]),

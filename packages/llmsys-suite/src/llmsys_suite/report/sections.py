@@ -131,8 +131,8 @@ def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
     top = memory.peaks[-1]
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
-        f"{top['training_peak_mib']:,.4g} MiB, or {top['checkpointed_peak_mib']:,.4g} MiB if blocks "
-        f"are recomputed. Inference peaks at {top['inference_peak_mib']:,.4g} MiB."
+        f"{top['training_peak_mib']:,.4g} MiB, or {top['checkpointed_peak_mib']:,.4g} MiB if "
+        f"blocks are recomputed. Inference peaks at {top['inference_peak_mib']:,.4g} MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])

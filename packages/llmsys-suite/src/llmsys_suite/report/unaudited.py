@@ -37,7 +37,8 @@ UNAUDITED: dict[str, tuple[Unaudited, ...]] = {
         Unaudited("the reason for the choice of a kernel"),
     ),
     "train": (
-        Unaudited("the number and the order of messages"),
+        Unaudited("the number and the order of messages, and variants that differ only in them"),
+        Unaudited("the initial weights", "another seed"),
         Unaudited("gradients", "rounding after the second step that saves no bytes"),
         Unaudited("hidden and exposed communication"),
         Unaudited("the boundaries between phases"),

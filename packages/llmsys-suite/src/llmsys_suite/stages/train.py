@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmsys_suite.folder import Sample
@@ -91,6 +92,7 @@ def timed_step(
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["loss"] = variant.step(*batch)
+        sample["threads"] = torch.get_num_threads()
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
     sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:

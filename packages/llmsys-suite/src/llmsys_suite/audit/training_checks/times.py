@@ -18,7 +18,10 @@ LEAST_ROUNDS = 3
 
 
 def steps(record: Record) -> Iterator[Check]:
-    """Compare the times of steps with a second clock, whose readings differ between ranks."""
+    """Compare the times and the threads of steps with a second clock and with the audit's threads.
+
+    The readings of the second clock must differ between ranks.
+    """
     pairs = []
     for (name, rank), rank_samples in record.steps.items():
         ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in rank_samples]
@@ -31,6 +34,12 @@ def steps(record: Record) -> Iterator[Check]:
     )
     copied = [f"began {began}" for (began, _), count in readings.items() if count > 1]
     yield Sources("clocks of all ranks", "one reading per step").none("copied times", copied)
+    threads = [
+        (record.evidence["threads"], s["threads"], f"{name} rank {rank} step {s['step']}")
+        for (name, rank), samples in record.steps.items()
+        for s in samples
+    ]
+    yield Sources("torch in the step", "torch in the audit").all_equal("threads", threads)
 
 
 def reported_times(record: Record) -> Iterator[Check]:
