@@ -61,13 +61,13 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
                 f"the variants of {folder.path} did not fit in memory together and ran one after "
                 "another, so they have no rounds to compare; choose a smaller --size"
             )
+    if differences := _differences(before, after, MUST_AGREE):
+        raise UsageError(f"{differences[0]}; their times cannot be compared")
     samples = [(folder.path / "samples.jsonl").read_bytes() for folder in (before, after)]
     if samples[0] == samples[1]:
         raise UsageError(
             f"{before.path} and {after.path} contain the same samples; expected different runs"
         )
-    if differences := _differences(before, after, MUST_AGREE):
-        raise UsageError(f"{differences[0]}; their times cannot be compared")
 
 
 def _differences(
