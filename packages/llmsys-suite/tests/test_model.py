@@ -1,11 +1,14 @@
 """The model computes what its parts' papers say, and its sizes are those of the benchmarks."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from llmsys_suite.config import SIZES
+from llmsys_suite.config import SIZES, RunConfig
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention, rotary_table, rotate
+from llmsys_suite.variants.initial_weights import draw, seeded
 
 CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=11, context=9)
 
@@ -152,3 +155,21 @@ def test_named_sizes_hold_the_parameters_of_their_closed_form(size, millions):
 def test_the_tiny_model_has_about_a_million_parameters():
     model = Decoder(ModelConfig.named("tiny"))
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
+
+
+def test_initial_weights_are_drawn_once_and_each_model_has_a_copy():
+    run = SimpleNamespace(config=RunConfig(size="mini", seed=7), device=torch.device("cpu"))
+    config = ModelConfig.named("mini")
+    torch.manual_seed(7)
+    expected = Decoder(config).state_dict()
+    draw.cache_clear()
+    for checkpoint in (False, True, False):
+        model = seeded(run, replace(config, checkpoint=checkpoint), attention=plain_attention)
+        assert model.config.checkpoint is checkpoint
+        assert all(block.attention.attend is plain_attention for block in model.layers())
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, expected[name])
+        with torch.no_grad():
+            model.embedding.weight.zero_()
+    assert draw.cache_info().misses == 1
+    assert not torch.equal(seeded(run, config, seed=8).head.weight, expected["head.weight"])

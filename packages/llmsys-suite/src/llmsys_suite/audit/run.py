@@ -35,11 +35,8 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     ran = set(run.results)
     is_trained = {"plan", "train"} <= ran
     measured = measure(run) if is_trained else {}
-    collective = []
-    for stage in COLLECTIVE:
-        run.wait_for_ranks()
-        if stage in ran:
-            collective += stage_checks(run, stage)
+    run.wait_for_ranks()
+    collective = stage_checks(run, COLLECTIVE) if COLLECTIVE in ran else []
     results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
     alone = _distributed_checks(run, results)
@@ -54,13 +51,10 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
 def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need only one rank; the first and the last rank divide the stages."""
     shared = replace(run, results=results)
-    last = run.world - 1
-    owners = {stage: last if stage in ON_LAST_RANK else 0 for stage in STAGES}
-    mine = {
-        stage: stage_checks(shared, stage)
-        for stage in STAGES.keys() - {*COLLECTIVE}
-        if stage in results and owners[stage] == run.rank
-    }
+    mine = {}
+    for stage in STAGES.keys() & results.keys() - {COLLECTIVE}:
+        if run.rank == (run.world - 1 if stage == ON_LAST_RANK else 0):
+            mine[stage] = stage_checks(shared, stage)
     by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
 
@@ -83,12 +77,12 @@ def stage_checks(run: Run, stage: str) -> list[Check]:
 def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     """Yield the checks of a stage, and a failed check if they raise an exception.
 
-    An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
+    An exception in the stage `COLLECTIVE` propagates, because other ranks may wait.
     """
     try:
         yield from stage_checks
     except Exception as error:
-        if stage in COLLECTIVE:
+        if stage == COLLECTIVE:
             raise
         message = f"{type(error).__name__}: {error}"
         yield Sources(stage, "no error").none("what the audit reads", [message])
