@@ -120,7 +120,7 @@ def test_missing_data_and_a_folder_that_holds_another_run(tmp_path):
         resolve([], data=tmp_path / "nowhere")
     (tmp_path / "summary.json").touch()
     with pytest.raises(UsageError, match="is not empty"):
-        resolve([], out=tmp_path)
+        execute(resolve(["plan"], preset="cpu", out=tmp_path))
 
 
 def test_a_launcher_decides_the_world(monkeypatch):

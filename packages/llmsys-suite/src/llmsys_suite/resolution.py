@@ -26,26 +26,16 @@ from llmsys_suite.config import (
     UsageError,
     count_gpus,
     default_rows,
-    restarts,
     size_of,
     with_dependencies,
 )
 from llmsys_suite.layout import Layout
 
 #: Options that only some stages read, with these stages.
-STAGES_OF_OPTION = {
-    "steps": ("train", "scale"),
-    "warmup": ("train",),
-    "learn": ("learn",),
-    "tensor": ("learn",),
-    "pipeline": ("learn",),
-    "recompute": ("learn",),
-    "compile": ("learn",),
-    "trace": ("learn",),
-    "log": ("learn",),
-    "clip": ("learn",),
-    "resume": ("learn",),
-}
+STAGES_OF_OPTION = {"steps": ("train", "scale"), "warmup": ("train",)} | dict.fromkeys(
+    ("learn", "tensor", "pipeline", "recompute", "compile", "trace", "log", "clip", "resume"),
+    ("learn",),
+)
 
 
 def resolve(
@@ -111,7 +101,6 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
         raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
-    _check_out(config.out)
     _check_text_folder(config)
 
 
@@ -212,19 +201,6 @@ def _check_learn(config: RunConfig) -> None:
         raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
     if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
         raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
-
-
-def _check_out(out: Path | None) -> None:
-    """Raise `UsageError` if the run folder exists and is not an empty folder.
-
-    Only rank 0 checks, because it claims the folder and other ranks may find it claimed already.
-    After a restart by torchrun no rank checks, because the folder of the first attempt is reused.
-    """
-    if out is None or os.environ.get("RANK", "0") != "0" or restarts():
-        return
-    # Methods of Path raise for a name that is too long; os.path returns False.
-    if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
 
 
 def _check_text_folder(config: RunConfig) -> None:
