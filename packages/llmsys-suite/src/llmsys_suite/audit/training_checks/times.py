@@ -18,9 +18,9 @@ LEAST_ROUNDS = 3
 
 
 def steps(record: Record) -> Iterator[Check]:
-    """Compare the times and the threads of steps with a second clock and with the audit's threads.
+    """Compare the recorder's times with a second clock, and the threads with those of the audit.
 
-    The readings of the second clock must differ between ranks.
+    Two ranks that report the same readings of the second clock have copied one of them.
     """
     pairs = []
     for (name, rank), rank_samples in record.steps.items():
@@ -28,7 +28,6 @@ def steps(record: Record) -> Iterator[Check]:
         pairs.append((1.0, clock_ratio(ratios), f"{name} rank {rank}"))
     recorder = Sources("the recorder", "another clock around it")
     yield recorder.all_equal("time of a step", pairs, CLOCK)
-    # Two ranks that report the same readings have copied one of them.
     readings = Counter(
         (s["began"], s["ended"]) for samples in record.steps.values() for s in samples
     )
