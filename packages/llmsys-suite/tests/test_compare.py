@@ -275,8 +275,8 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
         return compare_ratios(stretches(before, rounds), stretches(after, rounds, scale))
 
     assert fraction_called_different([compared(60) for _ in range(100)]) <= 0.05
-    found = [compared(2000, 1.05)[0].verdict for _ in range(100)]
-    assert found.count("slower") >= 80
+    verdicts_on_slower = [compared(2000, 1.05)[0].verdict for _ in range(100)]
+    assert verdicts_on_slower.count("slower") >= 80
 
 
 def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):

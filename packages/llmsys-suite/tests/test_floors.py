@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(llmsys_suite.__file__).parent
 #: From the bottom up. A name is a subpackage or a module of the package.
 FLOORS = (
-    {"config", "config_file", "environment", "folder", "hugging_face", "layout", "measure", "model",
+    {"config", "config_file", "environment", "folder", "hugging_face", "measure", "model",
      "plain", "resolution", "results", "text"},
     {"ranks"},
     {"learning", "splits", "step", "variants"},

@@ -1,4 +1,4 @@
-"""The configuration of a run: its fields, the sizes of models and the stages."""
+"""The configuration of a run: its fields, the sizes of models, their splits and the stages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accounting import Transformer
+
+    from llmsys_suite.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,63 @@ def size_of(name: str) -> Size:
             f"even width; make it a multiple of {2 * size.num_heads}"
         )
     return size
+
+
+#: Number of stages per rank in each schedule of a pipeline.
+STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "interleaved": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of ranks (Narayanan et al. 2021, section 3).
+
+    Ranks along the dimension `tensor` split each block by heads and columns. Ranks along `pipeline`
+    have consecutive blocks, and ranks along `data` read different rows.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    #: The order of forward and backward passes in the pipeline, a key of STAGES_PER_RANK.
+    schedule: str = "1F1B"
+    #: True to split the norms and residual sums by tokens (Korthikanti et al. 2022, section 4.2).
+    sequence: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the pipeline."""
+        return self.pipeline * STAGES_PER_RANK[self.schedule]
+
+    def why_not(self, config: ModelConfig | Size, rows: int) -> str:
+        """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
+        if config.num_layers < self.num_stages:
+            return f"{config.num_layers} layers do not make {self.num_stages} stages"
+        names = ("num_heads", "d_ff", *(("context", "vocabulary") if self.sequence else ()))
+        for name in names:
+            if (value := getattr(config, name)) % self.tensor:
+                return f"{name} {value} does not split over {self.tensor} ranks"
+        if rows % self.data:
+            return f"{rows} rows do not split over {self.data} groups"
+        count = self.num_microbatches(rows // self.data)
+        if self.schedule == "interleaved" and count % max(1, count // self.pipeline):
+            return f"{count} microbatches do not split into rounds of {self.pipeline} ranks"
+        return ""
+
+    def num_microbatches(self, rows: int) -> int:
+        """Return the number of microbatches into which a pipeline splits `rows` rows.
+
+        A microbatch has two rows, or one row if there would be fewer microbatches than ranks.
+        """
+        return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
+
+    def bubble(self, rows: int) -> float:
+        """Return the idle fraction (p - 1) / (m s + p - 1) of a step without communication.
+
+        There are p ranks with s stages each and m microbatches (Narayanan et al. 2021, section
+        2.2).
+        """
+        work = self.num_microbatches(rows) * STAGES_PER_RANK[self.schedule]
+        return (self.pipeline - 1) / (work + self.pipeline - 1)
 
 
 #: Minimum context. `memory` also uses half of it, and previous-token heads need two positions.

@@ -222,7 +222,7 @@ def create_folder(folder: Path, name: str, text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise FileExistsError
-        # Of two programs that see the same empty folder, only one can create the file.
+        # Only one of two programs that see the same empty folder can create the file.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

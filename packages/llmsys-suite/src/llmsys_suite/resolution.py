@@ -22,6 +22,7 @@ from llmsys_suite.config import (
     MOST_SEED,
     STAGES,
     TRAINED_VOCABULARY,
+    Layout,
     RunConfig,
     UsageError,
     count_gpus,
@@ -29,7 +30,6 @@ from llmsys_suite.config import (
     size_of,
     with_dependencies,
 )
-from llmsys_suite.layout import Layout
 
 #: Options that only some stages read, with these stages.
 STAGES_OF_OPTION = {"steps": ("train", "scale"), "warmup": ("train",)} | dict.fromkeys(

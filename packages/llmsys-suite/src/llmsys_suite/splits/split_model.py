@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmsys_suite.config import UsageError
-from llmsys_suite.layout import Layout
+from llmsys_suite.config import Layout, UsageError
 from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
 from llmsys_suite.splits.tensor import split_blocks, split_ends
