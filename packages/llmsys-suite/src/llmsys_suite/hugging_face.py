@@ -46,7 +46,7 @@ def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) ->
     `AutoTokenizer.from_pretrained` loads it.
 
     Raises:
-        UsageError: the folder is not empty or cannot be written.
+        UsageError: the folder is not empty or cannot be created.
     """
     from safetensors.torch import save_file
 
