@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accounting import Transformer
 
-    from llmsys_suite.model import ModelConfig
-
 
 @dataclass(frozen=True)
 class Size:
@@ -98,13 +96,16 @@ class Layout:
         """The number of stages of the pipeline."""
         return self.pipeline * STAGES_PER_RANK[self.schedule]
 
-    def why_not(self, config: ModelConfig | Size, rows: int) -> str:
-        """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
-        if config.num_layers < self.num_stages:
-            return f"{config.num_layers} layers do not make {self.num_stages} stages"
+    def why_not(self, size: Size, rows: int) -> str:
+        """Return the reason why this layout does not fit a model and `rows`, or an empty string.
+
+        With `sequence`, `size` must also have the model's context and vocabulary (`ModelConfig`).
+        """
+        if size.num_layers < self.num_stages:
+            return f"{size.num_layers} layers do not make {self.num_stages} stages"
         names = ("num_heads", "d_ff", *(("context", "vocabulary") if self.sequence else ()))
         for name in names:
-            if (value := getattr(config, name)) % self.tensor:
+            if (value := getattr(size, name)) % self.tensor:
                 return f"{name} {value} does not split over {self.tensor} ranks"
         if rows % self.data:
             return f"{rows} rows do not split over {self.data} groups"

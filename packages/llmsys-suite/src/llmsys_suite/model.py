@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import size_of
+from llmsys_suite.config import Size, size_of
 
 Attention = Callable[..., Any]
 #: Constant that RMSNorm adds to the mean square.
@@ -30,13 +30,9 @@ ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Size):
     """The shape of a `Decoder`. The default vocabulary is the 256 bytes."""
 
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
     vocabulary: int = 256
     context: int = 128
     checkpoint: bool = False
