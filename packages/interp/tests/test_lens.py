@@ -90,7 +90,7 @@ def test_terms_sum_to_the_logit(
     with torch.no_grad():
         logits = unembed(stream if norm is None else norm(stream))
     right, wrong = TOKENS, (TOKENS + 1) % 17
-    shares = attribution(parts, norm, unembed, right)
+    shares = attribution(parts, norm, unembed, right, final=stream)
     expected = logits.gather(-1, right[..., None])[..., 0]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype] * shares.terms.abs().sum(
         0
@@ -128,7 +128,7 @@ def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
             seen[f"layers.{i}.out:input"], layer.out.weight, heads=3, prefix=f"{i}."
         )
         parts[f"mlp {i}"] = seen[f"layers.{i}.down"]
-    shares = attribution(parts, model.norm, model.head, TOKENS)
+    shares = attribution(parts, model.norm, model.head, TOKENS, final=seen["norm:input"])
     torch.testing.assert_close(shares.terms.sum(0), logits.gather(-1, TOKENS[..., None])[..., 0])
     assert len(shares.names) == 1 + 3 * 3 + 3
 
@@ -141,3 +141,14 @@ def test_invalid_token_ids_are_refused() -> None:
         attribution(parts, None, head, ids)
     with pytest.raises(ValueError, match=r"expected token ids \(1, 4\) as against, got \(4, 1\)"):
         attribution(parts, None, head, ids.abs() % 11, against=ids.T)
+
+
+def test_attribution_without_a_component_is_refused() -> None:
+    parts = {name: torch.randn(2, 3, 5) for name in ("a", "b", "c")}
+    final = parts["a"] + parts["b"] + parts["c"]
+    unembed = torch.randn(7, 5)
+    targets = torch.zeros(2, 3, dtype=torch.long)
+    attribution(parts, None, unembed, targets, final=final)
+    del parts["b"]
+    with pytest.raises(ValueError, match="do not sum to the final stream; one is missing"):
+        attribution(parts, None, unembed, targets, final=final)

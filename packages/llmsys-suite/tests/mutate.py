@@ -327,7 +327,7 @@ def _evidence(run: Run) -> dict[str, Any]:
 
 def _stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of a stage on rank 0, which has the results of all stages."""
-    takes_part = run.rank == 0 or stage == audit.COLLECTIVE
+    takes_part = run.rank == 0 or stage in audit.COLLECTIVE
     return audit.stage_checks(run, stage) if takes_part else []
 
 

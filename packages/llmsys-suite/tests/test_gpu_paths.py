@@ -11,8 +11,9 @@ from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
 from llmsys_suite.resolution import resolve
-from llmsys_suite.step import sweep
+from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
+from torch.autograd import DeviceType
 
 
 class FakeStream:
@@ -142,3 +143,29 @@ def test_the_gpu_preset_trains_in_bfloat16_unless_another_dtype_is_named(monkeyp
     monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
     assert resolve([], preset="gpu").dtype == "bf16"
     assert resolve([], preset="gpu", dtype="tf32").dtype == "tf32"
+
+
+def test_the_time_of_a_kernel_is_counted_once():
+    def event(key, device, self_us, note=False):
+        return types.SimpleNamespace(
+            key=key,
+            device_type=device,
+            self_device_time_total=self_us,
+            self_cpu_time_total=1.0,
+            is_user_annotation=note,
+            count=2,
+        )
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 300.0),
+        event("aten::_softmax", DeviceType.CPU, 100.0),
+        event("forward", DeviceType.CPU, 400.0, note=True),
+        event("sm90_gemm_kernel", DeviceType.CUDA, 300.0),
+        event("softmax_kernel", DeviceType.CUDA, 100.0),
+        event("forward", DeviceType.CUDA, 400.0, note=True),
+    ]
+    summary = kernels.summarize(events, "cuda")
+    assert summary["total_ms"] == 0.4
+    assert summary["product_share"] == 0.75
+    assert summary["softmax_share"] == 0.25
+    assert [row["operator"] for row in summary["top"]] == ["mm", "_softmax"]

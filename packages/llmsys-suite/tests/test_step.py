@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite import cli
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
-from llmsys_suite.step import process, report, sweep
+from llmsys_suite.step import kernels, process, report, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
+from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 MINI = Case(size="mini", context=16, rows=2)
@@ -24,7 +26,7 @@ def process_output(seconds, rate=1e9):
     return {
         "seconds": np.asarray(seconds).tolist(),
         "loss": 5.0,
-        "peak_bytes": 2**30, "threads": 1, "product_rate": rate,
+        "peak_bytes": 2**30, "threads": 1, "product_rate": rate, "operators": [],
     }  # fmt: skip
 
 
@@ -82,10 +84,14 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
     assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
 
 
-def test_a_case_runs_in_a_separate_process():
-    ran = sweep.in_a_process(MINI, 120)
+def test_a_case_runs_in_a_separate_process_and_lists_operators():
+    ran = sweep.in_a_process(MINI, 120, profile=True)
     assert len(ran["seconds"]) == 15
-    assert all(seconds > 0 for step in ran["seconds"] for seconds in step)
+    for phase in ran["operators"]:
+        assert 1 <= len(phase["top"]) <= 10
+        assert phase["total_ms"] < phase["timer_ms"]
+        assert phase["attention_product_share"] <= phase["product_share"]
+    assert ran["operators"][0]["attention_product_share"] > 0
 
 
 def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
@@ -132,6 +138,26 @@ def test_precision_and_checkpointing_are_what_the_case_asks_for():
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
+def test_kinds_of_operators_are_distinguished():
+    def event(key, us, count=1):
+        return SimpleNamespace(
+            key=key,
+            count=count,
+            self_cpu_time_total=us,
+            device_type=DeviceType.CPU,
+            is_user_annotation=False,
+        )
+
+    there = [event("aten::mm", 60, 3), event("aten::bmm", 30, 2), event("aten::_softmax", 10),
+             event("Optimizer.step", 99)]  # fmt: skip
+    row = kernels.summarize(there, "cpu")
+    assert row["total_ms"] == pytest.approx(0.1)
+    assert row["top"][0] == {"operator": "mm", "calls": 3, "ms": 0.06, "share": 0.6}
+    assert row["product_share"] == pytest.approx(0.9)
+    assert row["attention_product_share"] == pytest.approx(0.3)
+    assert row["softmax_share"] == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -142,7 +168,8 @@ def test_precision_and_checkpointing_are_what_the_case_asks_for():
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
-        (["--out", "/proc/none"], "/proc/none cannot be written"),
+        (["--profile"], "--profile writes operators; name a folder with --out"),
+        (["--out", "/proc/none"], "cannot write to /proc/none"),
         (["--out", "."], ". exists and is not empty"),
     ],
 )
@@ -159,23 +186,31 @@ def test_a_case_that_cannot_be_timed_is_refused_in_one_line(
 
 
 def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "in_a_process", lambda case, limit: process.measure(case))
-    out = tmp_path / "rows"
-    cases = report.requested_cases(
-        sizes="mini,mini",
-        contexts="16,016",
-        dtypes="fp32,bf16,fp32",
-        compiled=False,
-        checkpointed=True,
-        rows=1,
-        device="cpu",
+    monkeypatch.setattr(
+        sweep, "in_a_process", lambda case, *_, **k: process.measure(case, profile=k["profile"])
     )
-    text = "\n".join(report.benchmark(cases, 60.0, out))
+    out = tmp_path / "rows"
+    lines = list(
+        report.benchmark(
+            sizes="mini,mini",
+            contexts="16,016",
+            dtypes="fp32,bf16,fp32",
+            compiled=False,
+            checkpointed=True,
+            rows=1,
+            limit=60.0,
+            profile=True,
+            device="cpu",
+            out=out,
+        )
+    )
+    text = "\n".join(lines)
     assert text.count("| mini, 1 x 16, bf16, checkpoint |") == 4
     assert "e+0" not in text
     assert " 0% |" not in text
     rows = json.loads((out / "rows.json").read_text())["rows"]
     assert len(rows) == 16
+    assert all(phase["top"] for row in rows for phase in row["operators"])
 
 
 def test_an_unknown_device_is_refused():

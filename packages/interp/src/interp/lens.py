@@ -147,6 +147,7 @@ def attribution(
     targets: Tensor,
     *,
     against: Tensor | None = None,
+    final: Tensor | None = None,
 ) -> Attribution:
     """Split the logit of `targets` (minus the logit of `against`) into one term per component.
 
@@ -154,14 +155,17 @@ def attribution(
     (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
     A capped logit (Gemma 2) is not a sum of terms, so the cap is not applied here.
 
-    Raises ValueError for token ids of another shape, and for a norm that is not a layer norm or an
-    RMS norm.
+    Pass the recorded final stream as `final` to check that no component is missing; ValueError is
+    raised if the components do not sum to it. Raises ValueError for token ids of another shape, and
+    for a norm that is not a layer norm or an RMS norm.
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
     shape = torch.broadcast_shapes(*(part.shape for part in components.values()))
     parts = [part.expand(shape) for part in components.values()]
     stream = sum(parts[1:], start=parts[0])
+    if final is not None:
+        require_sum(parts, final)
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = read_direction(weight, stream, targets, against)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -123,24 +122,27 @@ def step(
     ] = False,
     rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
     time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="With --out: the operators of a step.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON.")] = None,
 ) -> None:
     """Time one training step by size, context and precision, each in a separate process."""
-    from llmsys_suite.step.report import benchmark, requested_cases
+    from llmsys_suite.step.report import benchmark
 
-    if not 0 < time_limit < math.inf:
-        raise UsageError(f"--time-limit {time_limit} is not a number of seconds")
-    cases = requested_cases(
+    for line in benchmark(
         sizes=sizes,
         contexts=contexts,
         dtypes=dtype,
         compiled=compile_,
         checkpointed=checkpoint,
         rows=rows,
+        limit=time_limit,
+        profile=profile,
         device=device,
-    )
-    for line in benchmark(cases, time_limit, out):
+        out=out,
+    ):
         print(line, flush=True)
 
 

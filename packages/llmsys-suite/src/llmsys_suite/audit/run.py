@@ -35,8 +35,11 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     ran = set(run.results)
     is_trained = {"plan", "train"} <= ran
     measured = measure(run) if is_trained else {}
-    run.wait_for_ranks()
-    collective = stage_checks(run, COLLECTIVE) if COLLECTIVE in ran else []
+    collective = []
+    for stage in COLLECTIVE:
+        run.wait_for_ranks()
+        if stage in ran:
+            collective += stage_checks(run, stage)
     results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
     alone = _distributed_checks(run, results)
@@ -52,7 +55,7 @@ def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need only one rank; the first and the last rank divide the stages."""
     shared = replace(run, results=results)
     mine = {}
-    for stage in STAGES.keys() & results.keys() - {COLLECTIVE}:
+    for stage in STAGES.keys() & results.keys() - {*COLLECTIVE}:
         if run.rank == (run.world - 1 if stage == ON_LAST_RANK else 0):
             mine[stage] = stage_checks(shared, stage)
     by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
@@ -77,12 +80,12 @@ def stage_checks(run: Run, stage: str) -> list[Check]:
 def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
     """Yield the checks of a stage, and a failed check if they raise an exception.
 
-    An exception in the stage `COLLECTIVE` propagates, because other ranks may wait.
+    An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
     """
     try:
         yield from stage_checks
     except Exception as error:
-        if stage == COLLECTIVE:
+        if stage in COLLECTIVE:
             raise
         message = f"{type(error).__name__}: {error}"
         yield Sources(stage, "no error").none("what the audit reads", [message])

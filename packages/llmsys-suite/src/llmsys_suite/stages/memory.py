@@ -1,7 +1,7 @@
 """Live memory of inference and training: peaks by context length, timelines, largest allocations.
 
 `accounting` traces the model on the meta device, so that any size fits on any machine, as in
-`llmsys run memory --size 2.7B`.
+`llmsys run memory --size 2.7B`. Memory with and without autocast is traced with fake tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from accounting import Ledger
 from accounting.memory.live import LiveMemory, make_state, training_step_memory
 
 from llmsys_suite.config import RunConfig
+from llmsys_suite.measure.autocast_memory import saved_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Memory
 
 ROWS = 4
+#: Default vocabulary of `profile`, which is that of the coursework.
+VOCABULARY = 10_000
 MIB = 2**20
 
 
@@ -32,37 +35,49 @@ def contexts(config: RunConfig) -> tuple[int, int, int]:
 
 def run(run: Run) -> Memory | None:
     """Return peaks and a timeline of the run's model; the ranks divide the context lengths."""
-    lengths = contexts(run.config)
+    config = run.config
     mine = {
-        length: profile(replace(run.model, context=length))
-        for length in lengths[run.rank :: run.world]
+        length: profile(config.size, length, config.vocabulary)
+        for length in contexts(config)[run.rank :: run.world]
     }
     gathered = run.gather(mine)
     if run.rank != 0:
         return None
     profiles = {length: profile for part in gathered for length, profile in part.items()}
+    mixed = [
+        {
+            "autocast": name,
+            "saved_for_backward_mib": saved_bytes(run.model, ROWS, autocast=name != "off") / MIB,
+        }
+        for name in ("off", "bf16")
+    ]
     return Memory(
         rows=ROWS,
-        peaks=[profiles[length]["peaks"] for length in lengths],
-        training_timeline=profiles[run.config.context]["timeline"],
-        largest=profiles[run.config.context]["largest"],
+        peaks=[profiles[length]["peaks"] for length in contexts(config)],
+        training_timeline=profiles[config.context]["drawn"]["training_timeline"],
+        largest=profiles[config.context]["drawn"]["largest"],
+        mixed=mixed,
     )
 
 
-def profile(config: ModelConfig) -> dict[str, Any]:
-    """Return peaks in MiB, and the timeline and the largest allocations of a training step."""
-    step = training(config)
+def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """Return peaks and timelines in MiB, and the largest allocations, of a size at one context."""
+    config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
+    forward, step = inference(config), training(config)
     checkpointed = training(replace(config, checkpoint=True))
     return {
         "peaks": {
-            "context": config.context,
-            "inference_peak_mib": inference(config).peak_bytes / MIB,
+            "context": context,
+            "inference_peak_mib": forward.peak_bytes / MIB,
             "training_peak_mib": step.peak_bytes / MIB,
             "checkpointed_peak_mib": checkpointed.peak_bytes / MIB,
-            "residual_stream_mib": ROWS * config.context * config.d_model * 4 / MIB,
+            "residual_stream_mib": ROWS * context * config.d_model * 4 / MIB,
         },
-        "timeline": thin(step.timeline),
-        "largest": Ledger().table(step.at_peak),
+        "drawn": {
+            "inference_timeline": thin(forward.timeline),
+            "training_timeline": thin(step.timeline),
+            "largest": Ledger().table(step.at_peak),
+        },
     }
 
 

@@ -2,8 +2,7 @@
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 
-The command prints the output of `measure` as JSON. On a GPU, `nsys profile -t cuda,nvtx` of this
-command shows the phases and their kernels.
+The command prints the output of `measure` as JSON. It can be run under `nsys profile`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from llmsys_suite.environment import peak_memory_bytes
 from llmsys_suite.measure.clocks import product_rate
 from llmsys_suite.ranks.failure import end_with_parent
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
+from llmsys_suite.step.kernels import by_phase
 from llmsys_suite.step.training import AUTOCAST, Step
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, profile: bool = False) -> dict[str, Any]:
     """Return the seconds of each part of each step, and other facts about the process."""
     step = Step(case)
     seconds = [step.timed() for _ in range(max(WARMUPS) + STEPS)]
@@ -34,13 +34,16 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_bytes": peak,
         "threads": torch.get_num_threads(),
         "product_rate": product_rate(step.device, AUTOCAST[case.dtype]),
+        "operators": by_phase(step) if profile else [],
     }
 
 
 def main() -> None:
-    """Measure the case in the first argument, a JSON object."""
+    """Measure the case in the first argument, a JSON object that may also contain `profile`."""
     end_with_parent(os.getppid())
-    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))
+    options = json.loads(sys.argv[1])
+    profile = options.pop("profile", False)
+    print(json.dumps(measure(Case(**options), profile=profile)))
 
 
 if __name__ == "__main__":

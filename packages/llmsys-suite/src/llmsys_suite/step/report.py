@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -9,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import SIZES, UsageError, count_gpus
-from llmsys_suite.folder import RunFolder, create_folder
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.step import sweep
 from llmsys_suite.step.case import PHASES, Case
 
+Row = dict[str, Any]
 
-def requested_cases(
+
+def benchmark(
     *,
     sizes: str,
     contexts: str,
@@ -22,9 +26,19 @@ def requested_cases(
     compiled: bool,
     checkpointed: bool,
     rows: int,
+    limit: float,
+    profile: bool,
     device: str,
-) -> list[Case]:
-    """Return a case per combination of the options; raise UsageError if an option is invalid."""
+    out: Path | None,
+) -> Iterator[str]:
+    """Yield lines of a Markdown table as cases are measured; write the rows to `out`/rows.json.
+
+    Without `out` nothing is written. Raises UsageError for invalid options.
+    """
+    if not 0 < limit < math.inf:
+        raise UsageError(f"--time-limit {limit} is not a number of seconds")
+    if profile and out is None:
+        raise UsageError("--profile writes operators; name a folder with --out")
     if device == "cuda" and not count_gpus():
         raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
     cases = [
@@ -47,49 +61,60 @@ def requested_cases(
     ]
     if not cases:
         raise UsageError("no case is requested; name sizes, contexts and dtypes as A,B")
-    return cases
-
-
-def benchmark(cases: Sequence[Case], limit: float, out: Path | None) -> Iterator[str]:
-    """Yield lines of a Markdown table as cases are measured; write the rows to `out`/rows.json.
-
-    Without `out` nothing is written. Raises UsageError if `out` is not empty or cannot be written.
-    """
     if out is not None:
-        create_folder(out, "rows.json", "{}\n")
+        _make_folder(out)
+    yield from _measured_lines(cases, limit, profile, out)
+    if device == "cuda":
+        case = json.dumps(asdict(cases[0]))
+        yield f"\nnsys profile -t cuda,nvtx -o step python -m llmsys_suite.step.process '{case}'"
+
+
+def _make_folder(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def _measured_lines(
+    cases: Sequence[Case], limit: float, profile: bool, out: Path | None
+) -> Iterator[str]:
     yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
     yield "|---" * 8 + "|"
     measured = []
-    for row in sweep.measure(cases, limit=limit):
+    for row in sweep.measure(cases, limit=limit, profile=profile):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
             table = {"cases": [asdict(case) for case in cases], "rows": measured}
             RunFolder(out).write_json("rows.json", table)
         yield _line(_cells(row))
+    if out is not None:
+        yield f"\n{out}: rows.json"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    options = [key for key in ("compile", "checkpoint") if row[key]]
-    case = ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *options])
-    if row["note"]:
-        return [case, *[""] * 6, row["note"]]
-    times = [
-        f"{_short(row[f'{phase}_mean_ms'], 3)} ± {_short(row[f'{phase}_std_ms'], 2)}"
-        for phase in PHASES
-    ]
-    return [
-        case,
-        str(row["warmup"]),
-        *times,
-        f"{row['tokens_per_s']:,.0f}",
-        f"{row['mfu']:.1%}",
-        "",
-    ]
+def _cells(row: Row) -> list[str]:
+    def time(phase: str) -> str:
+        if f"{phase}_mean_ms" not in row:
+            return ""
+        spread = f" ± {_short(row[f'{phase}_std_ms'], 2)}" if f"{phase}_std_ms" in row else ""
+        return f"{_short(row[f'{phase}_mean_ms'], 3)}{spread}"
+
+    rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
+    used = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""
+    warmup = str(row.get("warmup", ""))
+    return [_name(row), warmup, *map(time, PHASES), rate, used, row["note"]]
 
 
 def _short(value: float, digits: int) -> str:
     """Return `digits` significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+
+
+def _name(row: Row) -> str:
+    ways = [key for key in ("compile", "checkpoint") if row[key]]
+    return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *ways])
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -24,15 +24,16 @@ class LeftOut(Exception):
     """The reason why a case was not timed."""
 
 
-def measure(cases: Sequence[Case], *, limit: float = 60.0) -> Iterator[Row]:
+def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
     """Yield the rows of each case: one per number of warm-up steps, or one with a refusal.
 
     The `note` of a row is the reason why its case was not timed. `limit` is in seconds per case.
+    With `profile`, rows have `operators`.
     """
     for case in cases:
         try:
             require_fit(case)
-            measured = in_a_process(case, limit)
+            measured = in_a_process(case, limit, profile=profile)
         except LeftOut as reason:
             yield case.labels() | {"note": str(reason)}
             continue
@@ -47,9 +48,10 @@ def require_fit(case: Case) -> None:
         raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
 
 
-def in_a_process(case: Case, limit: float) -> dict[str, Any]:
+def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
     """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
-    command = [sys.executable, "-m", "llmsys_suite.step.process", json.dumps(asdict(case))]
+    options = json.dumps(asdict(case) | {"profile": profile})
+    command = [sys.executable, "-m", "llmsys_suite.step.process", options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -86,5 +88,6 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "loss": measured["loss"],
         "threads": measured["threads"],
         "seconds": counted,
+        "operators": measured["operators"],
         "note": "",
     }

@@ -1,7 +1,7 @@
 """Checks of the stages except `plan` and `train`, each with a second method.
 
-The checks of the stage COLLECTIVE run on all ranks, and only the checks of rank 0 are reported. All
-other checks run on one rank, which has the results of rank 0.
+The checks of a stage in COLLECTIVE run on all ranks, and only the checks of rank 0 are reported.
+All other checks run on one rank, which has the results of rank 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "inspect": inspect.checks,
     "compress": compress.checks,
 }
-#: The stage whose checks use collectives.
-COLLECTIVE = "parallel"
+#: Stages whose checks use collectives.
+COLLECTIVE = ("links", "parallel")
 #: The stage that the last rank checks while rank 0 checks the other stages. The last rank also
 #: repeats training steps (`recompute`), so that both ranks take about the same time.
 ON_LAST_RANK = "learn"

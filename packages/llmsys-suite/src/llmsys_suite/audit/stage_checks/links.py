@@ -1,25 +1,41 @@
-"""Checks of `links`: rows and errors, and columns and wire bytes against formulas."""
+"""Checks of `links`: sums against float64, and columns and wire bytes against formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
 
+import collectives
 import collectives.bench.rows
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from llmsys_suite import results
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.tolerances import SUMS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links
 
 
 def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
-    """Check the rows of each collective, the benchmark's count of errors, and the columns."""
-    if isinstance(result, results.Skipped):
+    """Check sums of every all-reduce algorithm on every rank, and the table's columns on rank 0."""
+    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
+    if rows is None:
         ranks = Sources("the run", "one, of a run without links")
         yield ranks.equal("number of ranks if the stage is skipped", 1, run.world)
         return
-    rows = result.rows
+    off = []
+    for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
+        for size in dict.fromkeys(r["size_bytes"] for r in rows):
+            where = f"{algorithm}, {size} bytes"
+            off.append((_all_reduce_error(run, algorithm, size // 4), where))
+    off = [pair for pairs in run.gather(off) for pair in pairs]
+    if run.rank:
+        return
+    algorithms = Sources("every algorithm, every rank", "float64")
+    yield algorithms.all_near("all-reduce", off, SUMS)
     wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
     yield Sources("the bench's own count", "none").none("elements in error", wrong)
     for case in collectives.bench.rows.CASES:
@@ -55,3 +71,23 @@ def _columns(run: Run, rows: results.Rows) -> Iterator[Check]:
     if run.config.backend == "gloo":
         sockets = Sources("the kernel's sockets", "2 (n-1)/n, or 0 in shared memory")
         yield sockets.all_equal("wire bytes of an all-reduce", wire, 0.02)
+
+
+def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
+    def contribution(rank: int) -> np.ndarray:
+        return np.random.default_rng(1000 + rank).standard_normal(count)
+
+    if algorithm == "shared_empty":
+        tensor = collectives.shared_empty(count)
+    else:
+        tensor = torch.empty(count, device=run.device)
+    tensor.copy_(torch.from_numpy(contribution(run.rank)))
+    if algorithm in ("gloo", "nccl"):
+        dist.all_reduce(tensor)
+    elif algorithm == "shared_empty":
+        collectives.all_reduce(tensor)
+    else:
+        collectives.all_reduce(tensor, algorithm=algorithm)
+    terms = (contribution(rank).astype(np.float32) for rank in range(run.world))
+    exact = sum(term.astype(np.float64) for term in terms)
+    return reference.distance(tensor.cpu(), torch.from_numpy(np.asarray(exact)))
