@@ -744,6 +744,14 @@ def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
         assert failed(replace(result, valleys=[valley, *result.valleys[1:]])) == ["minima"]
 
 
+def test_runs_that_fix_no_scaling_law_have_the_reason_and_no_law():
+    result = scaling_result()
+    rising = [row | {"loss": row["parameters"] / 1e9} for row in result.runs]
+    without = scale.fit(rising)
+    assert without.law == {}
+    assert "fewer than two budgets have a valley" in without.warnings[0]
+
+
 def finished(path, change=lambda samples: None):
     plan, train, samples, evidence = honest()
     config = RunConfig(**{**vars(CONFIG), "stages": ("plan", "train", "audit"), "out": path})

@@ -116,7 +116,7 @@ def _cosine(progress: float) -> float:
 
 
 def fit(rows: list[dict[str, float]]) -> Scale:
-    """Return the IsoFLOP fit of the runs and its warnings, or only the error if the fit fails."""
+    """Return the IsoFLOP fit of the runs and its warnings, or only the reason if there is none."""
     import warnings
 
     import scaling
@@ -128,6 +128,8 @@ def fit(rows: list[dict[str, float]]) -> Scale:
         warnings.simplefilter("always")
         try:
             law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
+            if law.unidentified:
+                return Scale(rows, [law.unidentified])
             optimum = law.optimal(at)
         except ValueError as error:
             return Scale(rows, [str(error)])
