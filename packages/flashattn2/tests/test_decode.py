@@ -186,7 +186,6 @@ WRONG_CACHES = {
 
 
 def test_a_compiled_function_may_slice_interleaved_caches_of_several_buffers():
-    """Slices that are taken outside of the graph are the limit that the README states."""
 
     def run(q, cache, new, lengths):
         keys, values = cache[..., :16], cache[..., 16:]
@@ -201,6 +200,48 @@ def test_a_compiled_function_may_slice_interleaved_caches_of_several_buffers():
         ours, eager = (f(q, c, new, lengths) for f, c in zip((compiled, run), caches, strict=True))
         torch.testing.assert_close(ours, eager)
         assert torch.equal(*caches)
+
+
+@pytest.mark.parametrize("layout", ["pages", "heads", "new keys"])
+def test_compiled_caches_that_overlap_another_input_are_refused(layout):
+    """The graph would assume the storage offsets of its first call.  Slices inside are right."""
+    lengths, table = torch.tensor([20, 3], dtype=torch.int32), None
+    memory = torch.randn(2, 2, 4, 64, 16)
+    if layout == "pages":
+        table = torch.tensor([[3, 2], [1, 0]], dtype=torch.int32)
+        memory = torch.randn(4, 2, 2, 32, 16)
+
+    def cut(memory):
+        new = torch.ones(2, 2, 1, 16)
+        if layout == "pages":
+            return *memory.unbind(1), new, new
+        if layout == "heads":
+            return *memory[0].split(2, dim=1), new, new
+        k_cache, v_cache = memory[:, :, :2]
+        return k_cache, v_cache, *memory[:, :, :2, 7:8]
+
+    def run(q, *tensors):
+        tensors = cut(*tensors) if len(tensors) == 1 else tensors
+        return flash_attention_with_kvcache(q, *tensors, cache_seqlens=lengths, block_table=table)
+
+    q = torch.randn(2, 4, 1, 16)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="slice it inside of the compiled function"):
+        compiled(q, *cut(memory))
+    expected = memory.clone()
+    torch.testing.assert_close(compiled(q, memory), run(q, expected))
+    assert torch.equal(memory, expected)
+    # Inputs that are apart are right for all offsets, and reading overlapping inputs is allowed.
+    apart = torch.compile(flash_attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    new = torch.ones(2, 2, 1, 16)
+    for offset in (0, 64):
+        kv = torch.randn(4096 * 2 + offset)[offset:].view(2, 2, 2, 64, 16)
+        expected = kv.clone()
+        torch.testing.assert_close(
+            apart(q, *kv, new, new, cache_seqlens=lengths),
+            flash_attention_with_kvcache(q, *expected, new, new, cache_seqlens=lengths),
+        )
+        assert torch.equal(kv, expected)
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -530,6 +571,11 @@ def test_different_keys_and_values_in_one_cache_are_refused(interpreter, length,
             caches = buffer[..., :16], buffer[..., first : first + 16]
             with pytest.raises(ValueError, match="new values would overwrite keys"):
                 run(*caches, q, q.clone())
+        assert not buffer.any()
+        # These keys and values have the same address, but are equal in one head only.
+        for k, v in ((q, q[:, :1].expand_as(q)), (q[:, :1].expand_as(q), q)):
+            with pytest.raises(ValueError, match="new values would overwrite keys"):
+                run(buffer[..., :16], buffer[..., :16], k, v)
         assert not buffer.any()
     # Latent attention has values that are a part of the keys.
     latent = torch.randn(2, 2, 1, 32)

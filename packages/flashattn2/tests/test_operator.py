@@ -4,9 +4,17 @@ import itertools
 
 import pytest
 import torch
-from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+import torch.nn.functional as F
+from flashattn2 import (
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+    sdpa,
+)
 from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import interpreter as triton_interpreter
 
 pytestmark = pytest.mark.filterwarnings(
@@ -148,6 +156,29 @@ def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backe
                 function(q, wrong, CU)
             with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never fall"):
                 function(q, CU, wrong)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("function", [flash_attention, sdpa])
+def test_graphs_of_make_fx_are_right_for_other_lengths(function, mode):
+    """The flag that makes torch's CPU kernel causal is right for equal lengths only."""
+    reference = (
+        attention_reference if function is flash_attention else F.scaled_dot_product_attention
+    )
+
+    def differentiate(attend, q, k):
+        leaves = q.detach().requires_grad_(), k.detach().requires_grad_()
+        with torch.enable_grad():
+            out = attend(*leaves, k, is_causal=True)
+            return out.detach(), *torch.autograd.grad(out, leaves, out.detach())
+
+    q, k = torch.randn(2, 1, 2, 20, 8)
+    differentiate(function, q, k)  # store a plan, with which a call skips the dispatch
+    graph = make_fx(lambda q, k: differentiate(function, q, k), tracing_mode=mode)(q, k)
+    for seq_q, seq_k in ((20, 30), (30, 20)):
+        q, k = torch.randn(1, 2, seq_q, 8), torch.randn(1, 2, seq_k, 8)
+        for ours, right in zip(graph(q, k), differentiate(reference, q, k), strict=True):
+            torch.testing.assert_close(ours, right)
 
 
 def test_exported_program_accepts_every_length():

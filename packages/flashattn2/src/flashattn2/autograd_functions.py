@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
-from flashattn2.compilation import is_mapped, is_untransformed, needs_operator
+from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
@@ -322,8 +322,9 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
     Forward-mode AD needs the operator, because tangents are not supported for the kernel's
     log-sum-exp, which is a view.  Autocast must be disabled first: see `map_sequences`.
     """
-    is_dense_aten = method.backend == "aten" and cu_q is None
-    return is_dense_aten and forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
+    if method.backend != "aten" or cu_q is not None or is_recorded():
+        return False
+    return forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
 
 
 class _PaperFunction(torch.autograd.Function):

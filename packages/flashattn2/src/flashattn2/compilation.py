@@ -30,6 +30,20 @@ def needs_operator(*tensors: Tensor) -> bool:
     return not (is_plain and is_untransformed())
 
 
+def is_recorded() -> bool:
+    """Return True if `make_fx` records operators outside of `torch.compile` and `torch.export`.
+
+    The recorded graph must be valid for other lengths.  It must therefore not contain torch's CPU
+    kernel, whose alignment of causal attention is right for equal lengths only.
+    """
+    has_modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
+    if not has_modes or is_compiling():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def is_untransformed() -> bool:
     """Return True if neither forward-mode AD nor a `torch.func` transform is active."""
     return forward_ad._current_level < 0 and not _are_functorch_transforms_active()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.compilation import is_mapped
+from flashattn2.compilation import is_mapped, is_recorded
 from flashattn2.dispatch import select_backend
 from flashattn2.spec import FLOAT32_RANGE, Window, make_spec
 from flashattn2.validation import (
@@ -103,8 +103,8 @@ def find_torch_reason(
             f"sdpa passes scale {scale!r} to torch's own function; flashattn2 needs a positive "
             "normal number of float32"
         )
-    if is_jit_tracing():
-        return "sdpa passes calls inside torch.jit.trace to torch's own function"
+    if is_jit_tracing() or is_recorded():
+        return "sdpa passes calls inside torch.jit.trace and make_fx to torch's own function"
     for x in (query, key, value):
         reason = _find_tensor_reason(x, query)
         if reason is not None:

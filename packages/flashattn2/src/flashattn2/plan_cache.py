@@ -8,6 +8,7 @@ from torch import Tensor, is_autocast_enabled
 from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling
 
+from flashattn2.compilation import is_recorded
 from flashattn2.dispatch import KERNEL_BACKENDS, Method
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import PLAIN_TYPES
@@ -39,10 +40,10 @@ def look_up_plan(
 
     The signature contains the types of the options, because True, 1 and 1.0 are equal.  It is None
     if the call must not be cached: in a compiled graph, which is validated once, inside
-    `torch.jit.trace`, under autocast, for tensor subclasses, for options that cannot be hashed, and
-    unless q is on a GPU or all tensors are on the CPU.
+    `torch.jit.trace` and `make_fx`, under autocast, for tensor subclasses, for options that cannot
+    be hashed, and unless q is on a GPU or all tensors are on the CPU.
     """
-    if is_dynamo_compiling() or _get_tracing_state() is not None:
+    if is_dynamo_compiling() or _get_tracing_state() is not None or is_recorded():
         return None, None
     if not (type(q) in PLAIN_TYPES and type(k) in PLAIN_TYPES and type(v) in PLAIN_TYPES):
         return None, None

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks
@@ -116,6 +117,10 @@ def flash_attention_with_kvcache(
     check_lengths = isinstance(cache_seqlens, Tensor)
     as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
+        if is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(validation.check_graph_inputs)
         write = append_op if as_operator else append
         write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend, check_lengths)
         if not as_operator:

@@ -1,7 +1,9 @@
 """Validation of the arguments of `flash_attention_with_kvcache`."""
 
+import itertools
 import operator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +19,10 @@ from flashattn2.validation import (
     check_heads,
     check_tensors,
 )
+
+if TYPE_CHECKING:
+    # The import takes about a second.
+    from torch._dynamo.comptime import ComptimeContext
 
 
 def check_no_derivative(*tensors: Tensor | None) -> None:
@@ -170,8 +176,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
                     "copy made by contiguous()"
                 )
     distance = v_cache.data_ptr() - k_cache.data_ptr()
-    if v.data_ptr() - k.data_ptr() == distance:
-        # In latent attention the values are a part of the keys, in the caches and in the new rows.
+    if v.data_ptr() - k.data_ptr() == distance and _are_rows_aligned(k_cache, v_cache, k, v):
         return
     first = k_cache if distance >= 0 else v_cache
     strides = first.stride()
@@ -183,6 +188,66 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
             "would overwrite keys; allocate the caches separately, or as parts of one tensor such "
             "as kv[0] and kv[1]"
         )
+
+
+def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if a value has the address of the same element of its key, cached and new.
+
+    In latent attention the values are a part of the keys.  The caller has compared the distances of
+    keys and values, which is not sufficient if their strides differ.
+    """
+    column = k_cache.stride(3)
+    row_bytes = max(k_cache.shape[3], v_cache.shape[3]) * column * k_cache.element_size()
+    return (
+        k_cache.stride() == v_cache.stride()
+        and k.stride() == v.stride()
+        and k.stride(3) == column
+        and abs(v.data_ptr() - k.data_ptr()) < row_bytes
+    )
+
+
+def check_graph_inputs(context: "ComptimeContext") -> None:
+    """Raise ValueError if a cache is an input of the graph and overlaps another input.
+
+    If a graph of torch 2.11 to 2.15 writes to one of several overlapping inputs, it assumes the
+    storage offsets of its first call.  With other offsets it would read and write other memory,
+    without an error.  Slices that the graph itself makes have the right offsets.
+
+    `flash_attention_with_kvcache` passes this function to `comptime`, which calls it during the
+    compilation.
+    """
+    inputs = {
+        node: node.meta.get("example_value")
+        for node in context.graph().nodes
+        if node.op == "placeholder"
+    }
+    caches = []
+    for name in ("k_cache", "v_cache", "k", "v"):
+        variable = context.get_local(name)
+        node = variable.as_proxy().node  # type: ignore[union-attr]
+        if node.op == "placeholder":
+            inputs[node] = variable.as_fake()
+            if name.endswith("cache"):
+                caches.append(node)
+    for cache, (node, x) in itertools.product(caches, inputs.items()):
+        if node is not cache and isinstance(x, Tensor) and _may_overlap(inputs[cache], x):
+            raise ValueError(
+                "expected caches without overlapping views among the inputs of a compiled graph, "
+                "whose storage offsets would be those of the first call; pass the tensor that "
+                "contains them, and slice it inside of the compiled function"
+            )
+
+
+def _may_overlap(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors share storage and their ranges of addresses overlap."""
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+        return False
+    starts, ends = [], []
+    for tensor in (x, y):
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        starts.append(tensor.storage_offset() * tensor.element_size())
+        ends.append(starts[-1] + extent * tensor.element_size())
+    return bool(starts[0] < ends[1] and starts[1] < ends[0])
 
 
 def copy_aliased_rows(
