@@ -33,6 +33,9 @@ class FakedTensor(torch.Tensor):
     def __init__(self, values, device):
         self.on_cpu = values
 
+    def data_ptr(self):
+        return self.on_cpu.data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func} ran outside of faked_device")

@@ -89,8 +89,8 @@ def flash_attention(
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
             Dropout and additive masks are not supported.
-        NotImplementedError: Inside `torch.jit.trace` and `torch.func.vmap`, for forward-mode
-            derivatives in a compiled graph, and for third derivatives.
+        NotImplementedError: Inside `torch.jit.trace` and `torch.func.vmap`, and for forward-mode
+            and third derivatives.
     """
     sides = window if isinstance(window, tuple) else (window,)
     options = is_causal, scale, softcap, backend, deterministic, type(window), *sides

@@ -1,6 +1,6 @@
 """Attention as `torch.autograd.Function`s, two of which have the paper's signature.
 
-Forward-mode derivatives and the double backward pass run in tiled PyTorch for every backend.
+The double backward pass runs in tiled PyTorch for every backend.
 """
 
 import functools
@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
@@ -35,22 +34,17 @@ def run_attention(
     """Return the differentiable output and log-sum-exp.
 
     A call that needs no derivative skips `torch.autograd.Function`, whose Python code takes longer
-    than a small attention call.  Forward-mode AD in a compiled graph raises NotImplementedError.
+    than a small attention call.
     """
     has_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     is_differentiated = has_gradient and torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
-            raise NotImplementedError(
-                "forward-mode derivatives are not supported in compiled graphs; call attention "
-                "outside of torch.compile"
-            )
+            _refuse_forward_mode()
         out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     elif is_untransformed() and not is_differentiated:
         out, lse = _run(q, k, v, cu_q, cu_k, spec, method)
-    elif _are_functorch_transforms_active():
-        out, lse = _Transformed.apply(q, k, v, cu_q, cu_k, spec, method)
     else:
         out, lse = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
     return out, lse
@@ -91,10 +85,6 @@ def _run(
         return aten.forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
-    if forward_ad._current_level >= 0:
-        # A tangent must have the strides of its result, and `derivatives` returns contiguous
-        # tangents.
-        out, lse = out.contiguous(), lse.contiguous()
     return out, lse
 
 
@@ -104,8 +94,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-    if forward_ad._current_level >= 0:
-        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
 
 
 def _refuse_vmap(*arguments: Any) -> NoReturn:
@@ -116,8 +104,16 @@ def _refuse_vmap(*arguments: Any) -> NoReturn:
     )
 
 
+def _refuse_forward_mode(*arguments: Any) -> NoReturn:
+    """Raise NotImplementedError for forward-mode AD; the arguments are ignored."""
+    raise NotImplementedError(
+        "forward-mode derivatives, as torch.func.jvp and torch.func.hessian need them, are not "
+        "supported; use attention_reference, whose memory is quadratic in the sequence length"
+    )
+
+
 def _refuse_batched(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError if a tensor is a batch of cotangents or tangents.
+    """Raise NotImplementedError if a tensor is a batch of cotangents.
 
     With `is_grads_batched=True` or `vectorize=True`, torch.autograd passes such batches as tensors
     whose memory the kernels cannot read.
@@ -129,11 +125,10 @@ def _refuse_batched(*tensors: Tensor | None) -> None:
 class _Attention(torch.autograd.Function):
     """Attention that returns a log-sum-exp, for dense or packed inputs, with second derivatives."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _run(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    forward = staticmethod(_run)  # type: ignore[assignment]
+    setup_context = staticmethod(_save)
+    vmap = staticmethod(_refuse_vmap)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -144,23 +139,6 @@ class _Attention(torch.autograd.Function):
         run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
         d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
         return *d_qkv, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        _refuse_batched(*tangents[:3])
-        t_q, t_k, t_v = (
-            torch.zeros_like(x) if t is None else t
-            for x, t in zip((q, k, v), tangents[:3], strict=True)
-        )
-        t_out, t_lse = map_sequences(
-            functools.partial(derivatives.tangent, spec=ctx.spec),
-            [q, out, lse, t_q],
-            [k, v, t_k, t_v],
-            cu_q,
-            cu_k,
-        )
-        return t_out, t_lse
 
 
 def _is_differentiated_again() -> bool:
@@ -200,15 +178,6 @@ class _KernelAttention(torch.autograd.Function):
 kernel_attention = _KernelAttention.apply
 
 
-class _Transformed(_Attention):
-    """`_Attention` with a separate `setup_context`, as `torch.func` requires, but without vmap."""
-
-    forward = staticmethod(_run)  # type: ignore[assignment]
-    setup_context = staticmethod(_save)
-
-    vmap = staticmethod(_refuse_vmap)
-
-
 class _AttentionBackward(torch.autograd.Function):
     """The gradients of q, k and v as functions of q, k, v, dO and dL.
 
@@ -239,12 +208,7 @@ class _AttentionBackward(torch.autograd.Function):
         q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            "forward mode cannot differentiate a backward pass, as torch.func.hessian requires; "
-            "use torch.func.grad twice, or attention_reference"
-        )
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
@@ -319,12 +283,10 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
     """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
 
     The overhead of a `torch.library` operator exceeds the time of a small attention call.
-    Forward-mode AD needs the operator, because tangents are not supported for the kernel's
-    log-sum-exp, which is a view.  Autocast must be disabled first: see `map_sequences`.
+    Autocast must be disabled first: see `map_sequences`.
     """
-    if method.backend != "aten" or cu_q is not None or is_recorded():
-        return False
-    return forward_ad._current_level < 0 and not autocast.is_enabled("cpu")
+    is_dense_aten = method.backend == "aten" and cu_q is None
+    return is_dense_aten and not (is_recorded() or autocast.is_enabled("cpu"))
 
 
 class _PaperFunction(torch.autograd.Function):

@@ -36,8 +36,7 @@ def is_recorded() -> bool:
     The recorded graph must be valid for other lengths.  It must therefore not contain torch's CPU
     kernel, whose alignment of causal attention is right for equal lengths only.
     """
-    has_modes = _len_torch_dispatch_stack() or _len_torch_function_stack()
-    if not has_modes or is_compiling():
+    if is_compiling() or not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
         return False
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -1,14 +1,14 @@
-"""Forward-mode derivatives and the double backward pass, in linear memory.
+"""The double backward pass, in linear memory.
 
-Both use the directional derivatives of attention.  With tangents t_q, t_k, t_v and
-X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap, the tangents of L and O are
+It uses the directional derivatives of attention.  With cotangents t_q, t_k, t_v of dQ, dK, dV and
+X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap, the derivatives of L and O are
 
     t_L = rowsum(P ∘ X)                     t_O = (P ∘ X) v + P t_v - t_L ∘ O.
 
 The gradients satisfy <t_q, dQ> + <t_k, dK> + <t_v, dV> = <dO, t_O> + <dL, t_L> =: Φ.  Therefore
-the double backward pass with cotangents t of (dQ, dK, dV) is the gradient of Φ: t_O for dO, and t_L
-for dL.  The gradients of q, k and v follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL,
-W = X ∘ G - t_L dP + dO t_vᵀ, ω = rowsum(P ∘ W) and
+the double backward pass is the gradient of Φ: t_O for dO, and t_L for dL.  The gradients of q, k
+and v follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL, Y = X ∘ G + dO t_vᵀ, W = Y - t_L dP,
+ω = rowsum(P ∘ W) and
 
     dΦ/dS = f' ∘ P ∘ (W - ω) + f'' ∘ P ∘ G ∘ scale (t_q kᵀ + q t_kᵀ)     dΦ/dX = P ∘ G.
 """
@@ -20,49 +20,6 @@ from torch import Tensor
 
 from flashattn2.backends.tiled import Tiles, flatten_heads, group_queries, row_lse, scores
 from flashattn2.spec import AttentionSpec
-
-
-def tangent(
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    t_q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    t_k: Tensor,
-    t_v: Tensor,
-    *,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor]:
-    """Return the tangents of the output and log-sum-exp for the tangents `t_q, t_k, t_v`.
-
-    The arguments of the queries precede those of the keys, as `map_sequences` passes them.
-    """
-    tiles = Tiles(spec, q.shape[2], k.shape[2])
-    q_ = group_queries(q, k) * spec.scale
-    k_ = flatten_heads(k)
-    v_ = flatten_heads(v)
-    tq_ = group_queries(t_q, k) * spec.scale
-    tk_ = flatten_heads(t_k)
-    tv_ = flatten_heads(t_v)
-    out_, lse_ = group_queries(out, k), row_lse(lse, k)
-    # Write nothing in place: `torch.func.jacfwd` maps the tangents, but not the inputs.
-    t_out = [torch.zeros_like(out_[:, :, :0])]
-    t_lse = [torch.zeros_like(lse_[:, :, :0])]
-    for rows in tiles.queries():
-        q_i, tq_i, o_i, l_i = (x[:, :, rows].flatten(1, 2) for x in (q_, tq_, out_, lse_))
-        to_i, tl_i = torch.zeros_like(o_i), torch.zeros_like(l_i)
-        for columns, hidden in tiles.keys(rows, q.device):
-            p, slope, _ = _probabilities(q_i, k_[:, columns], l_i, spec, hidden)
-            px = p * (tq_i @ k_[:, columns].mT + q_i @ tk_[:, columns].mT) * slope
-            tl_i = tl_i + px.sum(-1)
-            to_i = to_i + px @ v_[:, columns] + p @ tv_[:, columns]
-        to_i = to_i - tl_i[..., None] * o_i
-        shape = out_.shape[1], rows.stop - rows.start
-        t_out.append(to_i.unflatten(1, shape))
-        t_lse.append(tl_i.unflatten(1, shape))
-    t_out_, t_lse_ = torch.cat(t_out, 2), torch.cat(t_lse, 2)
-    return t_out_.reshape(out.shape).to(out.dtype), t_lse_.reshape(lse.shape).to(lse.dtype)
 
 
 def double_backward(
@@ -84,7 +41,6 @@ def double_backward(
     The arguments and results of the queries precede those of the keys, as `map_sequences` passes
     them.  Names are as in the module docstring; `_i` marks a tile of queries, `_j` a tile of keys.
     """
-    t_out, t_lse = tangent(q, out, lse, t_q, k, v, t_k, t_v, spec=spec)
     if grad_lse is None:
         grad_lse = torch.zeros_like(lse)
     tiles = Tiles(spec, q.shape[2], k.shape[2])
@@ -94,43 +50,51 @@ def double_backward(
     tq_ = group_queries(t_q, k) * spec.scale
     tk_ = flatten_heads(t_k)
     tv_ = flatten_heads(t_v)
-    do_, lse_ = group_queries(grad_out, k), row_lse(lse, k)
-    dl_, tl_ = (x.to(q_.dtype).reshape(lse_.shape) for x in (grad_lse, t_lse))
-    delta = torch.linalg.vecdot(do_, group_queries(out, k))
+    out_, lse_ = group_queries(out, k), row_lse(lse, k)
+    do_, dl_ = group_queries(grad_out, k), grad_lse.to(q_.dtype).reshape(lse_.shape)
+    delta = torch.linalg.vecdot(do_, out_)
     gq = torch.zeros_like(q_)
     gk = torch.zeros_like(k_)
     gv = torch.zeros_like(v_)
-    by_row = (q_, tq_, do_, lse_, dl_, tl_, delta)
+    t_out = torch.zeros_like(out_)
+    t_lse = torch.zeros_like(lse_)
+    by_row = (q_, tq_, out_, do_, lse_, dl_, delta)
     for rows in tiles.queries():
-        q_i, tq_i, do_i, l_i, dl_i, tl_i, d_i = (x[:, :, rows].flatten(1, 2) for x in by_row)
-        gq_i = torch.zeros_like(q_i)
-        # The first pass over the keys accumulates ω, which the second pass needs.
-        omega = torch.zeros_like(l_i)
+        q_i, tq_i, o_i, do_i, l_i, dl_i, d_i = (x[:, :, rows].flatten(1, 2) for x in by_row)
+        gq_i, to_i = torch.zeros_like(q_i), torch.zeros_like(o_i)
+        # The first pass over the keys accumulates these row sums, which the second pass needs.
+        tl_i, py_i, pdp_i = (torch.zeros_like(l_i) for _ in range(3))
         for last_pass in (False, True):
             for columns, hidden in tiles.keys(rows, q.device):
-                k_j = k_[:, columns]
-                tk_j = tk_[:, columns]
-                v_j = v_[:, columns]
+                k_j, v_j, tk_j, tv_j = (x[:, columns] for x in (k_, v_, tk_, tv_))
                 p, slope, bend = _probabilities(q_i, k_j, l_i, spec, hidden)
                 ds = tq_i @ k_j.mT + q_i @ tk_j.mT
                 x = slope * ds
                 dp = do_i @ v_j.mT
                 g = dp - (d_i - dl_i)[..., None]
-                w = x * g - tl_i[..., None] * dp + do_i @ tv_[:, columns].mT
+                y = x * g + do_i @ tv_j.mT
                 if not last_pass:
-                    omega += (p * w).sum(-1)
+                    px = p * x
+                    tl_i += px.sum(-1)
+                    to_i += px @ v_j + p @ tv_j
+                    py_i += (p * y).sum(-1)
+                    pdp_i += (p * dp).sum(-1)
                     continue
+                w = y - tl_i[..., None] * dp
+                omega = py_i - tl_i * pdp_i
                 a = p * (slope * (w - omega[..., None]) + bend * g * ds)
                 b = p * slope * g
                 gq_i += a @ k_j + b @ tk_j
                 gk[:, columns] += a.mT @ q_i + b.mT @ tq_i
                 gv[:, columns] += (p * (x - tl_i[..., None])).mT @ do_i
-        gq[:, :, rows] = gq_i.view_as(gq[:, :, rows])
+        to_i -= tl_i[..., None] * o_i
+        for whole, part in ((gq, gq_i), (t_out, to_i), (t_lse, tl_i)):
+            whole[:, :, rows] = part.view_as(whole[:, :, rows])
     gq *= spec.scale
     return (
         gq.view(q.shape).to(q.dtype),
-        t_out.to(grad_out.dtype),
-        t_lse.to(grad_lse.dtype),
+        t_out.view(out.shape).to(grad_out.dtype),
+        t_lse.view(lse.shape).to(grad_lse.dtype),
         gk.view(k.shape).to(k.dtype),
         gv.view(v.shape).to(v.dtype),
     )
@@ -146,9 +110,7 @@ def _probabilities(
     s = scores(q_i, k_j, replace(spec, scale=1.0), None)
     p = torch.exp(s - l_i[..., None])
     if hidden is not None:
-        # Do not mask in place: forward-mode AD needs the unmasked exponential for its derivative.
-        by_head = p.view(len(p), p.shape[1] // len(hidden), *hidden.shape)
-        p = by_head.masked_fill(hidden, 0.0).view_as(p)
+        p.view(len(p), p.shape[1] // len(hidden), *hidden.shape).masked_fill_(hidden, 0.0)
     if not spec.softcap:
         return p, 1.0, 0.0
     t = s / spec.softcap
