@@ -164,7 +164,7 @@ def test_autocast_does_not_make_other_dtypes_match():
             out = flash_attention_with_kvcache(q, cache, cache, cache_seqlens=9)
             assert out.dtype == dtype
         for dtype in (torch.float32, torch.float64):
-            with pytest.raises(ValueError, match="expected q to have the dtype of k_cache"):
+            with pytest.raises(ValueError, match="expected caches with the dtype of q"):
                 flash_attention_with_kvcache(q, k.to(dtype), k.to(dtype), cache_seqlens=9)
 
 
@@ -363,7 +363,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"q": Q[0]}, ValueError, r"four dimensions, got shape \(4, 1, 16\)"),
         ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
         ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
-        ({"q": Q.half()}, ValueError, "k_cache, torch.float32, got torch.float16"),
+        ({"q": Q.half()}, ValueError, "of q, torch.float16, got torch.float32"),
         ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache the shape of k_cache"),
         ({"k": CACHE}, ValueError, "both k and v to append"),
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
@@ -374,7 +374,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         (
             {"cache_seqlens": [1, 2]},
             TypeError,
-            "cache_seqlens to be an int or an int32 tensor, got list",
+            "cache_seqlens to be a torch.Tensor, got list",
         ),
         ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
         ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),

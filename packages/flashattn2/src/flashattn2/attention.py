@@ -1,10 +1,10 @@
 """The public functions `flash_attention` and `flash_attention_varlen`.
 
-Each function reads top to bottom: validate the arguments, specify the scores as an `AttentionSpec`,
-select a backend, run it and format the result.
+Each function reads top to bottom: `specify_call` validates the arguments, specifies the scores as
+an `AttentionSpec` and selects a backend; then the function runs it and formats the result.
 """
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor, is_grad_enabled
 
@@ -16,9 +16,9 @@ from flashattn2.autograd_functions import (
 )
 from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed
-from flashattn2.dispatch import select_backend
+from flashattn2.dispatch import Method, select_backend
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
-from flashattn2.spec import UNBOUNDED, Window, make_spec
+from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
 from flashattn2.validation import check_dense, check_sinks, check_tensors, check_varlen
 
 
@@ -101,22 +101,19 @@ def flash_attention(
         if result is not None:
             return result
 
-    # Validate.
+    # Validate, specify the scores and select a backend.
+    has_heads = isinstance(q, Tensor) and q.dim() == 4
     if plan is None:
-        check_tensors(q=q, k=k, v=v)
-        q, k, v = cast_for_autocast(q, k, v)
-        check_dense(q, k, v)
-    has_heads = q.dim() == 4
-    check_sinks(sinks, q.shape[1] if has_heads else 1, q)
-
-    # Specify the scores and select a backend.
-    if not has_heads:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    if plan is None:
-        spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-        method, _ = select_backend(q, k, v, spec, backend=backend, deterministic=deterministic)
+        scores = is_causal, scale, window, softcap
+        q, k, v, spec, method, _ = specify_call(
+            q, k, v, None, sinks, scores, deterministic, backend
+        )
         plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
         store_plan(signature, q, plan)
+    else:
+        if not has_heads:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        check_sinks(sinks, q.shape[1], q)
 
     # Run.
     out, lse = run_attention(q, k, v, None, None, plan.spec, plan.method)
@@ -208,23 +205,11 @@ def flash_attention_varlen(
             by a device-side assertion instead.
         NotImplementedError: As in `flash_attention`.
     """
-    # Validate.
-    check_tensors(q=q, k=k, v=v)
-    q, k, v = cast_for_autocast(q, k, v)
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_sinks(sinks, q.shape[1], q)
-
-    # Specify the scores and select a backend.
-    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    method, _ = select_backend(
-        q,
-        k,
-        v,
-        spec,
-        backend=backend,
-        deterministic=deterministic,
-        packed=True,
+    # Validate, specify the scores and select a backend.
+    boundaries = cu_seqlens_q, cu_seqlens_k
+    scores = is_causal, scale, window, softcap
+    q, k, v, spec, method, _ = specify_call(
+        q, k, v, boundaries, sinks, scores, deterministic, backend
     )
 
     # Run.
@@ -236,3 +221,45 @@ def flash_attention_varlen(
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     # torch's CPU kernel returns the log-sum-exp as a view with another order of dimensions.
     return (out, lse.contiguous()) if return_lse else out
+
+
+def specify_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: tuple[Any, Any] | None,
+    sinks: Tensor | None,
+    scores: tuple[bool, float | None, Window, float | None],
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, Method, str]:
+    """Validate the arguments of a call, specify its scores and select a backend.
+
+    The `boundaries` are `(cu_seqlens_q, cu_seqlens_k)` for packed sequences, and the `scores` are
+    `(is_causal, scale, window, softcap)`.
+
+    Returns:
+        The tensors q, k and v as `(batch, heads, seq, dim)`, the specification, the method and the
+        reason for its selection.
+    """
+    check_tensors(q=q, k=k, v=v)
+    q, k, v = cast_for_autocast(q, k, v)
+    if boundaries is not None:
+        check_varlen(q, k, v, *boundaries)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    else:
+        check_dense(q, k, v)
+        if q.dim() == 3:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+    check_sinks(sinks, q.shape[1], q)
+    spec = make_spec(q.shape[-1], *scores)
+    method, reason = select_backend(
+        q,
+        k,
+        v,
+        spec,
+        backend=backend,
+        deterministic=deterministic,
+        packed=boundaries is not None,
+    )
+    return q, k, v, spec, method, reason

@@ -125,10 +125,10 @@ def _refuse_batched(*tensors: Tensor | None) -> None:
 class _Attention(torch.autograd.Function):
     """Attention that returns a log-sum-exp, for dense or packed inputs, with second derivatives."""
 
-    forward = staticmethod(_run)  # type: ignore[assignment]
+    forward = staticmethod(_run)
     setup_context = staticmethod(_save)
     vmap = staticmethod(_refuse_vmap)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -208,7 +208,7 @@ class _AttentionBackward(torch.autograd.Function):
         q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:

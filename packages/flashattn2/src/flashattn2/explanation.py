@@ -5,18 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn2.autocast import cast_for_autocast
+from flashattn2.attention import specify_call
 from flashattn2.compilation import is_mapped, is_recorded
-from flashattn2.dispatch import select_backend
-from flashattn2.spec import FLOAT32_RANGE, Window, make_spec
-from flashattn2.validation import (
-    DTYPES,
-    check_dense,
-    check_sinks,
-    check_tensors,
-    check_varlen,
-    is_jit_tracing,
-)
+from flashattn2.spec import FLOAT32_RANGE, Window
+from flashattn2.validation import DTYPES, is_jit_tracing
 
 
 @dataclass(frozen=True)
@@ -59,28 +51,11 @@ def explain(
     if attn_mask is not None or dropout_p:
         reason = find_torch_reason(q, k, v, attn_mask, dropout_p, scale, enable_gqa=True)
         return Explanation("torch.nn.functional", str(reason))
-    check_tensors(q=q, k=k, v=v)
-    q, k, v = cast_for_autocast(q, k, v)
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if packed:
-        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
-    else:
-        check_dense(q, k, v)
-    check_sinks(sinks, 1 if q.dim() == 3 and not packed else q.shape[1], q)
-    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-    if packed:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    elif q.dim() == 3:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    method, reason = select_backend(
-        q,
-        k,
-        v,
-        spec,
-        backend=backend,
-        deterministic=deterministic,
-        packed=packed,
-    )
+    boundaries = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        boundaries = cu_seqlens_q, cu_seqlens_k
+    scores = is_causal, scale, window, softcap
+    *_, method, reason = specify_call(q, k, v, boundaries, sinks, scores, deterministic, backend)
     return Explanation(method.backend, reason)
 
 

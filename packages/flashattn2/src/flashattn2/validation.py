@@ -36,7 +36,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
     The values of the boundaries are checked by the operators: see `check_boundaries`.
     """
-    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    check_tensors(q=q, k=k, v=v)
     if q.dim() != 3:
         raise ValueError(
             f"expected q to be (total, heads, dim), got {q.dim()} dimensions, "
@@ -44,8 +44,8 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
     _check_matching(q, k, v)
     check_heads(q.shape[1], k.shape[1])
-    check_boundary_tensor("cu_seqlens_q", cu_q, q)
-    check_boundary_tensor("cu_seqlens_k", cu_k, q)
+    check_int32("cu_seqlens_q", cu_q, ("sequences + 1",), q)
+    check_int32("cu_seqlens_k", cu_k, ("sequences + 1",), q)
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"expected the same number of sequences, got {cu_q.shape[0] - 1} in cu_seqlens_q and "
@@ -53,15 +53,23 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
 
 
-def check_boundary_tensor(name: str, cu: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless `cu` is a nonempty int32 vector on the device of q."""
-    if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
+def check_int32(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
+    """Raise an error unless `x` is an int32 tensor of the shape on the device of q.
+
+    A string in the shape is the description of a size that may be any number from 1.
+    """
+    check_tensors(**{name: x})
+    matches = x.dim() == len(shape) and all(
+        size > 0 if isinstance(expected, str) else size == expected
+        for size, expected in zip(x.shape, shape, strict=True)
+    )
+    if x.dtype != torch.int32 or not matches:
+        expected_shape = str(shape).replace("'", "")
         raise ValueError(
-            f"expected {name} to be int32 of shape (sequences + 1,), such as "
-            f"torch.tensor([0, 3, 7], dtype=torch.int32), got {cu.dtype} of shape "
-            f"{tuple(cu.shape)}"
+            f"expected {name} to be int32 of shape {expected_shape}, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
         )
-    check_device(name, cu, q)
+    check_device(name, x, q)
 
 
 def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
@@ -158,7 +166,13 @@ def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     The callers compare the batch and head dimensions of q with those of k.
     """
-    _check_same_kind(q, k, v)
+    for name, x in (("k", k), ("v", v)):
+        if (x.dtype, x.device, x.dim()) != (q.dtype, q.device, q.dim()):
+            raise ValueError(
+                f"expected {name} to have the dtype, device and number of dimensions of q, "
+                f"{q.dtype} on {q.device} with shape {tuple(q.shape)}, got {x.dtype} on {x.device} "
+                f"with shape {tuple(x.shape)}; {name}.to(q) converts the dtype and device"
+            )
     if q.dtype not in DTYPES:
         raise ValueError(f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}")
     if q.shape[-1] != k.shape[-1]:
@@ -179,19 +193,3 @@ def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"expected k and v to have the same shape except for the head dim, got shape "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
-
-
-def _check_same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless k and v have the dtype, device and number of dimensions of q."""
-    for name, other in (("k", k), ("v", v)):
-        if other.dtype != q.dtype:
-            raise ValueError(
-                f"q has dtype {q.dtype} and {name} {other.dtype}; convert one of them with "
-                f"{name}.to(q.dtype)"
-            )
-        check_device(name, other, q)
-        if other.dim() != q.dim():
-            raise ValueError(
-                f"expected the same number of dimensions, got {q.dim()} for q and {other.dim()} "
-                f"for {name}"
-            )

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks
@@ -15,7 +14,7 @@ from flashattn2.kvcache import validation
 from flashattn2.kvcache.operators import append, append_op, attend, decode_op
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
-from flashattn2.validation import check_sinks, check_tensors
+from flashattn2.validation import check_int32, check_sinks, check_tensors
 
 
 def flash_attention_with_kvcache(
@@ -94,7 +93,8 @@ def flash_attention_with_kvcache(
     batch = validation.count_sequences(q, cu_seqlens_q)
     if plan is None:
         validation.check_shapes(q, k_cache, v_cache, is_paged, cu_seqlens_q is not None, batch)
-    validation.check_table(block_table, q, batch)
+    if block_table is not None:
+        check_int32("block_table", block_table, (batch, "max_pages"), q)
     check_sinks(sinks, q.shape[1], q)
     new = validation.check_new_rows(q, k_cache, v_cache, k, v, is_packed=cu_seqlens_q is not None)
 
@@ -117,10 +117,7 @@ def flash_attention_with_kvcache(
     check_lengths = isinstance(cache_seqlens, Tensor)
     as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
-        if is_dynamo_compiling():
-            from torch._dynamo.comptime import comptime
-
-            comptime(validation.check_graph_inputs)
+        validation.check_graph_inputs(k_cache, v_cache, k, v)
         write = append_op if as_operator else append
         write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend, check_lengths)
         if not as_operator:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashattn2 import autocast
 from flashattn2.compilation import is_untransformed
 from flashattn2.spec import MAX_ROWS
 from flashattn2.validation import (
     DTYPES,
-    check_boundary_tensor,
     check_device,
     check_heads,
+    check_int32,
     check_tensors,
 )
 
@@ -47,8 +48,7 @@ def count_sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     """Return the number of sequences; raise an error if `cu_seqlens_q` is not a valid tensor."""
     if cu_seqlens_q is None:
         return q.shape[0] if q.dim() else 0
-    check_tensors(cu_seqlens_q=cu_seqlens_q)
-    check_boundary_tensor("cu_seqlens_q", cu_seqlens_q, q)
+    check_int32("cu_seqlens_q", cu_seqlens_q, ("sequences + 1",), q)
     return len(cu_seqlens_q) - 1
 
 
@@ -56,13 +56,10 @@ def check_shapes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool, is_packed: bool, batch: int
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices of the queries and caches match."""
-    if is_packed and q.dim() != 3:
-        raise ValueError(
-            f"expected q with cu_seqlens_q to be (total_q, heads, dim), got shape {tuple(q.shape)}"
-        )
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dim() != 4 and not (name == "q" and is_packed):
-            raise ValueError(f"expected {name} to have four dimensions, got shape {tuple(x.shape)}")
+        layout = "(total_q, heads, dim)" if is_packed and x is q else "of four dimensions"
+        if x.dim() != (3 if is_packed and x is q else 4):
+            raise ValueError(f"expected {name} to be {layout}, got shape {tuple(x.shape)}")
         check_device(name, x, q)
     _check_dtypes(q, k_cache, v_cache)
     if k_cache.shape[:-1] != v_cache.shape[:-1] or q.shape[-1] != k_cache.shape[-1]:
@@ -103,32 +100,14 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(
             f"expected {name} to be float64, float32, bfloat16 or float16, got {x.dtype}{reason}"
         )
-    if k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            f"expected caches of one dtype, got {k_cache.dtype} for k_cache and {v_cache.dtype} "
-            "for v_cache"
-        )
     device = q.device.type
     is_cast = autocast.is_enabled(device) and q.dtype != torch.float64
     q_dtype = torch.get_autocast_dtype(device) if is_cast else q.dtype
-    if k_cache.dtype not in (q.dtype, q_dtype):
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, q_dtype):
         raise ValueError(
-            f"expected q to have the dtype of k_cache, {k_cache.dtype}, got {q.dtype}; "
-            "pass q.to(k_cache.dtype)"
+            f"expected caches with the dtype of q, {q.dtype}, got {k_cache.dtype} for k_cache and "
+            f"{v_cache.dtype} for v_cache; pass q.to(k_cache.dtype)"
         )
-
-
-def check_table(block_table: Tensor | None, q: Tensor, batch: int) -> None:
-    """Raise an error unless the table is None or int32 `(batch, max_pages)` on the device of q."""
-    if block_table is None:
-        return
-    check_tensors(block_table=block_table)
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != batch:
-        raise ValueError(
-            f"expected block_table to be int32 of shape ({batch}, max_pages), got "
-            f"{block_table.dtype} of shape {tuple(block_table.shape)}"
-        )
-    check_device("block_table", block_table, q)
 
 
 def check_new_rows(
@@ -206,16 +185,22 @@ def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) ->
     )
 
 
-def check_graph_inputs(context: "ComptimeContext") -> None:
-    """Raise ValueError if a cache is an input of the graph and overlaps another input.
+def check_graph_inputs(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if a cache is an input of a compiled graph and overlaps another input.
 
     If a graph of torch 2.11 to 2.15 writes to one of several overlapping inputs, it assumes the
     storage offsets of its first call.  With other offsets it would read and write other memory,
     without an error.  Slices that the graph itself makes have the right offsets.
-
-    `flash_attention_with_kvcache` passes this function to `comptime`, which calls it during the
-    compilation.
     """
+    if is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        # The compiler calls this function with access to the variables of the current frame.
+        comptime(_check_graph_inputs)
+
+
+def _check_graph_inputs(context: "ComptimeContext") -> None:
+    """Run the check of `check_graph_inputs` in the compiler."""
     inputs = {
         node: node.meta.get("example_value")
         for node in context.graph().nodes
@@ -290,26 +275,17 @@ def make_length_tensor(
 ) -> Tensor:
     """Return the lengths as int32 `(batch,)`, without waiting for a GPU.
 
-    Raises `ValueError` for an int outside of the capacity or a tensor of another dtype, shape or
-    device, and `TypeError` for other types.  `check_values` checks the values of a tensor.
+    Raises an error for an int outside of the capacity, a tensor of another dtype, shape or device,
+    and other types.  `check_values` checks the values of a tensor.
     """
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         if not 0 <= cache_seqlens <= _capacity(cache, table) - new:
             raise ValueError(f"{_length_rule(new, cache, table)}, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if not isinstance(cache_seqlens, Tensor):
-        raise TypeError(
-            f"expected cache_seqlens to be an int or an int32 tensor, got "
-            f"{type(cache_seqlens).__name__}"
-        )
-    shape = tuple(cache_seqlens.shape)
-    is_valid = cache_seqlens.dtype == torch.int32 and shape == (batch,)
-    if not is_valid or cache_seqlens.device != q.device:
-        raise ValueError(
-            f"expected cache_seqlens to be int32 of shape ({batch},) on {q.device}, got "
-            f"{cache_seqlens.dtype} of shape {shape} on {cache_seqlens.device}"
-        )
-    return cache_seqlens
+    # A bool is refused as well.
+    lengths: Tensor = cache_seqlens  # type: ignore[assignment]
+    check_int32("cache_seqlens", lengths, (batch,), q)
+    return lengths
 
 
 def check_values(
