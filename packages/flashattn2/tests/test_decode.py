@@ -515,17 +515,10 @@ def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq
                 assert out.device == lse.device == q.device
 
 
-def test_sequences_that_append_to_one_row_are_refused():
+def test_sequences_may_share_a_full_page():
     q = torch.randn(2, 2, 1, 16)
     cache = torch.zeros(4, 2, 4, 16)
     table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
-    before = cache.clone()
-    with pytest.raises(ValueError, match="copy a shared page before a sequence appends"):
-        flash_attention_with_kvcache(
-            q, cache, cache.clone(), q, q, cache_seqlens=3, block_table=table
-        )
-    assert torch.equal(cache, before)
-    # The shared first page is full, so the new keys are written to different rows.
     flash_attention_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=4, block_table=table)
     assert torch.equal(cache[1:3, :, 0], q[:, :, 0])
 
@@ -534,6 +527,8 @@ def test_sequences_that_append_to_one_row_are_refused():
 @pytest.mark.parametrize(
     ("table", "lengths"),
     [
+        # Both sequences append to the last row of page 0.
+        ([[0, 1], [0, 2]], [3, 3]),
         # The new key of the first sequence is in the third row of page 0, as a key of the second.
         ([[0, 1], [2, 0]], [2, 7]),
         # The first sequence has page 0 twice.

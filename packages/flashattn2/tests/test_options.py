@@ -10,7 +10,6 @@ from flashattn2 import (
 from option_pairs import tensors
 from torch.autograd import gradcheck, gradgradcheck
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 
 

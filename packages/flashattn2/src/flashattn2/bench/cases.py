@@ -233,7 +233,7 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
 
 def _decoding_ms(run: Callable[[], Any]) -> float:
     """Return the mean time of ten runs, because one run on a CPU is too short to be timed."""
-    return elapsed_ms(run, 10, "cpu") / 10
+    return elapsed_ms(run, 10) / 10
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:

@@ -9,7 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn2.attention import flash_attention
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.explanation import find_torch_reason
+from flashattn2.compilation import is_mapped, is_recorded
+from flashattn2.spec import FLOAT32_RANGE
+from flashattn2.validation import DTYPES, is_jit_tracing
 
 
 def sdpa(
@@ -37,9 +39,10 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    reason = find_torch_reason(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    has_mask_or_dropout = attn_mask is not None or dropout_p
     # If `is_causal` is not a bool, torch's own function raises its error.
-    if reason is not None or not isinstance(is_causal, (bool, torch.SymBool)):
+    is_bool = isinstance(is_causal, (bool, torch.SymBool))
+    if has_mask_or_dropout or not (is_bool and _is_supported(query, key, value, scale, enable_gqa)):
         return scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
@@ -55,6 +58,38 @@ def sdpa(
     if seq_k == seq_q:
         return flash_attention(query, key, value, is_causal=True, scale=scale)
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
+
+
+def _is_supported(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
+) -> bool:
+    """Return True if `flash_attention` supports the tensors and the scale of a call.
+
+    Traces would contain the lengths of their example, so they get torch's own function.
+    """
+    if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
+        return False
+    for x in (query, key, value):
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4 or is_mapped(x):
+            return False
+        if 0 in x.shape or x.dtype not in DTYPES:
+            return False
+        if x.dtype != query.dtype or x.device != query.device:
+            return False
+    heads, kv_heads = query.shape[1], key.shape[1]
+    are_heads_valid = heads % kv_heads == 0 if enable_gqa else heads == kv_heads
+    return are_heads_valid and query.shape[0] == key.shape[0] and key.shape[:-1] == value.shape[:-1]
+
+
+def _is_supported_scale(scale: float | None) -> bool:
+    """Return True if `flash_attention` supports the scale."""
+    if scale is None:
+        return True
+    is_number = isinstance(scale, (int, float, torch.SymInt, torch.SymFloat))
+    if not is_number or isinstance(scale, bool):
+        return False
+    low, high = FLOAT32_RANGE
+    return bool(low <= scale <= high)
 
 
 def _check_lengths(key: Tensor, value: Tensor) -> None:
