@@ -231,14 +231,21 @@ def test_compiled_caches_that_overlap_another_input_are_refused(layout):
     expected = memory.clone()
     torch.testing.assert_close(compiled(q, memory), run(q, expected))
     assert torch.equal(memory, expected)
-    # Inputs that are apart are right for all offsets, and reading overlapping inputs is allowed.
-    apart = torch.compile(flash_attention_with_kvcache, fullgraph=True, backend="aot_eager")
-    new = torch.ones(2, 2, 1, 16)
+    with pytest.raises(RuntimeError, match="slice it inside of the compiled function"):
+        torch.compile(lambda q, x, y: run(q, x, *cut(y)[1:]), backend="aot_eager")(
+            q, cut(memory)[0], memory
+        )
+
+
+def test_compiled_caches_in_separate_memory_are_right_for_all_storage_offsets():
+    compiled = torch.compile(flash_attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    q, new = torch.randn(2, 4, 1, 16), torch.ones(2, 2, 1, 16)
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
     for offset in (0, 64):
         kv = torch.randn(4096 * 2 + offset)[offset:].view(2, 2, 2, 64, 16)
         expected = kv.clone()
         torch.testing.assert_close(
-            apart(q, *kv, new, new, cache_seqlens=lengths),
+            compiled(q, *kv, new, new, cache_seqlens=lengths),
             flash_attention_with_kvcache(q, *expected, new, new, cache_seqlens=lengths),
         )
         assert torch.equal(kv, expected)

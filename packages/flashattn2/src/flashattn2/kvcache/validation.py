@@ -3,7 +3,7 @@
 import itertools
 import operator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) ->
 
 
 def check_graph_inputs(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError if a cache is an input of a compiled graph and overlaps another input.
+    """Raise ValueError if inputs of a compiled graph overlap in the memory of a cache.
 
     If a graph of torch 2.11 to 2.15 writes to one of several overlapping inputs, it assumes the
     storage offsets of its first call.  With other offsets it would read and write other memory,
@@ -201,26 +201,27 @@ def check_graph_inputs(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -
 
 def _check_graph_inputs(context: "ComptimeContext") -> None:
     """Run the check of `check_graph_inputs` in the compiler."""
-    inputs = {
-        node: node.meta.get("example_value")
-        for node in context.graph().nodes
-        if node.op == "placeholder"
-    }
-    caches = []
+    nodes = {node: node.meta.get("example_value") for node in context.graph().nodes}
+    storages = []
     for name in ("k_cache", "v_cache", "k", "v"):
-        variable = context.get_local(name)
-        node = variable.as_proxy().node  # type: ignore[union-attr]
-        if node.op == "placeholder":
-            inputs[node] = variable.as_fake()
-            if name.endswith("cache"):
-                caches.append(node)
-    for cache, (node, x) in itertools.product(caches, inputs.items()):
-        if node is not cache and isinstance(x, Tensor) and _may_overlap(inputs[cache], x):
-            raise ValueError(
-                "expected caches without overlapping views among the inputs of a compiled graph, "
-                "whose storage offsets would be those of the first call; pass the tensor that "
-                "contains them, and slice it inside of the compiled function"
-            )
+        variable: Any = context.get_local(name)
+        # The graph does not contain the node of an input that was not used before.
+        nodes[variable.as_proxy().node] = fake = variable.as_fake()
+        if name.endswith("cache"):
+            storages.append(fake.untyped_storage()._cdata)
+    inputs = [
+        x
+        for node, x in nodes.items()
+        if node.op == "placeholder"
+        and isinstance(x, Tensor)
+        and x.untyped_storage()._cdata in storages
+    ]
+    if any(_may_overlap(x, y) for x, y in itertools.combinations(inputs, 2)):
+        raise ValueError(
+            "expected no overlapping views of a cache among the inputs of a compiled graph, whose "
+            "storage offsets would be those of the first call; pass the tensor that contains them, "
+            "and slice it inside of the compiled function"
+        )
 
 
 def _may_overlap(x: Tensor, y: Tensor) -> bool:
