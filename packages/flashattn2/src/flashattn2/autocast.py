@@ -1,7 +1,7 @@
 """Support for `torch.autocast`: inputs are cast once, and operations inside are not cast again.
 
-Autocast stays enabled while an operator runs.  Without `disabled`, it would round the float32
-scores, probabilities and sums of the tiled backend to the lower precision.
+Autocast stays enabled while an operator runs.  `map_sequences` and `attend_sequences` disable it,
+because it would round the scores, probabilities and sums of the tiled backend.
 """
 
 import torch
@@ -22,11 +22,6 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )
-
-
-def disabled(x: Tensor) -> torch.autocast:
-    """Return a context manager that disables autocast on the device of `x`."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def is_enabled(device: str) -> bool:

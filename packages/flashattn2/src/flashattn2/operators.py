@@ -180,8 +180,9 @@ def map_sequences(
     inputs, and packed inputs without a sequence, are passed to the function unchanged.  Autocast is
     disabled during the calls.
     """
-    if autocast.is_enabled(key_side[0].device.type):
-        with autocast.disabled(key_side[0]):
+    device = key_side[0].device.type
+    if autocast.is_enabled(device):
+        with torch.autocast(device, enabled=False):
             return map_sequences(function, query_side, key_side, cu_q, cu_k)
     if cu_q is None or cu_k is None or cu_q.shape[0] == 1:
         return function(*query_side, *key_side)

@@ -28,7 +28,7 @@ def attend_sequences(
     every device) or "aten" (torch's CPU kernel if it supports the sequence).
     """
     if autocast.is_enabled(q.device.type):
-        with autocast.disabled(q):
+        with torch.autocast(q.device.type, enabled=False):
             return attend_sequences(q, k_cache, v_cache, counts, block_table, bounds, spec, backend)
     is_one_batch = block_table is None and len(set(counts)) == 1
     if bounds is None and is_one_batch:

@@ -89,17 +89,12 @@ def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     Under autocast, q may also have a dtype that is converted to the dtype of the caches.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dtype in DTYPES:
-            continue
-        reason = ""
-        if x.dtype.itemsize == 1 and x.dtype != torch.bool:
-            reason = (
-                "; quantized caches need scales, which no kernel here applies and which cannot be "
-                "verified without a GPU: keep the cache in bfloat16, or convert it with its scale"
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"expected {name} to be float64, float32, bfloat16 or float16, got {x.dtype}; "
+                "quantized caches need scales, which no kernel here applies: keep the cache in "
+                "bfloat16, or convert it with its scale"
             )
-        raise ValueError(
-            f"expected {name} to be float64, float32, bfloat16 or float16, got {x.dtype}{reason}"
-        )
     device = q.device.type
     is_cast = autocast.is_enabled(device) and q.dtype != torch.float64
     q_dtype = torch.get_autocast_dtype(device) if is_cast else q.dtype
