@@ -181,6 +181,21 @@ def test_graphs_of_make_fx_are_right_for_other_lengths(function, mode):
             torch.testing.assert_close(ours, right)
 
 
+def test_graphs_of_make_fx_with_new_keys_are_refused():
+    """The graph would contain the number of new keys; without new keys, it is right."""
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+
+    def run(q, cache, *new):
+        return flash_attention_with_kvcache(q, cache, cache.clone(), *new, cache_seqlens=lengths)
+
+    q, new, cache = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 40, 8)
+    with pytest.raises(NotImplementedError, match=r"number in the example; use torch\.export"):
+        make_fx(run)(q, cache, new, new)
+    graph = make_fx(run)(q, cache)
+    q, cache = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 50, 8)
+    torch.testing.assert_close(graph(q, cache), run(q, cache))
+
+
 def test_exported_program_accepts_every_length():
     """The path for fewer keys than a vector register holds must not fix the range of lengths."""
 

@@ -73,6 +73,7 @@ def flash_attention_with_kvcache(
             device-side assertion instead.
         RuntimeError: If a tensor requires a gradient outside of `torch.no_grad()`, or if
             forward-mode AD or a `torch.func` transform is active.
+        NotImplementedError: Inside `torch.jit.trace`, and inside `make_fx` with `k` and `v`.
     """
     is_paged = block_table is not None
     new_rows = _signature_of_new_rows(k, v)

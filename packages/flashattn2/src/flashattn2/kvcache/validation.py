@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from flashattn2 import autocast
-from flashattn2.compilation import is_untransformed
+from flashattn2.compilation import is_recorded, is_untransformed
 from flashattn2.spec import MAX_ROWS
 from flashattn2.validation import (
     DTYPES,
@@ -118,6 +118,11 @@ def check_new_rows(
         raise ValueError("expected both k and v to append them, or neither, got one of them")
     if k is None or v is None:
         return 0
+    if is_recorded():
+        raise NotImplementedError(
+            "make_fx with new keys is not supported, because the graph would be valid only for "
+            "their number in the example; use torch.export or torch.compile"
+        )
     if is_packed:
         raise ValueError(
             "expected no k and v with cu_seqlens_q, got new keys; write them into the cache before "
