@@ -188,7 +188,8 @@ def test_graphs_of_make_fx_with_new_keys_are_refused():
     def run(q, cache, *new):
         return flash_attention_with_kvcache(q, cache, cache.clone(), *new, cache_seqlens=lengths)
 
-    q, new, cache = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 40, 8)
+    q, new = torch.randn(2, 2, 2, 1, 8)
+    cache = torch.randn(2, 2, 40, 8)
     with pytest.raises(NotImplementedError, match=r"number in the example; use torch\.export"):
         make_fx(run)(q, cache, new, new)
     graph = make_fx(run)(q, cache)
