@@ -43,7 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
 }
 # Families that this release of transformers does not build by themselves.
-UNBUILT = {"dbrx", "kimi_k2", "mimo"}
+UNBUILT = {"chatglm", "dbrx", "internlm2", "kimi_k2", "mimo", "minicpm"}
 UNBUILT |= {f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")}
 NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
 SIZES = {
@@ -328,6 +328,65 @@ def test_family_alias_equals_family(alias: str, like: str, biased: bool) -> None
     assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
 
 
+# Sizes of published files whose class is not part of transformers. The totals are those of the
+# published weights; the layers are those of a class that transformers has.
+INTERNLM2 = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 92544, "bias": False},
+}
+INTERNLM2_SMALL = INTERNLM2 | {
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
+    **{"num_attention_heads": 16},
+}
+MINICPM = {
+    **{"hidden_size": 2304, "intermediate_size": 5760, "num_hidden_layers": 40},
+    **{"num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 122753},
+}
+CHATGLM3 = {
+    **{"hidden_size": 4096, "ffn_hidden_size": 13696, "num_layers": 28, "kv_channels": 128},
+    **{"num_attention_heads": 32, "multi_query_attention": True, "multi_query_group_num": 2},
+    **{"padded_vocab_size": 65024, "add_qkv_bias": True, "architectures": ["ChatGLMModel"]},
+}
+GLM = {
+    **{"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 28},
+    **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 65024},
+}
+REMOTE: list[tuple[str, dict[str, Any], int, str, dict[str, Any]]] = [
+    ("internlm2", INTERNLM2, 7_737_708_544, "llama", INTERNLM2),
+    ("internlm2", INTERNLM2_SMALL, 1_889_110_016, "llama", INTERNLM2_SMALL),
+    ("minicpm", MINICPM, 2_724_880_896, "llama", MINICPM | {"tie_word_embeddings": True}),
+    ("chatglm", CHATGLM3, 6_243_584_000, "glm", GLM),
+]
+
+
+@pytest.mark.parametrize(("family", "file", "total", "like", "sizes"), REMOTE)
+def test_family_outside_transformers_has_published_total_and_known_layers(
+    family: str, file: dict[str, Any], total: int, like: str, sizes: dict[str, Any]
+) -> None:
+    model = Transformer.from_hf(file | {"model_type": family})
+    assert model.size == total
+    assert replace(model, name="") == replace(
+        Transformer.from_hf(sizes | {"model_type": like}), name=""
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "why"),
+    [
+        ("minicpm", MINICPM | {"num_experts": 8}, "num_experts is set"),
+        ("minicpm", MINICPM | {"sparse_config": {"topk": 64}}, "sparse_config is set"),
+        ("chatglm", CHATGLM3 | {"vision_config": {"num_layers": 2}}, "vision_config is set"),
+        ("chatglm", CHATGLM3 | {"pre_seq_len": 128}, "pre_seq_len is set"),
+        ("chatglm", {"inner_hidden_size": 16384} | GLM, "num_layers is missing"),
+    ],
+)
+def test_variant_of_family_outside_transformers_is_refused(
+    family: str, file: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Transformer.from_hf(file | {"model_type": family})
+
+
 # Sizes of published files, as those spell them.
 KIMI = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024},
@@ -406,9 +465,6 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
         ("zamba2", "share a few blocks"),
         ("t5", "attends to an encoder"),
         ("bart", "attends to an encoder"),
-        ("chatglm", "no class of transformers"),
-        ("internlm2", "no class of transformers"),
-        ("minicpm", "no class of transformers"),
         ("minimax_m1", "no class of transformers"),
         ("bailing_moe_v2", "no class of transformers"),
     ],
