@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Transformer, flops, kv_cache, parameters
+from accounting import Plan, Transformer, flops, kv_cache, parameters
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
 from accounting.model.registry import transformer_arguments
 from accounting.model.transformer import _part_sizes
@@ -227,6 +227,12 @@ def test_named_class_determines_counted_parts() -> None:
     assert Transformer.from_hf(bert).size == 109_482_240
     masked = bert | {"architectures": ["BertForMaskedLM"]}
     assert Transformer.from_hf(masked).size == 109_514_298
+    # In a pipeline, the last stage has the transform of the head.
+    stages = [Plan(pipeline=2).stage_model(Transformer.from_hf(masked), s) for s in (0, 1)]
+    assert [[m.name for m in stage.extra] for stage in stages] == [
+        ["token types", "embedding norm"],
+        ["transform", "transform bias", "transform norm"],
+    ]
     vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     assert Transformer.from_hf(vit | {"num_labels": 1000}).size == 86_567_656
     with pytest.raises(ValueError, match="expected architectures to name a known class of bert"):

@@ -15,6 +15,7 @@ from accounting import (
     HARDWARE,
     Plan,
     Transformer,
+    Workload,
     communication,
     flops,
     kv_cache,
@@ -385,6 +386,26 @@ def test_replaced_sizes_do_not_leave_layers_of_the_original_model() -> None:
         replace(MODEL, experts=Experts(count=4, per_token=2))
     larger = replace(MODEL, layers=6, attention_layers=None, mlp_layers=None)
     assert larger == Transformer(**SIZES | {"layers": 6})
+
+
+def test_replaced_sizes_are_derived_again() -> None:
+    for sizes in ({"d_model": 2 * MODEL.d_model}, {"heads": 2 * MODEL.heads}, {"d_ff": 8}):
+        assert replace(MODEL, **sizes) == Transformer(**SIZES | sizes)
+    mixture = Transformer(**SIZES, experts=Experts(count=4, per_token=2))
+    wider = replace(mixture, d_ff=8)
+    assert wider == Transformer(**SIZES, d_ff=8, experts=Experts(count=4, per_token=2))
+    explicit = replace(MODEL, d_ff=8, head_dim=4)
+    again = replace(explicit, d_model=2 * MODEL.d_model)
+    assert (again.d_ff, again.head_dim) == (8, 4)
+
+
+def test_replaced_workload_is_the_one_of_its_fields() -> None:
+    compiled = Workload(batch=8, seq=16, compiled=True)
+    eager = training_memory(MODEL, batch=8, seq=16)
+    assert training_memory(MODEL, None, compiled, compiled=False).total == eager.total
+    states = Workload(batch=0)
+    with pytest.raises(ValueError, match="expected seq >= 1 with batch=8, got 0"):
+        training_memory(MODEL, None, states, batch=8)
 
 
 def test_config_of_another_type_reports_what_it_is() -> None:

@@ -114,7 +114,8 @@ def whole(name: str, value: object, *, least: float = 1, most: float = math.inf)
     try:
         if isinstance(value, bool):
             raise TypeError
-        integer = operator.index(value)  # type: ignore[arg-type]
+        # An instance of a subclass of int is returned unchanged.
+        integer = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"expected {name} to be an integer, got {value!r}") from None
     if integer < least:

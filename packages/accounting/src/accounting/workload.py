@@ -42,26 +42,27 @@ class Workload:
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, batch=0, seq=0)
-        if not self.seq:
-            if self.batch:
-                raise ValueError(
-                    f"expected seq >= 1 with batch={self.batch}, got 0; "
-                    "pass the number of tokens per sequence"
-                )
-            # Model states do not depend on the length of the sequences.
-            object.__setattr__(self, "seq", 1)
+        if self.batch and not self.seq:
+            raise ValueError(
+                f"expected seq >= 1 with batch={self.batch}, got 0; "
+                "pass the number of tokens per sequence"
+            )
         recipe(self.precision)
         if self.compiled and self.transformers:
             raise ValueError(
                 "expected transformers=False with compiled=True, got True; torch.compile fuses the "
                 "operators of its modules"
             )
-        for name in ("fused_norm", "fused_gate"):
-            object.__setattr__(self, name, getattr(self, name) or self.compiled)
 
     def has_fused_norm(self, model: Transformer) -> bool:
         """Return True if a norm of the model is one operator."""
-        return self.fused_norm and not (self.transformers and model.norm == "rmsnorm")
+        is_written_out = self.transformers and model.norm == "rmsnorm"
+        return (self.fused_norm or self.compiled) and not is_written_out
+
+    @property
+    def has_fused_gate(self) -> bool:
+        """Return True if one kernel computes the gated product of an MLP."""
+        return self.fused_gate or self.compiled
 
     @property
     def kind(self) -> Precision:

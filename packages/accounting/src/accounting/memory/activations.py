@@ -182,7 +182,7 @@ def _hidden_tensors(model: Transformer, work: Workload) -> int:
         # ReLU saves only its output, which is also the input of the next matrix.
         return 1 if is_relu else 2 + written_out
     # A fused gate saves gate, up and the product.
-    return 3 if is_relu or work.fused_gate else 4 + written_out
+    return 3 if is_relu or work.has_fused_gate else 4 + written_out
 
 
 def _rows(part: str, names: Table) -> list[Breakdown | None]:

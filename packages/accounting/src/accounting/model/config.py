@@ -180,8 +180,10 @@ class Config:
                 arguments |= self._derived_size(key, entry)
             elif key not in _ABOUT:
                 arguments[key] = self._argument(key, entry)
-        rows = (*table.get("extra", ()), *table.get("more", ()))
-        extra = (matrix for row in rows for matrix in self.matrices(row))
+        extra = [matrix for row in table.get("extra", ()) for matrix in self.matrices(row)]
+        # The rows of `more` are parts of a head or pooler, which read the output of the last layer.
+        for row in table.get("more", ()):
+            extra += [replace(matrix, where="last") for matrix in self.matrices(row)]
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
     def _argument(self, key: str, entry: Any) -> Any:

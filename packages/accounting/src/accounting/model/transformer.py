@@ -21,6 +21,10 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.registry import content_of, transformer_arguments
 
 
+class DerivedSize(int):
+    """A size that was not passed, so `dataclasses.replace` derives it again."""
+
+
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
@@ -110,25 +114,13 @@ class Transformer:
         checks.convert_fields(self, **least, **_CHOICES)
         for name, (record, listed) in _RECORDS.items():
             self._record(name, record, listed)
-        if self.heads and not self.head_dim and self.d_model % self.heads:
-            raise ValueError(
-                f"expected heads to divide d_model={self.d_model}, got heads={self.heads}; "
-                "pass head_dim if the width of a head is not d_model / heads"
-            )
-        self._fill("head_dim", self.d_model // self.heads if self.heads else 0)
-        self._fill("v_head_dim", self.head_dim)
-        self._fill("kv_heads", self.heads)
-        self._fill("d_ff", 4 * self.d_model)
-        self._fill("embedding_dim", self.d_model)
-        if self.heads and self.heads % self.kv_heads:
-            raise ValueError(
-                f"expected kv_heads to divide heads={self.heads}, got kv_heads={self.kv_heads}; "
-                "each key and value head serves the same number of query heads"
-            )
+        self._derive_sizes()
         everywhere = tuple(range(self.layers))
         if self.experts:
             layers = self._layers("experts.layers", self.experts.layers, everywhere)
-            width = self.experts.width or self.d_ff
+            width = self.experts.width
+            if not width or isinstance(width, DerivedSize):
+                width = DerivedSize(self.d_ff)
             object.__setattr__(self, "experts", replace(self.experts, layers=layers, width=width))
         if self.window:
             layers = self._layers("window.layers", self.window.layers, everywhere)
@@ -149,11 +141,32 @@ class Transformer:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
         self._check_blocks()
 
+    def _derive_sizes(self) -> None:
+        """Set the sizes that were not passed."""
+        for name in self.derived_sizes:
+            if isinstance(getattr(self, name), DerivedSize):
+                object.__setattr__(self, name, 0)
+        if self.heads and not self.head_dim and self.d_model % self.heads:
+            raise ValueError(
+                f"expected heads to divide d_model={self.d_model}, got heads={self.heads}; "
+                "pass head_dim if the width of a head is not d_model / heads"
+            )
+        self._fill("head_dim", self.d_model // self.heads if self.heads else 0)
+        self._fill("v_head_dim", self.head_dim)
+        self._fill("kv_heads", self.heads)
+        self._fill("d_ff", 4 * self.d_model)
+        self._fill("embedding_dim", self.d_model)
+        if self.heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"expected kv_heads to divide heads={self.heads}, got kv_heads={self.kv_heads}; "
+                "each key and value head serves the same number of query heads"
+            )
+
     def _check_blocks(self) -> None:
         """Raise `ValueError` if a layer has no block, or both a dense MLP and experts.
 
-        `dataclasses.replace` copies the layers that the original model derived, so a model with
-        more layers or with experts would otherwise have the blocks of the original.
+        Unlike derived sizes, derived layers are copied by `dataclasses.replace`, because the layers
+        of windows, mixers and additional matrices cannot be derived for another depth.
         """
         derive = (
             "pass attention_layers=None and mlp_layers=None, and experts and window without "
@@ -183,9 +196,9 @@ class Transformer:
             kind = f"a tuple of {record.__name__}" if listed else f"{record.__name__}(...) or None"
             raise TypeError(f"expected {name} to be {kind}, got {field!r}")
 
-    def _fill(self, name: str, default: object) -> None:
+    def _fill(self, name: str, default: int) -> None:
         if not getattr(self, name):
-            object.__setattr__(self, name, default)
+            object.__setattr__(self, name, DerivedSize(default))
 
     def _layers(
         self, name: str, layers: Iterable[int] | None, default: tuple[int, ...]
