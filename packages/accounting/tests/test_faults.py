@@ -33,6 +33,9 @@ from figures import assert_at_most
 SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}
 MODEL = Transformer(**SIZES)
 MOE = Transformer(**SIZES, experts=Experts(count=6, per_token=2))
+MAMBA = Transformer.from_hf(
+    {"model_type": "mamba", "hidden_size": 80, "num_hidden_layers": 2, "vocab_size": 100}
+)
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -100,6 +103,8 @@ def test_inconsistent_plans_are_refused_by_name(plan: dict[str, object], message
         (MODEL, Plan(tensor=3), 1, "expected tensor to divide heads=8, got 3"),
         (MODEL, Plan(data=3), 4, "expected data x microbatches = 3 to divide batch, got 4"),
         (MODEL, Plan(context=3), 1, "expected context=3 to divide seq, got seq=16"),
+        (MAMBA, Plan(tensor=3), 1, r"tensor to divide the columns of 'in' in mamba=320, got 3"),
+        (MAMBA, Plan(context=2), 1, "expected context=1 for mamba, got 2; .* is not modeled"),
         (MODEL, Plan(data=2, expert=2), 2, "expected expert to divide the 0 experts .*, got 2"),
         (MOE, Plan(data=4, expert=4), 4, "expected expert to divide the 6 experts .*, got 4"),
         (Transformer(**SIZES, embedding_dim=32), Plan(pipeline=2), 1, "embedding_dim=32"),

@@ -128,6 +128,11 @@ class Plan:
             raise ValueError("expected seq >= 1, got 0")
         if seq and seq % self.context:
             raise ValueError(f"expected context={self.context} to divide seq, got seq={seq}")
+        if self.context > 1 and model.mixers:
+            raise ValueError(
+                f"expected context=1 for {model.name}, got {self.context}; the exchange of the "
+                f"states of its recurrent layers ({model.mixers[0].name}) is not modeled"
+            )
 
     def _check_stages(self, model: Transformer) -> None:
         chunks = self.pipeline * self.virtual_stages
@@ -305,6 +310,11 @@ def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
         sizes["d_ff"] = model.d_ff
     if model.experts:
         sizes |= {"experts.width": model.experts.width, "experts.shared": model.experts.shared}
+    for mixer in model.mixers:
+        for matrix in mixer.matrices:
+            if matrix.split != "none":
+                size = matrix.rows if matrix.split == "rows" else matrix.columns
+                sizes[f"the {matrix.split} of {matrix.name!r} in {mixer.name}"] = size
     return sizes
 
 

@@ -68,7 +68,8 @@ def plans_that_fit(
     - tensor-parallel degrees whose groups are inside a node,
     - pipeline degrees up to the number of layers, with 1F1B or with 2 to 8 equal interleaved chunks
       per stage,
-    - context-parallel degrees that leave at least 1024 tokens of a sequence per rank,
+    - context-parallel degrees that leave at least 1024 tokens of a sequence per rank; only 1 for
+      models with recurrent layers,
     - expert-parallel degrees, all kinds of recomputation, and all sizes of a micro-batch,
     - ZeRO stages 0 to 3, except stage 2 in a pipeline and stage 3 with interleaved chunks.
 

@@ -197,7 +197,8 @@ class Space:
     def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of context- and data-parallel degrees whose product is `replicas`."""
         seq = self.work.seq
-        usual = (c for c in divisors(replicas) if c == 1 or seq >= c * LEAST_TOKENS_PER_RANK)
+        most = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
+        usual = (c for c in divisors(replicas) if c <= most)
         for context in self._choices("context", usual):
             if replicas % context or seq % context:
                 continue
