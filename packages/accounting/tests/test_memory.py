@@ -347,9 +347,12 @@ def test_zero_3_holds_the_blocks_that_it_gathers(data: int) -> None:
     ends = 2 * 128256 * 16384 + 16384
     block = (model.size - ends) // model.layers
     saved = need()["gathered"]
-    # Two blocks in bf16, the ends, one block's gradients and what is reduced of them.
-    assert saved.total == 2 * (ends + (2 + 1 + 1) * block)
-    assert need(reshard_after_forward=False)["gathered"].total == 2 * (ends + (126 + 2) * block)
+    # Two blocks in bf16, the ends, the gradient of the head, one block's gradients and the copy of
+    # them that is reduced.
+    head = 128256 * 16384 + 16384
+    assert saved.total == 2 * (ends + head + (2 + 1 + 1) * block)
+    whole = need(reshard_after_forward=False)["gathered"]
+    assert whole.total == 2 * (ends + head + (126 + 2) * block)
     assert need().total > 2 * block
     states = training_memory(model, Plan(data=data, zero=3), batch=0, seq=1)
     assert "gathered" not in states
@@ -383,6 +386,30 @@ def test_training_memory_contains_every_tensor_of_the_peak(precision: str, zero:
             assert peak.total - roots <= everything.total
             copied = "cast weights" in everything or "gathered" in everything
             assert copied == (precision != "mixed_bf16" or (zero == 3 and data > 1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("flash", [True, False])
+def test_training_memory_contains_a_peak_inside_a_block(flash: bool, recompute: str) -> None:
+    # The vocabulary is so small that the step peaks inside a block instead of at the logits.
+    model = Transformer(layers=3, d_model=64, heads=8, kv_heads=2, vocab_size=32)
+    for zero in (2, 3):
+        plan = Plan(data=2, zero=zero, recompute=recompute)
+        work = Workload(batch=4, seq=1024, flash=flash, fused_norm=False)
+        peak = peak_memory(model, plan, work, foreach=False)
+        assert "block" in peak.name
+        assert peak.total <= training_memory(model, plan, work).total
+
+
+def test_training_memory_contains_the_final_norm_and_the_gradient_of_the_head() -> None:
+    small = Transformer(layers=1, d_model=64, heads=4, vocab_size=8)
+    large = replace(small, layers=4, vocab_size=20_000, attention_layers=None, mlp_layers=None)
+    for model, seq, zero in ((small, 1024, 0), (large, 1, 3)):
+        plan = Plan(data=2, zero=zero)
+        work = Workload(batch=2, seq=seq, fused_norm=False)
+        peak = peak_memory(model, plan, work, foreach=False)
+        roots = peak["square roots"].total if "square roots" in peak else 0
+        assert peak.total - roots <= training_memory(model, plan, work).total
 
 
 def test_peak_memory_refuses_the_plans_that_it_does_not_model() -> None:

@@ -1,6 +1,7 @@
 """Tensors that exist only in the backward: the loss, temporary gradients, a recomputed block."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
@@ -25,11 +26,44 @@ def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     return end if often == 1 else total(end.name, "B", *parts)
 
 
-def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the bytes of temporary gradients on a stage other than the last one.
+def fullest_backward(model: Transformer, plan: Plan, work: Workload, is_last: bool) -> Breakdown:
+    """Return the temporary tensors at the fullest moment of a backward.
 
-    A backward peaks inside a block. There, the gradients of the block's tensors exist together with
-    the gradient that the next stage sent.
+    The moment is at the logits, in the final norm, or inside a block. Only the last stage contains
+    the logits and the final norm.
+    """
+    inside = temporary_gradients(model, plan, work)
+    if not is_last:
+        return inside
+    end = end_of_model(model, plan, work)
+    norm = final_norm(model, plan, work)
+    if plan.schedule == "gpipe" and plan.pipeline > 1:
+        # Inside the blocks of a micro-batch, the logits of the other micro-batches still exist.
+        saved = [part for part in end if "gradient" not in part.name]
+        others = Fraction(plan.microbatches - 1, plan.microbatches)
+        kept = (times(part.name, part, others=others) for part in saved)
+        inside = total(inside.name, "B", *inside, *kept)
+    return max(end, norm, inside, key=lambda tensors: tensors.total)
+
+
+def final_norm(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
+    """Return the bytes of the tensors of the final norm in its backward; 0 for a fused norm.
+
+    A norm of several operators has gradients of its result, of both factors, and of their squares.
+    """
+    head = head_activations(model, plan, work)
+    saved = replace(head, parts=tuple(part for part in head if "norm" in part.name))
+    if "normalized" not in saved:
+        return total("final norm", "B")
+    sizes = {"tokens": work.tokens(plan), "tensors": 4, "d_model": model.d_model}
+    size = saved["normalized"].factors[-1][1]
+    return total("final norm", "B", saved, product("gradients in flight", "B", **sizes, bytes=size))
+
+
+def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
+    """Return the bytes of temporary gradients inside a block.
+
+    The gradients of the block's tensors exist together with the gradient of its output.
     """
     tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
     keys = None if work.flash else work.seq
@@ -38,18 +72,14 @@ def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Break
         "gradients in flight",
         "B",
         product("inside a block", "B", numbers=inside, bytes=size),
-        product("from the next stage", "B", tokens=tokens, d_model=model.d_model, bytes=size),
+        product("of the output", "B", tokens=tokens, d_model=model.d_model, bytes=size),
     )
 
 
 def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the saved tensors of one block, which exist while it is recomputed."""
     without_stages = replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
-    block = activations(
-        one_layer(model),
-        replace(without_stages, recompute="none"),
-        replace(work, fused_norm=True, fused_gate=False),
-    )
+    block = activations(one_layer(model), replace(without_stages, recompute="none"), work)
     return total("one block recomputed", "B", *block.parts)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.backward import times
+from accounting.memory.backward import final_norm, times
 from accounting.memory.states import (
     cast_weights,
     fsdp_groups,
+    head_gradient,
     model_states,
     one_layer,
     tied_table_gradients,
@@ -102,19 +103,9 @@ class _Step:
         yield self._moment("at the end of the forward", cast, ends, saved, without, gradients=0)
         ends = unsharded.gathered(0)
         yield self._moment("at the start of the backward", cast, ends, saved, head, gradients=0)
-        norm = replace(head, parts=tuple(part for part in head if "norm" in part.name))
-        if "normalized" in norm:
-            # A norm of several operators has gradients of its result, of both factors, and of
-            # their squares.
-            temporary = product(
-                "gradients in flight",
-                "B",
-                tokens=self.tokens,
-                tensors=4,
-                d_model=self.model.d_model,
-                bytes=norm["normalized"].factors[-1][1],
-            )
-            yield self._moment("in the final norm", cast, ends, saved, norm, temporary, gradients=0)
+        norm = final_norm(self.model, self.plan, self.work)
+        if norm.total:
+            yield self._moment("in the final norm", cast, ends, saved, norm, gradients=0)
 
     def blocks(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last block to the first."""
@@ -224,11 +215,9 @@ class _Unsharded:
         self.plan = plan
         self.groups = fsdp_groups(model, plan, 0)
         self.size = bytes_of(kind.cast_weights or kind.weights)
-        head = model.vocab_size * model.embedding_dim if model.lm_head else 0
-        head += model.norm_vectors * model.d_model if model.final_norm else 0
         block, size = self.groups.block, self.size
         self.buffer = product("buffer of the last gather", "B", parameters=block, bytes=size)
-        self.head_gradient = product("gradient of the head", "B", parameters=head, bytes=size)
+        self.head_gradient = head_gradient(model, plan, kind)
         self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
         self.reduced_gradients = product(
             "gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)

@@ -108,6 +108,14 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
     )
 
 
+def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
+    """Return the gradient of the head and the final norm, which FSDP reduces after the blocks."""
+    count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
+    count += model.norm_vectors * model.d_model if model.final_norm else 0
+    size = bytes_of(kind.cast_weights or kind.weights)
+    return product("gradient of the head", "B", parameters=count, bytes=size)
+
+
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
     """Return the bytes of weights, gradients and optimizer state on a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)

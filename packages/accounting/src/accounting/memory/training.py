@@ -7,12 +7,13 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
-from accounting.memory.backward import end_of_model, one_block, temporary_gradients, times
+from accounting.memory.backward import fullest_backward, one_block, times
 from accounting.memory.fsdp_pipeline import FsdpStage
 from accounting.memory.states import (
     cast_weights,
     distinct_stages,
     fsdp_groups,
+    head_gradient,
     stage_states,
     tied_table_gradients,
 )
@@ -66,10 +67,7 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
     # In a pipeline, the embedding and the head are on two stages.
     tables = tied_table_gradients(model, plan, kind) if plan.pipeline == 1 else None
-    if stage == plan.pipeline - 1:
-        temporary = end_of_model(model, plan, work)
-    else:
-        temporary = temporary_gradients(model, plan, work)
+    temporary = fullest_backward(model, plan, work, is_last=stage == plan.pipeline - 1)
 
     def moment(in_flight: int, states: list[Breakdown]) -> Breakdown:
         alive = times("activations", saved, in_flight=Fraction(in_flight, plan.virtual_stages))
@@ -89,10 +87,10 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
 def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
     """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
 
-    FSDP2 keeps the root's weights (embedding, final norm, head) gathered, computes one block while
-    it prefetches the next, and stores the gradients of one block in addition to the copy that it
-    reduces. Without `reshard_after_forward`, all blocks stay gathered. The result is None if
-    weights are not sharded.
+    FSDP2 keeps the root's weights (embedding, final norm, head) gathered and the gradient of the
+    head whole, computes one block while it prefetches the next, and stores the gradients of one
+    block in addition to the copy that it reduces. Without `reshard_after_forward`, all blocks stay
+    gathered. The result is None if weights are not sharded.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None
@@ -102,6 +100,7 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
     return groups.gathered(
         2 if plan.reshard_after_forward else layers,
         size,
+        head_gradient(model, plan, kind),
         product("gradients of a block", "B", parameters=groups.block, bytes=size),
         product(
             "gradients being reduced", "B", parameters=groups.block, bytes=bytes_of(kind.gradients)

@@ -1,14 +1,14 @@
 """A lower bound on the memory of a plan, from the sizes of its stages.
 
-The bound is `training_memory` without three terms: the rounding of shards, the logits that GPipe
-saves for every micro-batch but one, and the moments of FSDP2 in a pipeline that are rarely the
-peak.
+The bound is `training_memory` without four terms: the rounding of shards, the logits that GPipe
+saves for every micro-batch but one, the gradient of the head with ZeRO-3, and the moments of FSDP2
+in a pipeline that are rarely the peak.
 """
 
 from dataclasses import replace
 from functools import cache
 
-from accounting.memory.backward import end_of_model, one_block, temporary_gradients
+from accounting.memory.backward import fullest_backward, one_block
 from accounting.memory.states import tied_table_gradients
 from accounting.plan import Plan, in_flight
 from accounting.precision import bytes_of
@@ -143,10 +143,9 @@ class MemoryBound:
 
     def _compute_temporary(self, tensor: int, context: int, sequences: int, is_last: bool) -> float:
         """Return the bytes of tensors that exist only in a backward."""
-        temporary = end_of_model if is_last else temporary_gradients
         work = replace(self._space.work, batch=sequences)
         plan = self._plan(tensor, context)
-        return float(temporary(self._space.model, plan, work).total)
+        return float(fullest_backward(self._space.model, plan, work, is_last).total)
 
     def _compute_block(self, tensor: int, context: int, sequences: int) -> float:
         """Return the bytes of a recomputed block."""
