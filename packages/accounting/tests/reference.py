@@ -62,9 +62,7 @@ class Block(nn.Module):
         q = self.q_proj(y).view(b, s, self.heads, -1).transpose(1, 2)
         k = self.k_proj(y).view(b, s, self.kv_heads, -1).transpose(1, 2)
         v = self.v_proj(y).view(b, s, self.kv_heads, -1).transpose(1, 2)
-        if self.kv_heads < self.heads:
-            k, v = (z.repeat_interleave(self.heads // self.kv_heads, 1) for z in (k, v))
-        a = F.scaled_dot_product_attention(q, k, v)
+        a = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv_heads < self.heads)
         x = x + self.o_proj(a.transpose(1, 2).reshape(b, s, -1))
         y = self.mlp_norm(x)
         hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)

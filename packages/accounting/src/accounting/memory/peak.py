@@ -44,8 +44,8 @@ def peak_memory(
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
-    `ValueError` for plans with other parallelism than `data`, for micro-batches without ZeRO-3, and
-    for selective recomputation.
+    `ValueError` for plans with other parallelism than `data`, for micro-batches of several data
+    ranks without ZeRO-3, and for selective recomputation.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends. During the backward the ends and the whole gradient of
@@ -60,10 +60,10 @@ def peak_memory(
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
         )
-    if plan.microbatches > 1 and (plan.zero < 3 or plan.data == 1):
+    if plan.microbatches > 1 and plan.zero < 3 and plan.data > 1:
         raise ValueError(
-            f"expected microbatches=1 without ZeRO-3 in peak_memory, got {plan.microbatches}; use "
-            "training_memory, which adds all tensors"
+            f"expected microbatches=1 with data > 1 and without ZeRO-3 in peak_memory, got "
+            f"{plan.microbatches}; use training_memory, which adds all tensors"
         )
     if plan.recompute == "selective":
         raise ValueError(
@@ -159,7 +159,7 @@ class _Step:
         if tables is not None:
             yield self._moment(
                 "at the gradient of the tied table",
-                self.unsharded.gathered(0),
+                self.unsharded.gathered(0, done=self.model.layers),
                 tables,
                 gradients=self.parameters,
             )

@@ -91,8 +91,8 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
     """Return the temporary tensors while a tied table's two gradients are added; None if untied.
 
     The gradient of the head, the gradient of the embedding, and their sum exist at once. If ZeRO
-    shards the gradients, the sum is temporary too. Otherwise the sum becomes the stored gradient
-    and is not included.
+    shards the gradients, or if the gradient of an earlier micro-batch is stored, the sum is
+    temporary too. Otherwise the sum becomes the stored gradient and is not included.
     """
     if not (model.tied and model.lm_head):
         return None
@@ -102,7 +102,7 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
     return product(
         "gradients of the tied table",
         "B",
-        tensors=3 if is_sharded else 2,
+        tensors=3 if is_sharded or plan.microbatches > 1 else 2,
         parameters=split(model.vocab_size * model.embedding_dim, plan.tensor),
         bytes=bytes_of(dtype),
     )

@@ -71,7 +71,9 @@ class MemoryBound:
             )
         if layout.pipeline == 1:
             is_sharded = layout.replicas > 1
-            beside += self._table_gradients(layout.tensor, zero if is_sharded else 0)
+            beside += self._table_gradients(
+                layout.tensor, zero if is_sharded else 0, layout.microbatches > 1
+            )
             return states + gradients + saved + beside
         # The first backward of a pipeline stage allocates the gradients. If no forward follows, it
         # also frees the activations of a micro-batch.
@@ -156,9 +158,10 @@ class MemoryBound:
         sequence_parallel = self._space.sequence_parallel(tensor)
         return Plan(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
 
-    def _compute_table_gradients(self, tensor: int, zero: int) -> float:
+    def _compute_table_gradients(self, tensor: int, zero: int, accumulates: bool) -> float:
         """Return the bytes of the temporary gradients of a tied table."""
-        plan = Plan(data=2 if zero else 1, tensor=tensor, zero=zero)
+        data, microbatches = 2 if zero else 1, 2 if accumulates else 1
+        plan = Plan(data=data, tensor=tensor, zero=zero, microbatches=microbatches)
         table = tied_table_gradients(self._space.model, plan, self._space.work.kind)
         return float(table.total) if table else 0.0
 
