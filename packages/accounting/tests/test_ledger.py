@@ -10,6 +10,7 @@ from accounting import Ledger, fits
 from reference import PolledMemory, world_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
@@ -181,6 +182,82 @@ def test_fits_predicts_the_peak_of_the_real_step(case: str) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
     real = real_peak(module, sample, optimizer(module.parameters()))
     assert predicted == pytest.approx(real, rel=0.01, abs=64)
+
+
+class Applied(nn.Module):
+    """A layer, followed by a function of its output and of the input."""
+
+    def __init__(self, layer: nn.Module, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x), x)
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(8, 8, 1)
+
+
+IMAGES = torch.ones(4, 8, 12, 12)
+ROWS = torch.arange(4 * 12 * 12.0).reshape(4, 12, 12).sin() + 3 * torch.eye(12)
+#: Modules and functions of torch, with the input of a step.
+LIBRARY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "conv transpose": (lambda: nn.ConvTranspose2d(8, 4, 3, 2), IMAGES),
+    "conv bf16": (lambda: nn.Conv2d(8, 16, 3).bfloat16(), IMAGES.bfloat16()),
+    "group norm": (lambda: nn.Sequential(conv(), nn.GroupNorm(2, 8)), IMAGES),
+    "instance norm": (lambda: nn.Sequential(conv(), nn.InstanceNorm2d(8, affine=True)), IMAGES),
+    "batch norm in eval": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8)).eval(), IMAGES),
+    "max pool": (lambda: nn.Sequential(conv(), nn.AdaptiveMaxPool2d(3)), IMAGES),
+    "bicubic": (
+        lambda: Applied(conv(), lambda y, x: F.interpolate(y, scale_factor=2, mode="bicubic")),
+        IMAGES,
+    ),
+    "pixel shuffle": (lambda: nn.Sequential(conv(), nn.PixelShuffle(2)), IMAGES),
+    "dropout": (lambda: nn.Sequential(conv(), nn.Dropout2d()), IMAGES),
+    "local response norm": (lambda: nn.Sequential(conv(), nn.LocalResponseNorm(2)), IMAGES),
+    "topk": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.topk(3)[0]), ROWS),
+    "sort": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.sort()[0]), ROWS),
+    "cumsum": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.cumsum(-1)), ROWS),
+    "logsumexp": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.logsumexp(-1)), ROWS),
+    "solve": (lambda: Applied(nn.Linear(12, 12), lambda y, x: torch.linalg.solve(y + x, x)), ROWS),
+    "singular values": (
+        lambda: Applied(nn.Linear(12, 12), lambda y, x: torch.linalg.svdvals(y)),
+        ROWS,
+    ),
+    "fourier": (lambda: Applied(conv(), lambda y, x: torch.fft.irfft2(torch.fft.rfft2(y))), IMAGES),
+    "distances": (lambda: Applied(nn.Linear(12, 12), lambda y, x: torch.cdist(y, x)), ROWS),
+    "divergence": (
+        lambda: Applied(nn.Linear(12, 12), lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1))),
+        ROWS,
+    ),
+    "attention": (lambda: nn.TransformerEncoderLayer(12, 2, 16, dropout=0.1), ROWS),
+    "embedding": (lambda: nn.Embedding(10, 4, max_norm=1.0), IDS % 10),
+    "orthogonal": (lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), ROWS),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", LIBRARY)
+def test_fits_predicts_the_peak_of_modules_of_torch(case: str) -> None:
+    make, sample = LIBRARY[case]
+    module = make()
+    predicted = fits(module, sample, torch.optim.SGD, "H100", rounding=1).peak.total
+    assert predicted == real_peak(module, sample, torch.optim.SGD(module.parameters()))
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("fold", 1.57), ("bag", 1.01)])
+def test_buffers_that_fake_kernels_omit_are_as_large_as_stated(name: str, ratio: float) -> None:
+    module: nn.Module = nn.EmbeddingBag(10, 4, mode="max")
+    sample = torch.arange(12).reshape(4, 3) % 10
+    if name == "fold":
+        module = Applied(conv(), lambda y, x: F.fold(F.unfold(y, 3), 12, 3))
+        sample = IMAGES
+    predicted = fits(module, sample, torch.optim.SGD, "H100", rounding=1).peak.total
+    real = real_peak(module, sample, torch.optim.SGD(module.parameters()))
+    assert real / predicted == pytest.approx(ratio, abs=0.005)
 
 
 def test_fits_refuses_an_optimizer_that_is_built() -> None:

@@ -48,7 +48,12 @@ RUNS = [(2, 128, 4096), (4, 128, 64), (1, 32, 64)]
 
 
 def peaks(
-    family: str, batch: int, seq: int, vocab_size: int, flash: bool = True
+    family: str,
+    batch: int,
+    seq: int,
+    vocab_size: int,
+    flash: bool = True,
+    dropout: bool = False,
 ) -> tuple[int, float]:
     """Return the peak of the second step of a module, and that of `peak_memory`."""
     import transformers
@@ -70,7 +75,7 @@ def peaks(
             optimizer.step()
             optimizer.zero_grad()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    work = Workload(batch=batch, seq=seq, transformers=True, flash=flash)
+    work = Workload(batch=batch, seq=seq, transformers=True, flash=flash, dropout=dropout)
     predicted = peak_memory(described(module), work=work, foreach=False)
     return int(peak["Total"]), float(predicted.total)
 
@@ -112,6 +117,17 @@ def test_peaks_of_other_families_are_at_most_a_tenth_above_the_prediction(
     # Nemotron has a squared ReLU.
     least = 0.88 if family == "nemotron" else 0.9
     assert least * actual <= predicted <= actual
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", [*RUNS[:2], (2, 256, 64)])
+def test_peak_with_dropout_in_attention_is_as_far_off_as_stated(
+    run: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    monkeypatch.setitem(FAMILIES, "gpt2", FAMILIES["gpt2"] | rates)
+    actual, predicted = peaks("gpt2", *run, flash=False, dropout=True)
+    assert 1 <= actual / predicted <= 1.17
 
 
 WIDE = {

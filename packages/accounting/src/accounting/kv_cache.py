@@ -18,7 +18,8 @@ def kv_cache(
 ) -> Breakdown:
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
-    A layer with a window stores at most one window. MLA stores the latent, the single key that
+    A layer with a window stores at most one window; between two tokens, transformers keeps one key
+    less. MLA stores the latent, the single key that
     carries the position, and the key of its index. A recurrent layer stores its state, also in
     `dtype`. An encoder has no cache. Scales of quantized caches are not counted. Key and value
     heads are split over `tensor` devices until each device has one head; additional devices store
