@@ -211,7 +211,7 @@ ANSWERS = [
     Answer(
         "a1.5d",
         "bytes of the first in bf16",
-        "fermi.weight_bytes(parameters(LARGE).total)",
+        "2 * parameters(LARGE).total",
         104_152_956_928,
         "B",
         "2*52,076,478,464 = 97 GiB",
@@ -278,7 +278,7 @@ ANSWERS = [
     Answer(
         "c2.1c",
         "the same, sent by all 8",
-        f"{_DATA}.wire_total",
+        f"8 * {_DATA}.wire",
         180_388_626_432,
         "B",
         "8 * the above",
@@ -582,12 +582,12 @@ ANSWERS = [
         "/1.4/400/300",
         1e-6,
     ),
-    Answer("f.e1", "weights of 1B in bf16", "fermi.weight_bytes(1e9)", 2e9, "B", "2 B each"),
-    Answer("f.e2", "weights of 1T", "fermi.weight_bytes(1e12)", 2e12, "B", "2 B each"),
+    Answer("f.e1", "weights of 1B in bf16", "2 * 1e9", 2e9, "B", "2 B each"),
+    Answer("f.e2", "weights of 1T", "2 * 1e12", 2e12, "B", "2 B each"),
     Answer(
         "f.e3",
         "H200s that hold 1T at 100 GB each",
-        "fermi.devices_for_bytes(fermi.weight_bytes(1e12))",
+        "fermi.devices_for_bytes(2 * 1e12)",
         20,
         "devices",
         "2e12/1e11",
@@ -595,7 +595,7 @@ ANSWERS = [
     Answer(
         "f.e4",
         "H200s that hold 100T at 100 GB each",
-        "fermi.devices_for_bytes(fermi.weight_bytes(1e14))",
+        "fermi.devices_for_bytes(2 * 1e14)",
         2000,
         "devices",
         "2e14/1e11",
@@ -603,7 +603,7 @@ ANSWERS = [
     Answer(
         "f.f1",
         "100T on SSD for a year",
-        "fermi.storage_usd_per_year(2e14, usd_per_mb_year=fermi.SSD_USD_PER_MB_YEAR)",
+        "2e14 / 1e6 * fermi.SSD_USD_PER_MB_YEAR",
         10_000,
         "USD",
         "2e8 MB * price",
@@ -612,7 +612,7 @@ ANSWERS = [
     Answer(
         "f.f2",
         "100T in DRAM for a year",
-        "fermi.storage_usd_per_year(2e14, usd_per_mb_year=fermi.DRAM_USD_PER_MB_YEAR)",
+        "2e14 / 1e6 * fermi.DRAM_USD_PER_MB_YEAR",
         800_000,
         "USD",
         "2e8 MB * price",
@@ -659,7 +659,7 @@ ANSWERS = [
     Answer(
         "f.g4",
         "tokens whose activations equal the weights",
-        "fermi.tokens_to_match_weights(350e9, fermi.activation_bytes_per_token(96, 96, 128))",
+        "350e9 / fermi.activation_bytes_per_token(96, 96, 128)",
         148349.33810763888,
         "tokens",
         "350e9/2,359,296",
@@ -888,7 +888,7 @@ ANSWERS = [
     Answer(
         "r.dsv3h",
         "H800-hours of DeepSeek-V3's pre-training",
-        "fermi.device_hours(14.8e12, hours_per_trillion_tokens=180e3)",
+        "14.8 * 180e3",
         2.664e6,
         "h",
         "14.8T tokens at 180k hours per trillion",
@@ -897,7 +897,7 @@ ANSWERS = [
     Answer(
         "r.dsv3",
         "price of all its training",
-        "fermi.price_of_training(2.788e6, usd_per_hour=2)",
+        "2.788e6 * 2",
         5.576e6,
         "USD",
         "2.788M hours at 2 USD",

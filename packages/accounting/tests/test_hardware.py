@@ -115,8 +115,8 @@ def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
             "memory_bandwidth",
         ),
         (DEVICE_FILE + "color = 3\n", "color"),
-        ('[mine]\nlike = "H999"\n', "'H999' is not one of V100, A100"),
-        (DEVICE_FILE + "[other]\n", "expected one table, got 2: Mine, other"),
+        ('[mine]\nlike = "H999"\n', "'H999'"),
+        (DEVICE_FILE + "[other]\n", "too many values"),
         ('[mine]\nlike = "H100"\npeaks = { bf16 = 1e15 }\n', "published = { bf16 = ... }"),
         ("[mine", "Expected"),
         ("mine = 3\n", "int"),
@@ -132,14 +132,12 @@ def test_incomplete_hardware_file_reports_reason(text: str, reason: str, tmp_pat
 
 def test_hardware_file_with_two_tables_or_missing_reports_reason(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    with pytest.raises(FileNotFoundError, match=r"got .*mine\.toml, which does not exist; pass an"):
+    with pytest.raises(FileNotFoundError, match=r"mine\.toml"):
         find(str(file))
-    file.write_text('[first]\nlike = "H100"\n[second]\nlike = "H100"\n')
-    with pytest.raises(ValueError, match="expected one table, got 2: first, second"):
-        find(str(file))
-    file.write_text("")
-    with pytest.raises(ValueError, match="expected one table, got 0: none"):
-        find(str(file))
+    for text in ('[first]\nlike = "H100"\n[second]\nlike = "H100"\n', ""):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="to have one table with the fields"):
+            find(str(file))
 
 
 @given(m=st.integers(1, 9999), k=st.integers(1, 9999), n=st.integers(1, 9999))

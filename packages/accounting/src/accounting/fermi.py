@@ -97,24 +97,12 @@ def books(
 
 
 @checks.entry()
-def weight_bytes(parameters: float, *, bytes_per_parameter: float = 2.0) -> float:
-    """Return the bytes of the weights."""
-    return parameters * bytes_per_parameter
-
-
-@checks.entry()
 def devices_for_bytes(size_bytes: float, *, memory_bytes: float = 100e9) -> int:
     """Return the number of devices needed to store `size_bytes` bytes.
 
     The default is 100 GB of an H200's 141 GB, which leaves room for other tensors.
     """
     return math.ceil(size_bytes / memory_bytes)
-
-
-@checks.entry()
-def storage_usd_per_year(size_bytes: float, *, usd_per_mb_year: float) -> float:
-    """Return the cost to store data for a year; a megabyte is 1e6 bytes."""
-    return size_bytes / 1e6 * usd_per_mb_year
 
 
 @checks.entry()
@@ -142,12 +130,6 @@ def activation_bytes_per_token(
     A KV cache has two vectors per layer, a key and a value.
     """
     return layers * heads * head_dim * bytes_per_value * tensors
-
-
-@checks.entry()
-def tokens_to_match_weights(weights_bytes: float, bytes_per_token: float) -> float:
-    """Return the number of tokens whose activations take as much memory as the weights."""
-    return weights_bytes / bytes_per_token
 
 
 @checks.entry()
@@ -243,15 +225,3 @@ def burgers(
 ) -> float:
     """Return the number of quarter-pounders whose beef causes the same emission."""
     return tonnes_co2 * 1000.0 / (burger_kg * kg_co2_per_kg)
-
-
-@checks.entry()
-def device_hours(tokens: float, *, hours_per_trillion_tokens: float) -> float:
-    """Return the device-hours for `tokens` at a known rate per trillion tokens."""
-    return tokens / 1e12 * hours_per_trillion_tokens
-
-
-@checks.entry()
-def price_of_training(hours: float, *, usd_per_hour: float) -> float:
-    """Return the rental cost of `hours` device-hours."""
-    return hours * usd_per_hour

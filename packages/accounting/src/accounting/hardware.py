@@ -99,25 +99,13 @@ def find(hardware: str | Hardware) -> Hardware:
 def _from_file(path: Path) -> Hardware:
     """Return the only device in a file; raise `ValueError` with the reason if it cannot be read."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        if len(content) != 1:
-            names = ", ".join(content) or "none"
-            raise ValueError(f"expected one table, got {len(content)}: {names}")
-        ((name, entry),) = content.items()
+        ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8-sig")).items()
         return _hardware(name, {"source": f"the file {path}"} | entry)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"expected a file with one table in the format of hardware.toml, got {path}, which "
-            f"does not exist; pass an existing file or one of {', '.join(HARDWARE)}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected {path} to have one table with the fields of hardware.toml, or `like` with "
+            f"one of {', '.join(HARDWARE)}, got the error: {error}"
         ) from None
-    except KeyError as error:
-        reason = f"{error} is not one of {', '.join(HARDWARE)}"
-    except (TypeError, ValueError, AttributeError) as error:
-        reason = str(error)
-    raise ValueError(
-        f"expected {path} to have one table with the fields of hardware.toml, or `like` with the "
-        f"name of a known device; {reason}"
-    )
 
 
 def _plain(name: str) -> str:

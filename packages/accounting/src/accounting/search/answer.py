@@ -67,24 +67,19 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for `json.dumps`; an unknown price is None."""
+        names = ("batch", "seq", "tokens", "precision")
+        records = ("plan", "seconds", "mfu", "days", "megawatt_hours")
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
             "devices": self.plan.devices,
-            "precision": self.precision,
-            "batch": self.batch,
-            "seq": self.seq,
-            "tokens": self.tokens,
-            "plan": asdict(self.plan),
+            **{name: getattr(self, name) for name in names},
+            **{name: asdict(getattr(self, name)) for name in records},
+            "usd": asdict(self.usd) if self.usd else None,
             "memory": self.memory.to_dict(),
             "step_time": self.step.to_dict(),
             "goodput": asdict(self.failures),
             "others": [asdict(other) for other in self.others],
-            "seconds": asdict(self.seconds),
-            "mfu": asdict(self.mfu),
-            "days": asdict(self.days),
-            "usd": asdict(self.usd) if self.usd else None,
-            "megawatt_hours": asdict(self.megawatt_hours),
         }
 
     def explain(self) -> str:

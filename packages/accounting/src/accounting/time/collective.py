@@ -47,12 +47,6 @@ class Collective:
         """Return the bytes that one device of a ring sends in all calls."""
         return plain(self.wire_fraction * self.count * self.call_bytes)
 
-    @property
-    def wire_total(self) -> int | float:
-        """Return the bytes that all devices of one group send in all calls."""
-        senders = 1 if self.operation == "send" else self.ranks
-        return plain(senders * self.wire_fraction * self.count * self.call_bytes)
-
     def seconds(self, link: Link) -> float:
         """Return the time of all calls; see `seconds` of this module."""
         return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
