@@ -92,7 +92,7 @@ TAKES: dict[str, dict[str, Any]] = {
 INSIDE = {
     *("memory.backward", "memory.fsdp_pipeline"),
     *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
-    "memory.states.tied_table_gradients",
+    *("memory.states.tied_table_gradients", "memory.states.head_gradient"),
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
         "model.transformer.matrices",

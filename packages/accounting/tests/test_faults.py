@@ -400,8 +400,8 @@ def test_replaced_sizes_are_derived_again() -> None:
     wider = replace(mixture, d_ff=8)
     assert wider == Transformer(**SIZES, d_ff=8, experts=Experts(count=4, per_token=2))
     explicit = replace(MODEL, d_ff=8, head_dim=4)
-    again = replace(explicit, d_model=2 * MODEL.d_model)
-    assert (again.d_ff, again.head_dim) == (8, 4)
+    wide = replace(explicit, d_model=2 * MODEL.d_model)
+    assert (wide.d_ff, wide.head_dim) == (8, 4)
 
 
 def test_replaced_workload_is_the_one_of_its_fields() -> None:

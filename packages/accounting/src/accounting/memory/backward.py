@@ -41,8 +41,8 @@ def fullest_backward(model: Transformer, plan: Plan, work: Workload, is_last: bo
         # Inside the blocks of a micro-batch, the logits of the other micro-batches still exist.
         saved = [part for part in end if "gradient" not in part.name]
         others = Fraction(plan.microbatches - 1, plan.microbatches)
-        kept = (times(part.name, part, others=others) for part in saved)
-        inside = total(inside.name, "B", *inside, *kept)
+        logits = (times(part.name, part, others=others) for part in saved)
+        inside = total(inside.name, "B", *inside, *logits)
     return max(end, norm, inside, key=lambda tensors: tensors.total)
 
 
