@@ -95,7 +95,7 @@ def named(kind: type[R]) -> type[R]:
 
     @wraps(original)
     def init(self: object, *args: Any, **kwargs: Any) -> None:
-        known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         _refuse_unknown(f"{kind.__name__} field", kwargs, known)
         for name in getattr(kind, "derived_sizes", ()):
             if name in kwargs and kwargs[name] == 0 and kwargs.get("heads") != 0:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from accounting import checks
 from accounting.model.records import Matrix
@@ -202,30 +203,23 @@ class Plan:
             f"{self.microbatches} micro-batches, recompute {self.recompute}"
         )
 
-    def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches whose activations a stage stores at once.
 
-        With interleaved stages, each chunk of a micro-batch counts as one.
-        """
-        return in_flight(
-            self.schedule, self.pipeline, self.virtual_stages, self.microbatches, stage
-        )
+def in_flight(plan: Any, stage: int) -> int:
+    """Return the largest number of micro-batches whose activations a stage stores at once.
 
-
-def in_flight(
-    schedule: str, pipeline: int, virtual_stages: int, microbatches: int, stage: int
-) -> int:
-    """Return `Plan.in_flight(stage)` for a plan that is not yet built."""
-    if pipeline == 1:
+    With interleaved stages, each chunk of a micro-batch counts as one. `plan` is a `Plan`, or a
+    layout of a search, which has the same fields.
+    """
+    if plan.pipeline == 1:
         return 1
-    if schedule == "gpipe":
-        return microbatches
-    if schedule == "1f1b":
-        return min(microbatches, pipeline - stage)
+    if plan.schedule == "gpipe":
+        return int(plan.microbatches)
+    if plan.schedule == "1f1b":
+        return int(min(plan.microbatches, plan.pipeline - stage))
     # Megatron's interleaved schedule runs 2(p - s - 1) + (v - 1)p forwards of chunks before it
     # alternates forwards and backwards.
-    warm_up = 2 * (pipeline - stage - 1) + (virtual_stages - 1) * pipeline
-    return min(microbatches * virtual_stages, warm_up + 1)
+    warm_up = 2 * (plan.pipeline - stage - 1) + (plan.virtual_stages - 1) * plan.pipeline
+    return int(min(plan.microbatches * plan.virtual_stages, warm_up + 1))
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from accounting import checks
@@ -57,44 +57,25 @@ def amount(text: str) -> float:
 def read_model(text: str) -> Transformer:
     """Read a model from the path of a config.json, or from comma-separated `name=value` sizes.
 
-    Raises `ValueError` for a name that is unknown, missing or repeated.
+    Raises `ValueError` for a repeated name, and `TypeError` for an unknown or a missing one.
     """
     # Unlike `Path.exists`, this accepts text of any length.
     if "=" not in text or os.path.exists(text):
         return Transformer.from_hf(text)
     sizes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    known = Transformer.__dataclass_fields__
     for item in text.split(","):
-        name, _, value = item.partition("=")
-        name, _, inner = name.strip().partition(".")
-        if name in _RECORDS and inner:
+        name, _, value = (part.strip() for part in item.partition("="))
+        fields, field = sizes, name
+        record, _, inner = name.partition(".")
+        if inner and record in _RECORDS:
             # For example experts.count=8, a field of a record.
-            checks.choice(f"a field of {name}", inner, _RECORDS[name].__dataclass_fields__)
-            nested.setdefault(name, {})[inner] = _read(value.strip())
-        elif name in sizes:
+            fields, field = nested.setdefault(record, {}), inner
+        if field in fields:
             raise ValueError(f"expected {name} once, got it twice")
-        elif name in known:
-            sizes[name] = _read(value.strip())
-        else:
-            raise ValueError(
-                f"expected a field of a model ({', '.join(known)}), got {name!r}"
-                f"{checks.nearest(name, known)}"
-            )
-    records = {name: _build(_RECORDS[name], values, f"{name}.") for name, values in nested.items()}
-    model: Transformer = _build(Transformer, sizes | records)
-    return model
-
-
-def _build(kind: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    """Return a record with these fields; raise `ValueError` if a required field is missing."""
-    needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
-    if needed:
-        example = ",".join(f"{prefix}{name}=..." for name in needed)
-        raise ValueError(
-            f"expected the fields {', '.join(prefix + name for name in needed)}; add {example}"
-        )
-    return kind(**values)
+        fields[field] = _read(value)
+    records = {name: _RECORDS[name](**values) for name, values in nested.items()}
+    return Transformer(**sizes | records)
 
 
 @checks.entry()

@@ -19,7 +19,7 @@ from accounting.memory.states import (
 )
 from accounting.memory.states import model_states as model_states
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, fitted
+from accounting.plan import Plan, fitted, in_flight
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -60,7 +60,7 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     if not work.batch:
         return total(name, "B", *states)
     if plan.keeps_weights_whole():
-        fullest = FsdpStage(model, plan, work, stage).fullest(plan.in_flight(stage))
+        fullest = FsdpStage(model, plan, work, stage).fullest(in_flight(plan, stage))
         return replace(fullest, name=name)
     saved = activations(model, plan, work, stage=stage)
     unsharded = cast_weights(model, plan, kind, stage), _gathered(model, plan, kind, stage)
@@ -69,18 +69,18 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     tables = tied_table_gradients(model, plan, kind) if plan.pipeline == 1 else None
     temporary = fullest_backward(model, plan, work, is_last=stage == plan.pipeline - 1)
 
-    def moment(in_flight: int, states: list[Breakdown]) -> Breakdown:
-        alive = times("activations", saved, in_flight=Fraction(in_flight, plan.virtual_stages))
+    def moment(stored: int, states: list[Breakdown]) -> Breakdown:
+        alive = times("activations", saved, in_flight=Fraction(stored, plan.virtual_stages))
         return total(name, "B", *states, alive, recomputed, *unsharded, temporary, tables)
 
-    in_flight = plan.in_flight(stage)
+    stored = in_flight(plan, stage)
     if plan.pipeline == 1:
-        return moment(in_flight, states)
+        return moment(stored, states)
     # The first backward allocates the gradients. The second one has as many micro-batches in flight
     # if another forward ran between the two.
-    has_more = plan.microbatches * plan.virtual_stages > in_flight
-    first = moment(in_flight, [state for state in states if state.name != "gradients"])
-    second = moment(in_flight if has_more else in_flight - 1, states)
+    has_more = plan.microbatches * plan.virtual_stages > stored
+    first = moment(stored, [state for state in states if state.name != "gradients"])
+    second = moment(stored if has_more else stored - 1, states)
     return max(first, second, key=lambda memory: memory.total)
 
 

@@ -77,7 +77,7 @@ class MemoryBound:
             return states + gradients + saved + beside
         # The first backward of a pipeline stage allocates the gradients. If no forward follows, it
         # also frees the activations of a micro-batch.
-        stored = self._in_flight(stage, layout)
+        stored = in_flight(layout, stage.stage)
         has_more = layout.microbatches * layout.virtual_stages > stored
         later = saved if has_more else saved * (stored - 1) / stored
         return states + beside + max(saved, gradients + later)
@@ -89,7 +89,7 @@ class MemoryBound:
         """
         layout, expert, _ = candidate
         gradients = self._gradient * (stage.parameters.dense + stage.parameters.routed / expert)
-        stored = self._in_flight(stage, layout)
+        stored = in_flight(layout, stage.stage)
         saved = stage.costs.activation_bytes * self._stored_tokens(stage, layout)
         few = self._gathered_bytes(
             stage, expert, 2 if self._space.reshards else stage.parameters.layers
@@ -118,22 +118,13 @@ class MemoryBound:
         inside = min(blocks * _block(stage, expert), every)
         return self._gathered * (stage.parameters.ends + inside)
 
-    def _in_flight(self, stage: StageSizes, layout: Layout) -> int:
-        return in_flight(
-            layout.schedule,
-            layout.pipeline,
-            layout.virtual_stages,
-            layout.microbatches,
-            stage.stage,
-        )
-
     def _sequences(self, layout: Layout) -> int:
         """Return the number of sequences in a micro-batch."""
         return self._space.work.batch // (layout.data * layout.microbatches)
 
     def _stored_tokens(self, stage: StageSizes, layout: Layout) -> float:
         """Return the number of tokens whose activations a device of the stage stores at once."""
-        stored = self._in_flight(stage, layout) / layout.virtual_stages
+        stored = in_flight(layout, stage.stage) / layout.virtual_stages
         return self._sequences(layout) * self._space.work.seq / layout.context * stored
 
     def _temporary_bytes(self, stage: StageSizes, layout: Layout) -> float:
