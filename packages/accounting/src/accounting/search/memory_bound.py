@@ -57,8 +57,9 @@ class MemoryBound:
         gradients = self._gradient * (_shard(stage, layout) if zero >= 2 else whole)
         states = self._other_states(stage, candidate)
         saved = stage.costs.activation_bytes * self._stored_tokens(stage, layout)
-        beside = self._temporary_bytes(stage, layout)
-        beside += self._block_bytes(layout) if layout.recompute == "full" else 0.0
+        micro_batch = layout.tensor, layout.context, self._sequences(layout)
+        beside = self._temporary(*micro_batch, stage.is_last)
+        beside += self._block(*micro_batch) if layout.recompute == "full" else 0.0
         if zero == 3 and layout.replicas > 1:
             blocks = 2 if self._space.reshards else stage.parameters.layers
             block = _block(stage, expert)
@@ -126,13 +127,6 @@ class MemoryBound:
         """Return the number of tokens whose activations a device of the stage stores at once."""
         stored = in_flight(layout, stage.stage) / layout.virtual_stages
         return self._sequences(layout) * self._space.work.seq / layout.context * stored
-
-    def _temporary_bytes(self, stage: StageSizes, layout: Layout) -> float:
-        sequences = self._sequences(layout)
-        return self._temporary(layout.tensor, layout.context, sequences, stage.is_last)
-
-    def _block_bytes(self, layout: Layout) -> float:
-        return self._block(layout.tensor, layout.context, self._sequences(layout))
 
     def _compute_temporary(self, tensor: int, context: int, sequences: int, is_last: bool) -> float:
         """Return the bytes of tensors that exist only in a backward."""
