@@ -16,6 +16,7 @@ from accounting import (
     Plan,
     Transformer,
     Workload,
+    fits,
     parameters,
     training_memory,
 )
@@ -181,6 +182,28 @@ def test_peak_with_accumulated_gradients_is_that_of_the_real_step(batch: int, ti
     work = Workload(batch=3 * batch, seq=16, fused_norm=False)
     predicted = peak_memory(shape, Plan(microbatches=3), work, foreach=False)
     assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.03)
+
+
+class Loss(torch.nn.Module):
+    """A decoder whose loop keeps only the loss."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.model = Model(shape)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, tokens, tokens)
+
+
+def test_logits_that_are_cast_count_as_kept_by_the_loop() -> None:
+    shape = Transformer(layers=2, d_model=64, heads=4, kv_heads=2, d_ff=128, vocab_size=4096)
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    optimizer = partial(torch.optim.AdamW, foreach=False)
+    traced = fits(Loss(shape), tokens, optimizer, rounding=1, autocast=torch.bfloat16).peak.total
+    work = Workload(batch=4, seq=64, precision="amp_bf16", fused_norm=False)
+    predicted = peak_memory(shape, work=work, foreach=False).total
+    assert predicted - 2 * 4 * 64 * 4096 == pytest.approx(traced, rel=0.01)
+    assert predicted <= 1.15 * traced
 
 
 @settings(deadline=None, max_examples=25)
