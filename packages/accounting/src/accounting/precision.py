@@ -10,19 +10,11 @@ from pathlib import Path
 
 from accounting import checks
 
-_BITS = {
-    "fp64": 64,
-    "fp32": 32,
-    "tf32": 32,
-    "fp16": 16,
-    "bf16": 16,
-    "fp8": 8,
-    "int8": 8,
-    "int4": 4,
-    "nf4": 4,
-    "fp4": 4,
+_NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "nf4", "fp4")
+#: Bytes of one element by dtype; the number in a name is the number of bits.
+BYTES: dict[str, Fraction] = {
+    name: Fraction(int("".join(filter(str.isdigit, name))), 8) for name in _NAMES
 }
-BYTES: dict[str, Fraction] = {dtype: Fraction(bits, 8) for dtype, bits in _BITS.items()}
 
 
 @checks.entry()
