@@ -28,7 +28,11 @@ class DerivedSize(int):
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer described by its sizes. Raises `ValueError` if they are inconsistent."""
+    """A transformer described by its sizes.
+
+    `dataclasses.replace` derives the sizes that were not passed from the new sizes. Raises
+    `ValueError` if the sizes are inconsistent.
+    """
 
     derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
 
