@@ -99,7 +99,7 @@ def kernel(flash: bool) -> Iterator[None]:
 # The peak is at the logits, in the blocks, and in the optimizer.
 PEAKS = {
     "logits": (Transformer(layers=4, d_model=64, heads=4, d_ff=172, vocab_size=500), 4, 64),
-    # With fewer key heads than heads, torch's kernel saves keys and values once.
+    # With fewer key heads than heads, only a flash kernel saves keys and values once.
     "activations": (
         Transformer(layers=6, d_model=96, heads=4, kv_heads=1, d_ff=256, vocab_size=100),
         8,
