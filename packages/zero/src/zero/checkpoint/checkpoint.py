@@ -96,14 +96,15 @@ def load_checkpoint(
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks; another
     torch.distributed.checkpoint folder; or a safetensors file, or a folder of such files. Every
-    rank must call it, and reads only its elements. Values are cast to the model's dtype. If the
-    checkpoint is damaged, has another format version, or belongs to another model, every rank
-    raises RuntimeError before anything is changed. If another job replaces the checkpoint while it
-    is being loaded, every rank raises RuntimeError, and the model may have parts of both.
+    rank must call it, and reads only its elements. Floating-point values are cast to the model's
+    dtype, and integers to a wider one. If the checkpoint is damaged, has another format version, or
+    belongs to another model, every rank raises RuntimeError before anything is changed. If another
+    job replaces the checkpoint while it is being loaded, every rank raises RuntimeError, and the
+    model may have parts of both.
 
     strict: False skips tensors that only the model or only the checkpoint has, with a warning.
-    prefix: the prefix of the model's names in other programs' checkpoints. By default, the prefix
-        that fits most names is used. Raise RuntimeError if another prefix may be meant.
+    prefix: the prefix of the model's names in other programs' checkpoints. By default, the only
+        prefix that fits is used. Raise RuntimeError if several prefixes fit.
     """
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
@@ -144,7 +145,7 @@ def _open(
     """Match the checkpoint with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    names = {part.name: part.name for part in model_parts(model)[0]} | tied_names(model)
+    names = {part.name for part in model_parts(model)[0]} | tied_names(model).keys()
     contents = read_contents(weights or find(path), names, prefix)
     return Loading(contents, model, optimizer, strict)
 

@@ -49,7 +49,8 @@ class Loading:
         self.left_out: list[str] = []
         self.tied = tied_names(model)
         self.parts = self._match_model(model_parts(model)[0])
-        self.groups: list[dict[str, Any]] = []
+        #: The stored options of each parameter group.
+        self.options: list[dict[str, Any]] = []
         #: Each parameter of the optimizer, in order, with the (key, name in the checkpoint) pairs
         #: of its state.
         self.states: list[tuple[Slot, list[tuple[str, str]]]] = []
@@ -107,14 +108,8 @@ class Loading:
     def _check_part(self, part: Part) -> None:
         """Raise ValueError if a stored tensor cannot be loaded into the model's tensor."""
         saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
-        # Floating-point values are cast to the model's dtype, because training may continue in
-        # another dtype. Other programs may store integers and booleans in narrower or wider dtypes.
         current_dtype = part.values.dtype
-        is_cast = saved_dtype.is_floating_point and current_dtype.is_floating_point
-        if not self.contents.is_native:
-            is_cast = torch.can_cast(saved_dtype, current_dtype)
-        has_dtype = saved_dtype == current_dtype or is_cast
-        if saved_shape != part.shape or not has_dtype:
+        if saved_shape != part.shape or not _can_load(saved_dtype, current_dtype):
             raise ValueError(
                 f"{part.name} is {tuple(saved_shape), saved_dtype} in the checkpoint, "
                 f"{tuple(part.shape), current_dtype} in the model: load into the model that "
@@ -130,18 +125,14 @@ class Loading:
 
     def _check_tied(self, part: Part, second: str) -> None:
         """Raise ValueError if a tied tensor's two names have different values in the checkpoint."""
-        source = self.contents.source
-        stored = [self.contents.model[name] for name in (part.name, second)]
-        if isinstance(source, Folder) and source.are_same_bytes(*stored):
-            return
         values = []
-        for name, shown in zip(stored, (part.name, second), strict=True):
-            shape, dtype = self.contents.shape_and_dtype(shown)
-            if shape != part.shape:
-                break
-            # Each rank compares its own elements.
-            values.append(torch.empty(part.stop - part.start, dtype=dtype))
-            source.read([replace(part, name=name, values=values[-1], target=None)])
+        for name in (part.name, second):
+            shape, dtype = self.contents.shape_and_dtype(name)
+            if shape == part.shape:
+                # Each rank compares its own elements.
+                values.append(torch.empty(part.stop - part.start, dtype=dtype))
+                stored = replace(part, name=self.contents.model[name], values=values[-1])
+                self.contents.source.read([stored])
         if len(values) < 2 or not torch.equal(*values):
             raise ValueError(
                 f"{second} and {part.name} are one tensor in the model and two in the checkpoint: "
@@ -149,46 +140,30 @@ class Loading:
             )
 
     def _match_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        names_of_groups = group_names(model, optimizer)
-        names = [name for group in names_of_groups for name in group]
         self._check_one_optimizer()
-        saved = self.contents.groups
-        if not saved and self.strict:
-            raise ValueError("the checkpoint has no optimizer: load the model alone")
-        if not saved and not self.contents.states:
+        if not self.contents.options:
+            if self.strict:
+                raise ValueError("the checkpoint has no optimizer: load the model alone")
             self.left_out.append("the checkpoint has no optimizer, so its state is unchanged")
             self.optimizer = None
             return
-        states: dict[str, list[tuple[str, str]]] = {}
-        for stored, entries in self.contents.states.items():
-            name = names[stored] if isinstance(stored, int) else stored
-            # Other programs may store the state of a tied tensor under any of its names.
-            states.setdefault(self.tied.get(name, name), entries)
-        if saved is not None:
-            self.groups = self._match_groups(saved, names_of_groups)
+        names_of_groups = group_names(model, optimizer)
+        names = [name for group in names_of_groups for name in group]
+
+        def name_of(stored: str | int) -> str:
+            # Other programs may store a tied tensor under any of its names.
+            if isinstance(stored, str):
+                return self.tied.get(stored, stored)
+            return names[stored] if stored < len(names) else f"parameter {stored}"
+
+        options = {name_of(stored): group for stored, group in self.contents.options.items()}
+        self.options = _options_of_groups(options, names_of_groups)
+        states = {name_of(stored): entries for stored, entries in self.contents.states.items()}
         for group_slots in slots(model, optimizer):
             self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if type(inner) in ELEMENTWISE:
             self._check_state_shapes()
-
-    def _match_groups(
-        self, saved: list[dict[str, Any]], names_of_groups: list[list[str]]
-    ) -> list[dict[str, Any]]:
-        """Return the stored groups; raise ValueError if the optimizer's groups are different."""
-        if not self.contents.is_native:
-            saved = _merge_groups(saved, names_of_groups)
-        # Parameters that are stored by number are in the optimizer's order.
-        numbered = iter([name for group in names_of_groups for name in group])
-        saved_names = []
-        for group in saved:
-            members = []
-            for member in group["names"]:
-                is_name = isinstance(member, str)
-                members.append(self.tied.get(member, member) if is_name else next(numbered, ""))
-            saved_names.append(members)
-        _check_groups(saved_names, names_of_groups)
-        return saved
 
     def _check_state_shapes(self) -> None:
         """Raise ValueError if state has several elements, and not its parameter's shape."""
@@ -255,10 +230,9 @@ class Loading:
         for index, key, name in objects:
             state.setdefault(index, {})[key] = loaded[name]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        options = [group["options"] for group in self.groups] or [{}] * len(inner.param_groups)
         all_options = [
             {**options_of(group), **saved_options}
-            for group, saved_options in zip(inner.param_groups, options, strict=True)
+            for group, saved_options in zip(inner.param_groups, self.options, strict=True)
         ]
         groups = number_parameters(all_options, inner.param_groups)
         # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
@@ -266,7 +240,7 @@ class Loading:
         self._restore_dtypes(inner, [(index, key, state[index][key]) for index, key, _ in tensors])
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.expose_inner_state()
-        for saved_options, group in zip(options, optimizer.param_groups, strict=True):
+        for saved_options, group in zip(self.options, optimizer.param_groups, strict=True):
             group.update(saved_options)
 
     def _restore_dtypes(
@@ -300,41 +274,44 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
     return Part(name, shape, 0, shape.numel(), values)
 
 
-def _merge_groups(
-    saved: list[dict[str, Any]], names_of_groups: list[list[str]]
-) -> list[dict[str, Any]]:
-    """Merge options that are stored per parameter into the optimizer's groups.
+def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
+    """Return True for equal dtypes, two floating-point dtypes, and integers that keep their values.
 
-    Return other groups unchanged. Raise ValueError if options within a group differ.
+    Training may continue in another dtype, and other programs may store narrower integers.
     """
-    options_of_name = {g["names"][0]: g["options"] for g in saved if len(g["names"]) == 1}
-    names = [name for group in names_of_groups for name in group]
-    if len(options_of_name) < len(saved) or not all(name in options_of_name for name in names):
-        return saved
-    for first, *others in names_of_groups:
+    if saved == current or (saved.is_floating_point and current.is_floating_point):
+        return True
+    dtypes = (saved, current)
+    if current == torch.bool or any(d.is_floating_point or d.is_complex for d in dtypes):
+        return False
+    if saved == torch.bool:
+        return True
+    old, new = torch.iinfo(saved), torch.iinfo(current)
+    return new.min <= old.min and old.max <= new.max
+
+
+def _options_of_groups(
+    options: dict[str, dict[str, Any]], names_of_groups: list[list[str]]
+) -> list[dict[str, Any]]:
+    """Return the stored options of each parameter group of the optimizer.
+
+    Raise ValueError if only the checkpoint or only the optimizer has a parameter, or if parameters
+    of one group have different options in the checkpoint.
+
+    options: the stored options of each parameter.
+    """
+    different = options.keys() ^ {name for group in names_of_groups for name in group}
+    if different:
+        raise ValueError(
+            f"{min(different)} is in a parameter group of only one of checkpoint and optimizer: "
+            "pass the same parameters as when saving"
+        )
+    for first, *others in filter(None, names_of_groups):
         for name in others:
-            if options_of_name[name] != options_of_name[first]:
+            if options[name] != options[first]:
                 raise ValueError(
                     f"{first} and {name} are in one parameter group of the optimizer and have "
-                    f"different options in the checkpoint ({options_of_name[first]}, "
-                    f"{options_of_name[name]}): make the same groups as when saving"
+                    f"different options in the checkpoint ({options[first]}, {options[name]}): "
+                    "make the same groups as when saving"
                 )
-    return [
-        {"names": group, "options": options_of_name[group[0]]} for group in names_of_groups if group
-    ]
-
-
-def _check_groups(saved: list[list[str]], current: list[list[str]]) -> None:
-    """Raise ValueError if a group has other parameters in the checkpoint than in the optimizer."""
-    if len(saved) != len(current):
-        raise ValueError(
-            f"expected {len(current)} parameter groups as in the optimizer, got {len(saved)} in "
-            "the checkpoint: make the same groups as when saving"
-        )
-    for index, (saved_names, current_names) in enumerate(zip(saved, current, strict=True)):
-        different = set(saved_names) ^ set(current_names)
-        if different:
-            raise ValueError(
-                f"{min(different)} is in parameter group {index} of only one of checkpoint and "
-                "optimizer: make the same groups as when saving"
-            )
+    return [options[group[0]] if group else {} for group in names_of_groups]

@@ -173,14 +173,6 @@ class Folder:
         """The names of all entries that are not tensors."""
         return frozenset(self.metadata.state_dict_metadata).difference(self.tensors)
 
-    def are_same_bytes(self, first: str, second: str) -> bool:
-        """Return True if two names refer to the same stored bytes."""
-        stored: dict[str, list[Any]] = {first: [], second: []}
-        for index, info in (self.metadata.storage_data or {}).items():
-            if index.fqn in stored:
-                stored[index.fqn].append((index.offset, info))
-        return stored[first] == stored[second]
-
     def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
         """Fill the values of `parts`, cast to their dtypes; return the named objects."""
         planner = LoadPlanner(parts, objects)

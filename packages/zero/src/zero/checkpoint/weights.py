@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +35,13 @@ TORCH_FILES = ("*.bin", "*.pt", "*.pth")
 LONGEST_HEADER = 100_000_000
 
 
-@dataclass(frozen=True)
-class InFile:
+class InFile(NamedTuple):
     """Row-major elements that start at byte `offset` of a file."""
 
-    file: Path
-    offset: int
     shape: torch.Size
     dtype: torch.dtype
+    file: Path
+    offset: int
 
     def read(self, start: int, values: Tensor) -> None:
         """Fill flat `values` with the elements from `start` on, cast to the dtype of `values`."""
@@ -142,6 +142,6 @@ def _read_header(path: Path) -> Iterator[tuple[str, InFile]]:
                 f"ends at byte {end}: use another copy"
             )
         end = stop
-        yield name, InFile(path, 8 + length + start, shape, dtype)
+        yield name, InFile(shape, dtype, path, 8 + length + start)
     if 8 + length + end != size:
         raise ValueError(f"{path} is damaged: it is longer than its tensors: use another copy")
