@@ -17,11 +17,10 @@ from zero.gradients.reductions import (
     unscale,
 )
 from zero.gradients.rules import (
-    ELEMENTWISE_OPERATORS,
     REMEDY,
     UNSCALE,
     aten,
-    is_pointwise,
+    is_elementwise,
     reduces_all_elements,
 )
 from zero.process_groups import Communicator
@@ -146,7 +145,7 @@ class AveragedGradient(PartialGradient):
             return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
         if reduces_all_elements(name, args, kwargs):
             return reduce(name, args, kwargs)
-        if name in ELEMENTWISE_OPERATORS or is_pointwise(func):
+        if is_elementwise(func):
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
             f"{name} needs all elements of an averaged gradient, of which this rank has its shard "

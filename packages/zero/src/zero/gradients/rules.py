@@ -27,32 +27,15 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 #: Element-wise aten operators without torch's tag `pointwise`.
 ELEMENTWISE_OPERATORS = {
-    "zero_", "zeros_like", "ones_like", "copy_", "fill_", "clone", "_to_copy",
-}  # fmt: skip
-#: Element-wise Python functions and methods whose name is not an operator tagged `pointwise`.
-ELEMENTWISE_FUNCTIONS = {
-    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
-    "data", "real", "empty_like", "full_like", "fill_", "nan_to_num", "clip", "where", "isfinite",
-    "isreal", "multiply", "divide", "subtract", "negative", "absolute", "true_divide", "square",
-    "clamp", "masked_fill", "positive",
+    "zero_", "zeros_like", "ones_like", "full_like", "empty_like", "copy_", "fill_", "clone",
+    "_to_copy", "detach", "nan_to_num", "where", "masked_fill", "masked_fill_",
 }  # fmt: skip
 #: Tensor attributes that return a view of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
-#: Methods whose names end with an underscore, but which do not change elements.
-NOT_IN_PLACE = {"requires_grad_", "detach_", "share_memory_"}
-#: Functions that assign to elements, or that return elements or the result of comparing them as
-#: objects other than tensors.
-READS_ELEMENTS = {
-    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__",
-    "is_nonzero", "__contains__", "__iter__", "__setitem__", "equal", "allclose", "__dlpack__",
-}  # fmt: skip
-#: The module of torch's collectives.
-COLLECTIVES = "torch.distributed.distributed_c10d"
-#: Maps Python operators to aten operators if their names differ.
-OPERATOR_NAMES = {
-    "truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide", "mod": "remainder",
-    "and": "bitwise_and", "or": "bitwise_or", "pos": "positive",
-}  # fmt: skip
+#: Methods that neither read nor change elements, or that print them.
+ON_OBJECT = {"requires_grad_", "detach_", "share_memory_", "__repr__", "__format__"}
+#: Methods that read the elements without an operator that torch dispatches.
+READS_MEMORY = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 REMEDY = (
     "element-wise operations, norms, sums, means, maxima and minima work; p.grad.full_tensor(), "
@@ -87,32 +70,18 @@ def python_name(func: Any) -> str:
     return "linalg_vector_norm" if name == "vector_norm" else name
 
 
-def is_pointwise(operator: Any) -> bool:
+@cache
+def is_elementwise(operator: Any) -> bool:
     """Return True if an aten operator is element-wise, not random, and returns tensors."""
+    name = operator.overloadpacket.__name__
+    if name.startswith("_foreach_"):
+        # An operator on lists is element-wise if the operator on tensors is.
+        base = name.removeprefix("_foreach_")
+        packet = getattr(aten, base, None)
+        if packet is None or base in REDUCTIONS:
+            return False
+        return any(is_elementwise(getattr(packet, overload)) for overload in packet.overloads())
     # torch tags `equal`, which returns a bool, as `pointwise` too.
     others = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
-    return torch.Tag.pointwise in operator.tags and not others.intersection(operator.tags)
-
-
-@cache
-def is_elementwise(name: str) -> bool:
-    """Return True if a function or method of torch is element-wise, in place or not."""
-    if name in READS_ELEMENTS:
-        return False
-    known = ELEMENTWISE_FUNCTIONS | ELEMENTWISE_OPERATORS
-    stripped = name.strip("_")
-    candidates = [stripped]
-    if name.startswith("__"):
-        # The method `__iadd__` is `add` in place.
-        candidates.append(stripped[1:])
-    for candidate in candidates:
-        operator = OPERATOR_NAMES.get(candidate, candidate)
-        if {operator, name, operator + "_"} & known:
-            return True
-        packet = getattr(aten, operator, None) if operator else None
-        if packet is None:
-            continue
-        overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        if any(is_pointwise(overload) for overload in overloads):
-            return True
-    return False
+    is_pointwise = torch.Tag.pointwise in operator.tags and not others.intersection(operator.tags)
+    return is_pointwise or name in ELEMENTWISE_OPERATORS

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero.gradients.reductions import (
@@ -18,9 +20,8 @@ from zero.gradients.reductions import (
     unscale,
 )
 from zero.gradients.rules import (
-    COLLECTIVES,
-    NOT_IN_PLACE,
-    READS_ELEMENTS,
+    ON_OBJECT,
+    READS_MEMORY,
     REMEDY,
     UNSCALE,
     VIEWS,
@@ -139,8 +140,8 @@ def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
     name = python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
-        is_of_object = name in NOT_IN_PLACE or name.startswith("register_")
-        if ShardGradient.is_stepping or is_of_object:
+        is_on_object = name in ON_OBJECT or name.startswith("register_")
+        if ShardGradient.is_stepping or is_on_object:
             return func(*args, **kwargs)
         if is_access and (func.__name__ != "__get__" or name not in VIEWS):
             if name == "data":
@@ -153,58 +154,61 @@ def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
     return args[0] if is_in_place else result
 
 
+class _ElementwiseOnly(TorchDispatchMode):
+    """A mode in which operators that need elements of other ranks raise RuntimeError."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        if has_tensors and not is_elementwise(func) and not name.startswith("new_"):
+            raise _whole_tensor_error(name)
+        return func(*args, **(kwargs or {}))
+
+
 def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function on this rank's elements, or raise if the whole gradient is needed."""
     leaves = tree_leaves((args, kwargs))
-    is_assignment = name == "__setitem__" and isinstance(args[1], ShardGradient)
-    # torch's `all_reduce` or `broadcast` would combine elements of different ranges.
-    is_collective = getattr(func, "__module__", "") == COLLECTIVES
-    is_local = (is_elementwise(name) or is_assignment) and not is_collective
-    is_in_place = name.rstrip("_") + "_" == name and name not in NOT_IN_PLACE
-    if is_local or is_in_place or is_collective or name in READS_ELEMENTS:
-        _check_is_local(name, is_local, leaves)
-    try:
+    gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
+    is_checked = not ShardGradient.is_stepping and name not in ON_OBJECT
+    if is_checked:
+        _check_same_elements(name, leaves)
+    if is_checked and name in READS_MEMORY:
+        raise _whole_tensor_error(name)
+    # An assignment to the elements that a mask selects is element-wise, although indexing is not.
+    has_mask = name == "__setitem__" and isinstance(args[1], ShardGradient)
+    with _ElementwiseOnly() if is_checked and not has_mask else nullcontext():
         result = func(*args, **kwargs)
-    except (RuntimeError, IndexError):
-        # Shapes differ between ranks, so a function of the whole gradient may fail on some ranks
-        # only. Raise the error that explains this.
-        _check_is_local(name, is_local, ())
-        raise
-    if is_local and type(result) is Tensor:
-        gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-        _check_is_local(name, gradient.shape == result.shape, ())
-        return shard_gradient(result, gradient.communicator, gradient.elements)
-    is_argument = is_local and isinstance(result, ShardGradient)
-    if is_argument or name in NOT_IN_PLACE or name.startswith("new_"):
+    if name.startswith("new_") or isinstance(result, ShardGradient):
         return result
-    results = result if isinstance(result, list | tuple) else [result]
-    # On an empty shard, some functions return an empty list or their argument; raise as on other
-    # ranks.
-    if not results or any(isinstance(entry, Tensor) for entry in results):
-        _check_is_local(name, False, ())
+    if type(result) is Tensor and result.shape == gradient.shape:
+        return shard_gradient(result, gradient.communicator, gradient.elements)
+    if is_checked and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        raise _whole_tensor_error(name)
     return result
 
 
-def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError unless `name` is correct if each rank applies it to its own elements.
+def _whole_tensor_error(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
+        f"this rank's elements with a tensor of other elements: {REMEDY}"
+    )
 
-    leaves: the arguments of the call. Their tensors must be gradients of the same elements, or
-        0-dimensional. Nothing is checked while an optimizer steps.
+
+def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
+    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional.
+
+    leaves: the arguments of a call.
     """
-    if ShardGradient.is_stepping:
-        return
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
     others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
-    if (
-        not is_local
-        or any(tensor.shape != gradients[0].shape for tensor in others)
-        or any(gradient.elements != gradients[0].elements for gradient in gradients)
+    if any(tensor.shape != gradients[0].shape for tensor in others) or any(
+        gradient.elements != gradients[0].elements for gradient in gradients
     ):
-        raise RuntimeError(
-            f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
-            f"this rank's elements with a tensor of other elements: {REMEDY}"
-        )
+        raise _whole_tensor_error(name)
     has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
     if has_plain and gradients[0].communicator.world > 1:
         raise RuntimeError(
@@ -216,13 +220,15 @@ def _check_is_local(name: str, is_local: bool, leaves: Sequence[Any]) -> None:
 
 def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a `_foreach_` operation on this rank's elements, or raise if it needs whole tensors."""
-    is_local = is_elementwise(name.removeprefix("_foreach_"))
+    if ShardGradient.is_stepping:
+        return _wrap_results(func(*args, **kwargs), args[0])
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     for leaves in zip(*lists, strict=False):
         # Replicated parameters have plain gradients.
         if any(isinstance(leaf, ShardGradient) for leaf in leaves):
-            _check_is_local(name, is_local, leaves)
-    return _wrap_results(func(*args, **kwargs), args[0])
+            _check_same_elements(name, leaves)
+    with _ElementwiseOnly():
+        return _wrap_results(func(*args, **kwargs), args[0])
 
 
 def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
