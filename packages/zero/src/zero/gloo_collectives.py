@@ -4,7 +4,7 @@ torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the ne
 `direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
 copies the data twice; `direct_all_gather` receives each block at its final offset. If ranks call
 different collectives, torch's collectives abort the process or mix the data. A `direct_all_reduce`
-is only matched with calls of the same dtype, size and operation, so that other calls time out.
+is only matched with calls of the same dtype and size, so that other calls time out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def direct_reduce_scatter(
             f"{input.numel()} {input.dtype} and output of {output.numel()} {output.dtype} on "
             f"{world} ranks"
         )
-    work = _DirectReduceScatter(output, input, group, tag)
+    blocks = list(input.contiguous().view(world, *output.shape))
+    work = _DirectSum(output, blocks, group, tag)
     if async_op:
         return work
     work.wait()
@@ -93,21 +94,18 @@ def direct_all_gather(
 
 
 def direct_all_reduce(
-    tensor: Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Do `torch.distributed.all_reduce` of a small tensor with n-1 sends of all of it per rank.
+    """Sum a small tensor over the ranks like `torch.distributed.all_reduce`.
 
-    With n ranks, every rank receives the tensors of all ranks, and reduces them in rank order.
-    torch's all-reduce is called instead for other operations than SUM and MAX, for a tensor of
-    more than `DIRECT_ALL_REDUCE_BYTES`, and on other devices than the CPU.
+    Each of n ranks sends the tensor to n-1 ranks, and adds the tensors of all ranks in rank order.
+    torch's all-reduce is called instead for a tensor of more than `DIRECT_ALL_REDUCE_BYTES`, and on
+    other devices than the CPU.
     """
-    is_direct = op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and tensor.is_cpu
-    if not is_direct or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
-        return dist.all_reduce(tensor, op, group, async_op)
-    work = _DirectAllReduce(tensor, op, group)
+    if not tensor.is_cpu or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
+    tag = tag_of(f"all_reduce {tensor.dtype} {tensor.numel()}")
+    work = _DirectSum(tensor, [tensor.contiguous()] * dist.get_world_size(group), group, tag)
     if async_op:
         return work
     work.wait()
@@ -153,19 +151,23 @@ class _WorkList:
         _abandoned.extend(self.works)
 
 
-class _DirectReduceScatter:
+class _DirectSum:
+    """A sum of one block per rank, which is sent by this class and computed in `wait()`.
+
+    outgoing: the block to send to each rank; the block for this rank is added without a copy.
+    """
+
     def __init__(
-        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None, tag: int
+        self, output: Tensor, outgoing: list[Tensor], group: dist.ProcessGroup | None, tag: int
     ) -> None:
         self.output = output
         self.rank = dist.get_rank(group)
-        blocks = list(input.contiguous().view(dist.get_world_size(group), -1))
         #: The blocks to add, in rank order; empty once they are summed.
         self.received = [
             block if rank == self.rank else torch.empty_like(block)
-            for rank, block in enumerate(blocks)
+            for rank, block in enumerate(outgoing)
         ]
-        self.work = _WorkList(_start_exchange(blocks, self.received, group, tag))
+        self.work = _WorkList(_start_exchange(outgoing, self.received, group, tag))
 
     def wait(self) -> None:
         if not self.received:
@@ -175,11 +177,11 @@ class _DirectReduceScatter:
         self.received = []
 
     def _add_in_rank_order(self) -> None:
-        output = self.output.view(-1)
+        output = self.output
         first, *others = self.received
         if not others:
             output.copy_(first)
-        elif self.output.is_floating_point() and self.output.itemsize < 4:
+        elif output.is_floating_point() and output.itemsize < 4:
             total = first.float()
             for block in others:
                 total += block
@@ -194,31 +196,3 @@ class _DirectReduceScatter:
             torch.add(first, others[0], out=output)
             for block in others[1:]:
                 output.add_(block)
-
-
-class _DirectAllReduce:
-    def __init__(self, tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-        self.tensor = tensor
-        self.op = op
-        world = dist.get_world_size(group)
-        outgoing = tensor.contiguous()
-        #: The tensors of all ranks, in rank order; empty once they are reduced.
-        self.received = [torch.empty_like(outgoing) for _ in range(world)]
-        self.received[dist.get_rank(group)] = outgoing
-        tag = tag_of(f"all_reduce {tensor.dtype} {tensor.numel()} {op}")
-        self.work = _WorkList(_start_exchange([outgoing] * world, self.received, group, tag))
-
-    def wait(self) -> None:
-        if not self.received:
-            return
-        self.work.wait()
-        first, *others = self.received
-        is_half = first.is_floating_point() and first.itemsize < 4
-        total = first.float() if is_half else first.clone()
-        for other in others:
-            if self.op == dist.ReduceOp.MAX:
-                torch.maximum(total, other, out=total)
-            else:
-                total += other
-        self.tensor.copy_(total)
-        self.received = []

@@ -220,9 +220,9 @@ class Communicator:
             input = as_bytes(input)
         return self._start("all_gather", output, call, output, input, label=label)
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """Start the reduction of `tensor` over the ranks of the group, in place."""
-        return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start the sum of `tensor` over the ranks of the group, in place."""
+        return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over the ranks, in place on group rank `owner`."""

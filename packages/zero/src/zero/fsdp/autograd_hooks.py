@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-#: Types that are not searched for output tensors.
-TYPES_WITHOUT_TENSORS = (
-    str, bytes, int, float, complex, type(None), type, nn.Module, torch.dtype, torch.device,
-    FunctionType, MethodType, BuiltinFunctionType, ModuleType,
-)  # fmt: skip
+#: Types of values that certainly have no tensors.
+TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 def call_after_gradients(
@@ -43,7 +40,7 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
 
     `inputs` are the values from which a module computed `values`.
     """
-    for tensor in find_tensors(values)[0]:
+    for tensor in find_tensors(values):
         if not tensor.requires_grad:
             continue
         tensor.register_hook(lambda _: hook())
@@ -56,46 +53,20 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
 
 
 def hides_tensors(values: Any) -> bool:
-    """Return True if `values` has no visible tensor, but has an object that cannot be inspected."""
-    tensors, has_opaque = find_tensors(values)
-    return has_opaque and not tensors
+    """Return True if `values` has no visible tensor, but has an object that may contain tensors."""
+    is_opaque = any(not isinstance(leaf, TYPES_WITHOUT_TENSORS) for leaf in tree_leaves(values))
+    return is_opaque and not find_tensors(values)
 
 
-def find_tensors(values: Any) -> tuple[list[Tensor], bool]:
-    """Return every tensor in containers, and in the attributes of objects of any class.
-
-    The second value is True if an object was found that has neither items nor attributes.
-    """
-    has_opaque = False
-    tensors: dict[int, Tensor] = {}
-    # Visited objects are kept alive, so that no new object gets the id of a visited one.
-    visited: dict[int, Any] = {}
-    pending = [values]
-    while pending:
-        for leaf in tree_leaves(pending.pop()):
-            if isinstance(leaf, Tensor):
-                tensors[id(leaf)] = leaf
-            elif id(leaf) not in visited and not isinstance(leaf, TYPES_WITHOUT_TENSORS):
-                visited[id(leaf)] = leaf
-                children = _attributes(leaf)
-                if isinstance(leaf, Mapping):
-                    children += leaf.values()
-                elif isinstance(leaf, Set):
-                    children += leaf
-                has_opaque = has_opaque or not children
-                pending += children
-    return list(tensors.values()), has_opaque
-
-
-def _attributes(value: Any) -> list[Any]:
-    """Return the attributes of an object, also those in `__slots__`."""
-    attributes = list(getattr(value, "__dict__", {}).values())
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                attributes.append(getattr(value, name))
-    return attributes
+def find_tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in the containers that torch's pytrees support, and in dataclasses."""
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += find_tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return tensors
 
 
 def cast(dtype: torch.dtype, values: Any) -> Any:

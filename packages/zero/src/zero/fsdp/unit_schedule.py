@@ -199,7 +199,7 @@ class UnitSchedule(nn.Module):
                 raise TypeError(
                     f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
                     "is found, so its weights could not be gathered for backward: return tensors "
-                    "in containers or attributes"
+                    "in containers or dataclasses, or register the class as a pytree of torch"
                 )
             # During recomputation, position 0 disables prefetching: the backward of a segment must
             # not prefetch layers by the order of the outer forward.

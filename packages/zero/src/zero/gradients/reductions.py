@@ -7,7 +7,6 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero.gradients.rules import REDUCTIONS, UNSCALE
@@ -71,8 +70,8 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
     found_anywhere = found_inf.to(communicator.device)
-    communicator.all_reduce(found_anywhere, op=dist.ReduceOp.MAX).wait()
-    found_inf.copy_(found_anywhere)
+    communicator.all_reduce(found_anywhere).wait()
+    found_inf.copy_(found_anywhere.clamp(max=1.0))
 
 
 def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
