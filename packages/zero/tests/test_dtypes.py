@@ -206,7 +206,7 @@ def refuse_dtypes_of_gradients():
     if not hasattr(layer.weight, "grad_dtype"):
         return True
     layer.weight.grad_dtype = torch.float32
-    message = "gradients of parameter .* in its dtype torch.bfloat16, got grad_dtype=torch.float32"
+    message = "as parameter .*, got grad_dtype=torch.float32 and dtype torch.bfloat16"
     with pytest.raises(ValueError, match=message):
         FSDP(layer)
     with pytest.raises(ValueError, match=message):
@@ -221,7 +221,7 @@ def test_parameters_with_gradients_of_another_dtype_are_refused():
 def refuse_dtypes_without_arithmetic():
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         parameter = nn.Parameter(torch.ones(7).to(dtype))
-        message = f"a dtype with arithmetic for parameter .*, got {dtype}"
+        message = f"as parameter .*, got the dtype {dtype}, which has no arithmetic"
         with pytest.raises(ValueError, match=message):
             ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match=message):

@@ -232,7 +232,7 @@ def refuse():
         (lambda: fully_shard([nn.Linear(2, 2)]), "expected one module, .* got a list: pass a"),
         (
             lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2),
-            "False or None, got 2",
+            "reshard_after_forward=2 is not supported",
         ),
         (
             lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: None),
@@ -244,7 +244,7 @@ def refuse():
         ),
         (
             lambda: fully_shard(nn.Linear(2, 2), mp_policy=OverridingPolicy()),
-            "param_dtype_override_fn is not supported, as a unit has one dtype",
+            "param_dtype_override_fn=.* is not supported, because a unit has one dtype",
         ),
         (
             lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=other_group),

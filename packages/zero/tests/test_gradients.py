@@ -887,8 +887,8 @@ def assign(value):
 
 MISUSES = {
     "one rank": (drop_on_one_rank, "0.weight has a gradient on some ranks only"),
-    "whole": (assign(lambda _: torch.ones(7, 5).double()), "of 0.weight, got shape (7, 5)"),
-    "another's": (assign(lambda n: n["3.weight"].grad), "assigned to 0.weight has other elements"),
+    "whole": (assign(lambda _: torch.ones(7, 5).double()), "), got shape (7, 5) or the elements"),
+    "another's": (assign(lambda n: n["3.weight"].grad), "or the elements of another shard"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
     "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
     "equal": (lambda n, _: n["0.weight"].grad.equal(n["3.weight"].grad), "full_tensor"),

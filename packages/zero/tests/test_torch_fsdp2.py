@@ -47,7 +47,7 @@ DIFFERS = {
 
 # Substrings of the errors that refuse an argument or a model, with what is refused.
 REFUSALS = {
-    "expected reshard_after_forward to be True, False or None": "an integer as an argument",
+    "reshard_after_forward=": "an integer as an argument",
     "which sharding would turn into a plain tensor": "a subclass of Tensor, for example a DTensor",
     "is read while its module does not run": "another method than forward reads parameters",
 }

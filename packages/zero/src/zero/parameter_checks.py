@@ -25,33 +25,24 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
     for name, parameter in parameters:
-        shape = tuple(parameter.shape)
-        if parameter.layout != torch.strided:
-            raise ValueError(
-                f"expected dense parameters, got {name} of shape {shape} with layout "
-                f"{parameter.layout}: use a dense layout"
-            )
-        if type(parameter.data) is not Tensor:
-            raise ValueError(
-                f"expected plain tensors, got a {type(parameter.data).__name__} for parameter "
-                f"{name} of shape {shape}, which sharding would turn into a plain tensor: convert "
-                "it first, or use torch's fully_shard"
-            )
-        if parameter.requires_grad and not is_trainable_dtype(parameter.dtype):
-            raise ValueError(
-                f"expected a dtype with arithmetic for parameter {name}, got {parameter.dtype}: "
-                "pass requires_grad=False, or use a wider dtype"
-            )
-        if parameter.requires_grad:
+        is_trained = parameter.requires_grad
+        has_no_arithmetic = is_trained and not is_trainable_dtype(parameter.dtype)
+        grad_dtype = parameter.grad_dtype if is_trained else parameter.dtype
+        properties = {
+            f"the layout {parameter.layout}": parameter.layout != torch.strided,
+            f"a {type(parameter.data).__name__}": type(parameter.data) is not Tensor,
+            f"the dtype {parameter.dtype}, which has no arithmetic": has_no_arithmetic,
+            f"grad_dtype={grad_dtype} and dtype {parameter.dtype}": grad_dtype != parameter.dtype,
+        }
+        for received, is_refused in properties.items():
+            if is_refused:
+                raise ValueError(
+                    f"expected a plain dense tensor, with gradients of its dtype if it is trained, "
+                    f"as parameter {name} of shape {tuple(parameter.shape)}, got {received}: "
+                    "convert or freeze it before sharding, or use torch's fully_shard"
+                )
+        if is_trained:
             check_separate_elements(f"parameter {name}", parameter)
-        # The attribute exists since torch 2.10.
-        grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
-        if parameter.requires_grad and grad_dtype != parameter.dtype:
-            raise ValueError(
-                f"expected gradients of parameter {name} in its dtype {parameter.dtype}, got "
-                f"grad_dtype={grad_dtype}: leave grad_dtype unset, and keep the parameter in the "
-                "dtype of the gradients with FSDP(module, compute_dtype)"
-            )
     _check_separate_memory(parameters)
 
 

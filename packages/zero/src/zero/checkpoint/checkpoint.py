@@ -23,7 +23,6 @@ from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
 from zero.checkpoint.draft import current
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.other_formats import check_format
 from zero.checkpoint.ownership import (
     Part,
     Slot,
@@ -33,7 +32,7 @@ from zero.checkpoint.ownership import (
     tied_names,
 )
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
-from zero.checkpoint.weights import find_weights
+from zero.checkpoint.weights import check_format, find_weights
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of

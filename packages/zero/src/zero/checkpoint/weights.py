@@ -8,7 +8,6 @@ memory than its shard and a buffer.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,11 +111,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, InFile]]:
     """Yield the name and location of each tensor in a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > min(size, LONGEST_HEADER):
-            raise ValueError(f"{path} is damaged: its header is longer than the file")
-        text = file.read(length)
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, LONGEST_HEADER))
     try:
         table = json.loads(text)
         table.pop("__metadata__", None)
@@ -145,3 +141,18 @@ def _read_header(path: Path) -> Iterator[tuple[str, InFile]]:
         yield name, InFile(shape, dtype, path, 8 + length + start)
     if 8 + length + end != size:
         raise ValueError(f"{path} is damaged: it is longer than its tensors: use another copy")
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError that names the conversion tool for folders of DeepSpeed and Megatron."""
+    # DeepSpeed has one folder per step, beside a file that names the latest.
+    if any(path.glob("*_optim_states.pt")) or any(path.glob("*/*_optim_states.pt")):
+        raise ValueError(
+            f"expected whole tensors, got DeepSpeed's files of partitions at {path}: run the "
+            "script zero_to_fp32.py that DeepSpeed has saved beside them, and load its output"
+        )
+    if (path / "common.pt").is_file() and (path / "metadata.json").is_file():
+        raise ValueError(
+            f"expected tensors under the model's names, got a distributed checkpoint of Megatron "
+            f"at {path}: convert it with Megatron-LM's tools/checkpoint/convert.py"
+        )

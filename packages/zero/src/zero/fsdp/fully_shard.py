@@ -43,8 +43,16 @@ def fully_shard(
         "shard_placement_fn": shard_placement_fn,
         "dp_mesh_dims": dp_mesh_dims,
         "offload_policy": offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None,
+        "param_dtype_override_fn": getattr(mp_policy, "param_dtype_override_fn", None),
     }
-    _check_arguments(unsupported, mp_policy, reshard_after_forward)
+    if not isinstance(reshard_after_forward, bool):
+        unsupported["reshard_after_forward"] = reshard_after_forward
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} is not supported, because a unit has one dtype and is sharded "
+                "over all ranks, on the device of its module: omit it"
+            )
     policy = mp_policy or MixedPrecisionPolicy()
     inner = dict.fromkeys(_fsdp_of(sharded) for sharded in _sharded_modules(module))
     fsdp = FSDP(
@@ -148,30 +156,6 @@ class UnshardHandle:
         for unit in self.units:
             unit.wait_for_unshard()
             unit.set_unsharded_by_caller(True)
-
-
-def _check_arguments(
-    unsupported: dict[str, Any],
-    mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: Any,
-) -> None:
-    """Raise ValueError for arguments of torch's `fully_shard` that have no equivalent."""
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} is not supported, as shards are runs of elements on the device of "
-                "the module: omit it"
-            )
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise ValueError(
-            "param_dtype_override_fn is not supported, as a unit has one dtype: pass the modules "
-            "that need another param_dtype to separate calls"
-        )
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            "expected reshard_after_forward to be True, False or None, got "
-            f"{reshard_after_forward}: there is no smaller mesh to reshard to"
-        )
 
 
 def _check_module(module: Any) -> None:

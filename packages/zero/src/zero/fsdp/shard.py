@@ -127,19 +127,16 @@ class Shard(nn.Parameter):
         parameter = find_sharded(self)
         if parameter and not parameter.unit.holds_full_tensors and isinstance(gradient, Tensor):
             elements = parameter.elements
-            if type(gradient) is Tensor and gradient.shape == self.shape:
+            is_other = isinstance(gradient, ShardGradient) and gradient.elements != elements
+            if is_other or gradient.shape != self.shape:
+                raise RuntimeError(
+                    f"expected elements {elements.start} to {elements.stop} of the gradient of "
+                    f"{parameter.name}, in shape {tuple(self.shape)}, got shape "
+                    f"{tuple(gradient.shape)} or the elements of another shard: assign elements of "
+                    "p.grad.full_tensor(), called by every rank"
+                )
+            if type(gradient) is Tensor:
                 gradient = shard_gradient(gradient, parameter.unit.communicator, elements)
-            elif isinstance(gradient, ShardGradient) and gradient.elements != elements:
-                raise RuntimeError(
-                    f"the gradient assigned to {parameter.name} has other elements than this "
-                    "rank's shard: assign elements of p.grad.full_tensor(), called by every rank"
-                )
-            elif gradient.shape != self.shape:
-                raise RuntimeError(
-                    f"expected a gradient of shape {tuple(self.shape)} for this rank's shard of "
-                    f"{parameter.name}, got shape {tuple(gradient.shape)}: assign elements "
-                    f"{elements.start} to {elements.stop} of the whole gradient"
-                )
         GRAD.__set__(self, gradient)
 
     @grad.deleter

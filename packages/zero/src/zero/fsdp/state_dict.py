@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
 from zero.fsdp.shard import ShardedParameter, plain_shard
-from zero.gradients.shard import shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -49,16 +48,10 @@ class StateDictHooks:
                     unit.set_unsharded_by_caller(False)
                     unit.mark_changed(parameter)
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
-                    if metadata.get("assign_to_params_buffers"):
-                        # The shard stays a view of the unit's memory.
-                        with torch.no_grad():
-                            plain_shard(parameter.shard).copy_(selected)
-                        state[prefix + name] = parameter.shard
-                        continue
-                    # A shard accepts only a tensor that is known to have the same elements.
-                    state[prefix + name] = shard_gradient(
-                        selected, unit.communicator, parameter.elements
-                    )
+                    with torch.no_grad():
+                        plain_shard(parameter.shard).copy_(selected)
+                    # torch copies the shard to itself, or assigns it with `assign=True`.
+                    state[prefix + name] = parameter.shard
 
         handles = (
             module.register_state_dict_post_hook(save),

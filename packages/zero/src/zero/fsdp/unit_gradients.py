@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.fsdp.shard import plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
 from zero.gradients.shard import shard_gradient
-from zero.partition import Partition
 from zero.process_groups import Communicator
 
-
-class ReducedUnit(Protocol):
-    """The attributes of a unit that are needed to reduce its gradients."""
-
-    communicator: Communicator
-    parameters: list[ShardedParameter]
-    partition: Partition
-    shard: Tensor
-    full: Tensor
-
-    @property
-    def label(self) -> str:
-        """The name of the unit in collectives."""
+if TYPE_CHECKING:
+    from zero.fsdp.unit import Unit
 
 
 class UnitGradients:
@@ -39,7 +27,7 @@ class UnitGradients:
     `.grad`. Under `no_sync()`, a placeholder in a shard's `.grad` represents the local gradient.
     """
 
-    def __init__(self, unit: ReducedUnit, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
         self.unit = unit
         #: The dtype in which gradients are sent, and accumulated under `no_sync()`.
         self.dtype = dtype

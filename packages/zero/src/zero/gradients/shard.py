@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zero.gradients.reductions import (
     PartialGradient,
@@ -180,6 +180,12 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     # An assignment to the elements that a mask selects is element-wise, although indexing is not.
     has_mask = name == "__setitem__" and isinstance(args[1], ShardGradient)
     with _ElementwiseOnly() if is_checked and not has_mask else nullcontext():
+        if is_checked and not gradient.numel() and gradient.communicator.world > 1:
+            # Some functions call no operator for an empty shard, but must raise as on other ranks.
+            example_args, example_kwargs = tree_map_only(
+                ShardGradient, lambda g: g.new_ones((2, *g.shape[1:])), (args, kwargs)
+            )
+            func(*example_args, **example_kwargs)
         result = func(*args, **kwargs)
     if name.startswith("new_") or isinstance(result, ShardGradient):
         return result

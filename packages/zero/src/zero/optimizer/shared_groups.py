@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import gc
 from itertools import compress
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
 
 from zero.process_groups import Communicator
 
-
-class Reducer(Protocol):
-    """A reducer of gradients."""
-
-    #: True from the first gradient of a backward until all reductions are launched.
-    in_backward: bool
-
-    def join_backward(self) -> None:
-        """Take part in a backward; parameters that it has not reached contribute zeros."""
-
+if TYPE_CHECKING:
+    from zero.optimizer.gradient_reducer import GradientReducer
 
 #: One entry per reducer of this rank, in any group.
 _entries: WeakSet[SharedGroup] = WeakSet()
@@ -35,7 +27,7 @@ class SharedGroup:
     Every rank must construct it.
     """
 
-    def __init__(self, reducer: Reducer, communicator: Communicator) -> None:
+    def __init__(self, reducer: GradientReducer, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
         if self._living():
@@ -49,7 +41,7 @@ class SharedGroup:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[Reducer]:
+    def reached(self) -> list[GradientReducer]:
         """Return the reducers that any rank's backward has reached, in order of construction.
 
         Every rank must call it. Raise RuntimeError if some rank has deleted one of them.
@@ -69,7 +61,7 @@ class SharedGroup:
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, Reducer]:
+    def _living(self) -> dict[int, GradientReducer]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
