@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from zero.process_groups import Communicator
 
@@ -56,14 +56,11 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
     The DTensor is replicated if `whole` has no dimensions.
     """
-    mesh = communicator.mesh
-    if not whole.dim():
-        return DTensor.from_local(whole.clone(), mesh, [Replicate()])
-    chunks = whole.chunk(communicator.world)
-    local = chunks[communicator.rank] if communicator.rank < len(chunks) else whole[:0]
-    return DTensor.from_local(
-        local.clone(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    placements = [Shard(0) if whole.dim() else Replicate()]
+    # The clone does not keep `whole` alive.
+    rows = distribute_tensor(whole, communicator.mesh, placements, src_data_rank=None).clone()
+    assert isinstance(rows, DTensor)
+    return rows
 
 
 def full_value(value: Any) -> Any:

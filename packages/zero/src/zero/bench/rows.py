@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -146,14 +147,9 @@ def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
     pairs = zip(sample.seconds, samples[rival].seconds, strict=True)
     ratios = [seconds / rival_seconds for seconds, rival_seconds in pairs]
     row["rival"] = rival
-    row["ratio_p50"] = statistics.median(ratios)
-    row["ratio_p10"] = _quantile(ratios, 0.1)
-    row["ratio_p90"] = _quantile(ratios, 0.9)
+    for percent in (50, 10, 90):
+        row[f"ratio_p{percent}"] = float(np.percentile(ratios, percent))
     return row
-
-
-def _quantile(values: list[float], q: float) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(q))
 
 
 def _sent_bytes() -> Callable[[], int]:

@@ -65,10 +65,11 @@ def _header_objects(
 ) -> dict[str, Any]:
     """Return the objects of rank 0: group options, non-tensor module states, and `extra`."""
     objects: dict[str, Any] = {}
-    groups = _groups(model, optimizer) if optimizer else []
-    for index, group in enumerate(groups):
+    groups = optimizer.param_groups if optimizer else []
+    names = group_names(model, optimizer) if optimizer else []
+    for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         # torch's reader expects these names.
-        for key, value in group.items():
+        for key, value in {"params": members, **options_of(group)}.items():
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
@@ -174,9 +175,9 @@ def _collect_slot(
     if run is None:
         return
     # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
-    # The rank with the parameter's first element writes them.
-    has_first = run.stop > 0 or _writes_empty_parameter(slot, rank)
-    is_first = run.start == 0 and has_first
+    # The rank with the parameter's first element writes them; rank 0 if it has no elements.
+    writes_if_empty = slot.is_replicated or rank == 0
+    is_first = run.start == 0 and (run.stop > 0 or (not slot.shape.numel() and writes_if_empty))
     for key, value in state.items():
         if not isinstance(key, str) or "." in key:
             raise ValueError(
@@ -193,16 +194,3 @@ def _collect_slot(
             parts.append(Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated))
         elif is_first:
             parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.is_replicated))
-
-
-def _writes_empty_parameter(slot: Slot, rank: int) -> bool:
-    """Return True if this rank may write the state of a parameter without elements."""
-    return not slot.shape.numel() and (slot.is_replicated or rank == 0)
-
-
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = group_names(model, optimizer)
-    return [
-        {"params": group, **options_of(options)}
-        for group, options in zip(names, optimizer.param_groups, strict=True)
-    ]

@@ -130,12 +130,11 @@ def _read_header(path: Path) -> Iterator[tuple[str, InFile]]:
                 f"{path}: convert the file, or load it with the program that wrote it"
             )
         dtype = DTYPES[dtype_name]
-        if 8 + length + stop > size:
-            raise ValueError(f"{name} in {path} is truncated: use another copy")
-        if start != end or stop - start != shape.numel() * dtype.itemsize:
+        is_in_file = 8 + length + stop <= size
+        if start != end or stop - start != shape.numel() * dtype.itemsize or not is_in_file:
             raise ValueError(
-                f"{path} is damaged: {name} has bytes {start} to {stop}, and the tensor before it "
-                f"ends at byte {end}: use another copy"
+                f"{path} is damaged or truncated: {name} has bytes {start} to {stop}, the tensor "
+                f"before it ends at byte {end}, and the file has {size} bytes: use another copy"
             )
         end = stop
         yield name, InFile(shape, dtype, path, 8 + length + start)

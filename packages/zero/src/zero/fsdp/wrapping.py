@@ -109,16 +109,19 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     if callable(policy) and not isinstance(policy, type):
         return {root, *(module for name, module in named.items() if policy(name, module))}
     entries: Any = (policy,) if isinstance(policy, type | str) else policy
-    names = [entry for entry in entries if isinstance(entry, str)]
-    classes = tuple(entry for entry in entries if isinstance(entry, type))
+    selected: set[nn.Module] = set()
     for entry in entries:
-        if not isinstance(entry, type | str) or (isinstance(entry, str) and entry not in named):
+        matching = [
+            module
+            for name, module in named.items()
+            if name == entry or (isinstance(entry, type) and isinstance(module, entry))
+        ]
+        if not matching and not isinstance(entry, type):
             raise ValueError(
                 "expected classes of modules, names in dict(model.named_modules()), a predicate or "
                 f'"blocks" as shard=, got {entry!r}'
             )
-    selected = {named[name] for name in names}
-    selected.update(module for module in named.values() if isinstance(module, classes))
+        selected.update(matching)
     if not selected:
         present = ", ".join(sorted({type(module).__name__ for module in named.values()}))
         raise ValueError(
@@ -147,7 +150,11 @@ def _blocks(root: nn.Module) -> set[nn.Module]:
 def _plan_units(root: nn.Module, selected: set[nn.Module], ignored: set[nn.Parameter]) -> _Plan:
     plan = _Plan()
     for prefix, module in root.named_modules():
-        enclosing = _innermost_selected(root, prefix, selected)
+        parent, _, name = prefix.rpartition(".")
+        enclosing = plan.user[root.get_submodule(parent)] if prefix else root
+        if module in selected:
+            # The hooks of a compiled module are those of its wrapper.
+            enclosing = root.get_submodule(parent) if name == "_orig_mod" else module
         plan.user[module] = enclosing
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -279,16 +286,3 @@ def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
                 "are still on the meta device: pass FSDP(..., initialize=...), or allocate the "
                 "model before FSDP(module)"
             )
-
-
-def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module:
-    """Return the innermost selected module on `path`, or its compiled wrapper."""
-    innermost = module = root
-    for name in path.split(".") if path else []:
-        parent = module
-        child = module._modules[name]
-        assert child is not None
-        module = child
-        if module in selected:
-            innermost = parent if name == "_orig_mod" else module
-    return innermost
