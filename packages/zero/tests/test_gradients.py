@@ -143,6 +143,8 @@ EDITS = {
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
     "in place": multiply,
+    "floor": lambda p: [q.grad.copy_(q.grad // 0.01 * 0.01) for q in p],
+    "foreach value": lambda p: torch._foreach_addcmul_(*[[q.grad for q in p]] * 3, 0.5),
     "clip 2": lambda p: nn.utils.clip_grad_norm_(p, 0.1),
     "clip 1": lambda p: nn.utils.clip_grad_norm_(p, 0.1, norm_type=1.0),
     "clip inf": lambda p: nn.utils.clip_grad_norm_(p, 0.01, norm_type=float("inf")),

@@ -207,6 +207,17 @@ def read_numbers(folder):
     load_checkpoint(f"{folder}/listed", ours, resumed)
     for a, b in zip(averages(optimizer), averages(resumed)[::-1], strict=True):
         torch.testing.assert_close(a, b)
+    # The names are those of a wrapper.
+    wrapper = nn.Module()
+    wrapper.module = model
+    wrapped = torch.optim.AdamW(wrapper.named_parameters())
+    wrapped.load_state_dict(optimizer.state_dict())
+    plain = {"model": wrapper.state_dict(), "optim": wrapped.state_dict()}
+    dcp.save(plain, checkpoint_id=f"{folder}/wrapped")
+    resumed = torch.optim.AdamW(ours.parameters())
+    load_checkpoint(f"{folder}/wrapped", ours, resumed)
+    for a, b in zip(averages(optimizer), averages(resumed), strict=True):
+        torch.testing.assert_close(a, b)
     # The state of a tied tensor under its second name.
     tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     tied[1].weight = tied[0].weight

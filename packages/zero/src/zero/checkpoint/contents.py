@@ -118,7 +118,8 @@ class _EntrySorter:
         if len(self.contents.optimizers) == 1:
             spelled = [parameter for parameter, _, _ in self.states]
             for key, group in self.groups.items():
-                spelled += [str(member) for member in group.get("params", [key])]
+                members = group.get("param_names", group.get("params", [key]))
+                spelled += [str(member) for member in members]
             self._name_parameters(_state_prefix(spelled, self.names, self.prefix))
 
     def _sort(self, entries: Sequence[str], roots: Sequence[str]) -> None:

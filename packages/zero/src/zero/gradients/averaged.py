@@ -244,6 +244,8 @@ def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
     if name == "norm":
         return norms(args[0], *args[1:], **kwargs)
     operator = getattr(aten, name)
+    if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) > 3:
+        args, kwargs = args[:3], {"value": args[3]}
     results = []
     for index in range(len(args[0])):
         row = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]

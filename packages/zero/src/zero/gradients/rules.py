@@ -28,7 +28,8 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 #: Element-wise aten operators without torch's tag `pointwise`.
 ELEMENTWISE_OPERATORS = {
     "zero_", "zeros_like", "ones_like", "full_like", "empty_like", "copy_", "fill_", "clone",
-    "_to_copy", "detach", "nan_to_num", "where", "masked_fill", "masked_fill_",
+    "_to_copy", "detach", "nan_to_num", "where", "masked_fill", "masked_fill_", "floor_divide",
+    "floor_divide_",
 }  # fmt: skip
 #: Tensor attributes that return a view of all elements.
 VIEWS = {"data", "real", "imag", "T", "mT", "H", "mH"}
