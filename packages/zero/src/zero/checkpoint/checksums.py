@@ -43,7 +43,7 @@ def write(folder: Path, files: dict[str, int], token: str) -> None:
 def token_of(folder: Path) -> str | None:
     """Return the token of the save that wrote a folder, or None if no token can be read."""
     try:
-        token: str = json.loads((folder / NAME).read_text().splitlines()[1])["save"]
+        token: str = _read(folder / NAME)["save"]
     except (OSError, ValueError, LookupError):
         return None
     return token

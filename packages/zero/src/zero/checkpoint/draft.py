@@ -16,9 +16,10 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from zero.checkpoint import checksums
 
 LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -108,12 +109,9 @@ class Draft:
             self._lock.release()
             raise
 
-    def publish(self, is_ours: Callable[[Path], bool]) -> None:
-        """Link other programs' files into the folder, and rename the folder to its final path.
-
-        `is_ours` returns True for the files of a checkpoint.
-        """
-        keep_others(self.path, self.folder, is_ours)
+    def publish(self) -> None:
+        """Link other programs' files into the folder, and rename the folder to its final path."""
+        keep_others(self.path, self.folder)
         replace_folder(self.folder, self.path)
 
     def close(self) -> None:
@@ -145,11 +143,12 @@ def current(path: Path) -> Path:
     return previous(real) if not real.exists() and previous(real).exists() else path
 
 
-def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
+def keep_others(path: Path, draft: Path) -> None:
     """Link other programs' files in `path` into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
         there = draft / other.name
-        if is_ours(other) or there.exists():
+        is_ours = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
+        if is_ours or there.exists():
             continue
         if other.is_dir() and not other.is_symlink():
             shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)

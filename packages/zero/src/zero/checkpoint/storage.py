@@ -113,7 +113,7 @@ def _publish(draft: Draft, written: Sequence[_Written]) -> None:
                 f"{file} was removed or changed while the checkpoint was saved: save again, "
                 "and let no other program write there"
             )
-    draft.publish(_is_checkpoint_file)
+    draft.publish()
 
 
 def _add_tied_names(
@@ -246,9 +246,3 @@ def _check_loadable(objects: dict[str, Any]) -> None:
                 f"expected plain values and tensors in {kind}, got {received}, which a load would "
                 "refuse: save the values that it consists of"
             ) from error
-
-
-def _is_checkpoint_file(file: Path) -> bool:
-    if file.name in (".metadata", checksums.NAME):
-        return True
-    return file.name.startswith("__") and file.suffix == ".distcp"

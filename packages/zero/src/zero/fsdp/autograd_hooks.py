@@ -47,7 +47,9 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
         # An in-place change of a view replaces its graph node by a node of its base, which does not
         # have the hook.
         base = tensor._base
-        if base is not None and base.grad_fn is not None and not _has_view_of(inputs, base):
+        # If an input is a view of `base`, the module did not compute `base`.
+        is_input = any(isinstance(x, Tensor) and x._base is base for x in tree_leaves(inputs))
+        if base is not None and base.grad_fn is not None and not is_input:
             base.grad_fn.register_prehook(lambda _: hook())
     return values
 
@@ -76,11 +78,6 @@ def cast(dtype: torch.dtype, values: Any) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, cast_tensor, values)
-
-
-def _has_view_of(inputs: Any, base: Tensor) -> bool:
-    """Return True if an input is a view of `base`; then the module did not compute `base`."""
-    return any(isinstance(leaf, Tensor) and leaf._base is base for leaf in tree_leaves(inputs))
 
 
 class _GradientHook(torch.autograd.Function):

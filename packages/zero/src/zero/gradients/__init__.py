@@ -19,6 +19,6 @@ At stages 1 and 2, parameters are whole, so `.grad` must have the parameter's sh
 rank's elements are stored in buckets. `AveragedGradient` is a wrapper subclass without memory. It
 intercepts operations in `__torch_dispatch__`, because autograd itself adds later gradients to it.
 At stage 3, a parameter is a shard with the same elements as its gradient, and an optimizer's fused
-kernels must run directly on both. `ShardGradient` is a tensor with memory that intercepts only
-Python calls.
+kernels must run directly on both. `ShardGradient` is a tensor with memory. It intercepts Python
+calls, and between steps it refuses operators that are not element-wise within these calls.
 """

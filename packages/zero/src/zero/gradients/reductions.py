@@ -162,7 +162,8 @@ def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Ten
             "by every rank, gathers it; norms, and sums of its abs(), work"
         )
     if dtype is None:
-        dtype = _dtype_of_reduction(name, gradient.dtype)
+        # torch chooses the dtype, or raises for a mean of integers.
+        dtype = getattr(torch, name)(torch.ones(1, dtype=gradient.dtype)).dtype
     function, neutral = REDUCTIONS[name]
     local = torch.tensor([neutral, 0.0], dtype=torch.float64, device=gradient.device)
     pieces = [piece.reshape(-1).double() for piece in gradient.local_pieces()]
@@ -172,17 +173,6 @@ def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Ten
         local[1] = flat.numel()
     values, counts = _all_gather_rows(local, gradient.communicator).unbind(1)
     result: Tensor = function(values)
-    if name in ("any", "all"):
-        return result
     if name == "mean":
         result = result / counts.sum()
     return result.to(dtype)
-
-
-def _dtype_of_reduction(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch returns a reduction of elements of `dtype`."""
-    if dtype.is_floating_point:
-        return dtype
-    if name == "mean":
-        raise RuntimeError(f"mean of {dtype} needs the dtype of its result: pass dtype=...")
-    return torch.int64 if name == "sum" else dtype
