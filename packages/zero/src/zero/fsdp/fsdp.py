@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.shard import find_sharded, replaced_parameters
 from zero.fsdp.unit import Unit
@@ -117,7 +116,6 @@ class FSDP(UnitSchedule):
             self._adopt(fsdp)
         for parameter in {p for _, p in named}.difference(module.parameters()):
             replaced_parameters[parameter] = True
-        self._gradient_sync = GradientSync(self.units, self.communicator)
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.autograd_hooks import (
@@ -26,7 +27,6 @@ from zero.fsdp.autograd_hooks import (
     cast,
     hides_tensors,
 )
-from zero.fsdp.gradient_sync import GradientSync
 from zero.fsdp.optimizer_hooks import end_step
 from zero.fsdp.shard import Shard, ShardedParameter, find_sharded, unknown_parameter_error
 from zero.fsdp.state_dict import StateDictHooks
@@ -50,7 +50,6 @@ class UnitSchedule(nn.Module):
     input_dtypes: dict[nn.Module, torch.dtype | None]
     output_dtypes: dict[nn.Module, torch.dtype]
     _units_of: dict[nn.Module, list[Unit]]
-    _gradient_sync: GradientSync
 
     def _init_runtime_state(self) -> None:
         #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
@@ -66,6 +65,11 @@ class UnitSchedule(nn.Module):
         self._outer_units: dict[nn.Module, set[Unit]] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._in_backward = False
+        #: False in `torch.autograd.grad()`, which does not change `.grad`.
+        self._accumulates_gradients = False
+        #: The unit whose gradients are being reduced.
+        self._reducing_unit: Unit | None = None
+        self._num_ready_gradients: dict[Unit, int] = {}
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], object] = lambda: None
@@ -265,7 +269,9 @@ class UnitSchedule(nn.Module):
             return
         self._in_backward = True
         end_step()
-        self._gradient_sync.start()
+        self._accumulates_gradients = self._will_accumulate_gradients()
+        for unit in self.units:
+            unit.gradients.discard_cleared()
         callback = self._end_backward
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -294,17 +300,70 @@ class UnitSchedule(nn.Module):
             if unit not in outer:
                 unit.reshard()
 
+    def _will_accumulate_gradients(self) -> bool:
+        """Return True in a `backward()` that reaches a parameter, False in `autograd.grad()`."""
+        parameters = [p.full for unit in self.units for p in unit.parameters]
+        try:
+            # In a `backward()` this is true for every parameter of the graph.
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                for parameter in parameters
+                if parameter.requires_grad
+            )
+        except RuntimeError:
+            # torch's function raises for a leaf that is an input of `torch.autograd.grad`.
+            return False
+
+    @torch.no_grad()
     def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
+        """Reduce a unit if its last gradient has been accumulated."""
         check_dense(parameter.grad)
         self._begin_backward()
-        self._gradient_sync.gradient_ready(unit)
+        # In a backward within a backward (reentrant checkpointing), the outer graph does not show
+        # that gradients are accumulated.
+        self._accumulates_gradients = True
+        num_ready = self._num_ready_gradients.get(unit, 0) + 1
+        self._num_ready_gradients[unit] = num_ready
+        if unit.gradients.sync and num_ready == unit.gradients.num_trainable():
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._wait_for_reduction()
+        unit.gradients.reduce_grads()
+        self._reducing_unit = unit
+
+    def _wait_for_reduction(self) -> None:
+        if self._reducing_unit is not None:
+            self._reducing_unit.gradients.wait_for_reduce_grads()
+        self._reducing_unit = None
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> None:
+        """Reduce the remaining gradients; a parameter gets `.grad` on all ranks or on none."""
+        self._num_ready_gradients.clear()
+        synced = [unit for unit in self.units if unit.gradients.sync]
+        if synced and self._accumulates_gradients:
+            for unit in synced:
+                if unit.gradients.has_unreduced():
+                    self._reduce(unit)
+            agreed = self.communicator.any_across_ranks(
+                [used for unit in self.units for used in unit.gradients.is_used]
+            )
+            self._wait_for_reduction()
+            used_anywhere = iter(agreed()[0])
+            for unit in self.units:
+                is_used = [next(used_anywhere) for _ in unit.parameters]
+                unit.gradients.assign_unclaimed_averages(is_used)
+        for unit in self.units:
+            if not unit.gradients.sync:
+                unit.gradients.mark_unreduced()
 
     def _end_backward(self) -> None:
         if not self._in_backward:
             return
         self._in_backward = False
         try:
-            self._gradient_sync.finish()
+            self._finish_gradients()
         except BaseException:
             self._reset_after_error()
             raise
@@ -314,6 +373,7 @@ class UnitSchedule(nn.Module):
     def _reset_after_error(self) -> None:
         """Discard a backward that an exception interrupted."""
         self._in_backward = False
-        self._gradient_sync.discard()
+        self._num_ready_gradients.clear()
+        self._reducing_unit = None
         for unit in self.units:
             unit.reset_after_error()

@@ -37,7 +37,7 @@ from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
 from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.reduction_queue import ReductionQueue
-from zero.optimizer.shared_groups import SharedGroup
+from zero.optimizer.shared_groups import GroupMember
 from zero.parameter_checks import check_dense
 from zero.partition import Partition, Piece
 from zero.process_groups import Communicator
@@ -85,7 +85,7 @@ class GradientReducer:
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._postponed: list[nn.Parameter] = []
-        self._shared_group = SharedGroup(self, communicator)
+        self._group_member = GroupMember(self, communicator)
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Add the buckets of a flat tensor; the next backward determines a new launch order."""
@@ -193,7 +193,7 @@ class GradientReducer:
     @property
     def shares_group(self) -> bool:
         """True if another reducer of the same group exists on any rank."""
-        return len(self._shared_group.numbers) > 1
+        return len(self._group_member.numbers) > 1
 
     def averaged_indices(self) -> list[int]:
         """Return the indices of the parameters whose `.grad` is an average or includes one."""
@@ -303,7 +303,7 @@ class GradientReducer:
         if not self.shares_group:
             self._finish_backward()
             return
-        for reducer in self._shared_group.reached():
+        for reducer in self._group_member.reached():
             reducer.join_backward()
 
     def _finish_backward(self) -> None:

@@ -118,10 +118,8 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
         elif name in vars(optimizer):
             options[name] = vars(optimizer)[name]
         else:
-            raise ValueError(
-                f"{cls.__name__} cannot be verified on FSDP's shards: the value of its argument "
-                f"{name} is neither an option of its groups nor an attribute; store it as one, or "
-                "use ShardedOptimizer (stages 1 and 2), which constructs the optimizer itself"
+            raise _unverifiable(
+                cls, f"its argument {name} is neither an option of its groups nor an attribute"
             )
     if has_further_arguments:
         _check_further_arguments(optimizer, group, options)
@@ -140,21 +138,27 @@ def _check_further_arguments(
     try:
         rebuilt = vars(cls([{**group, "params": [example]}], **options))
     except Exception as error:
-        raise ValueError(
-            f"{cls.__name__} cannot be verified on FSDP's shards: constructing it from its options "
-            f"and attributes fails ({error}); store each argument unchanged under its name, or "
-            "use ShardedOptimizer (stages 1 and 2), which constructs the optimizer itself"
+        raise _unverifiable(
+            cls, f"constructing it from its options and attributes fails ({error})"
         ) from error
     for name, value in vars(optimizer).items():
         is_plain = isinstance(value, str | int | float)
         # Schedulers of torch add private attributes.
         is_argument = name in rebuilt or not name.startswith("_")
         if is_plain and is_argument and rebuilt.get(name) != value:
-            raise ValueError(
-                f"{cls.__name__} cannot be verified on FSDP's shards: its attribute {name} is "
-                f"{value!r}, and {rebuilt.get(name)!r} without the arguments that its signature "
-                "does not name; name them there, or use ShardedOptimizer (stages 1 and 2)"
+            raise _unverifiable(
+                cls,
+                f"its attribute {name} is {value!r}, and {rebuilt.get(name)!r} without the "
+                "arguments that its signature does not name",
             )
+
+
+def _unverifiable(cls: type[Optimizer], reason: str) -> ValueError:
+    return ValueError(
+        f"{cls.__name__} cannot be verified on FSDP's shards: {reason}; name each argument in the "
+        "signature and store it unchanged under its name, or use ShardedOptimizer (stages 1 and "
+        "2), which constructs the optimizer itself"
+    )
 
 
 def check_constructed(optimizer: Optimizer) -> None:

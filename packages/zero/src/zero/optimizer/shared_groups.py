@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from zero.optimizer.gradient_reducer import GradientReducer
 
 #: One entry per reducer of this rank, in any group.
-_entries: WeakSet[SharedGroup] = WeakSet()
+_entries: WeakSet[GroupMember] = WeakSet()
 
 
-class SharedGroup:
+class GroupMember:
     """A reducer's entry among the reducers of its process group, with a number unique in the group.
 
     Every rank must construct it.
