@@ -267,6 +267,29 @@ def refuse_uncertain_states(folder):
     return True
 
 
+def load_into_other_groups(folder):
+    """Load one group into two groups, which have equal options but share no tensor."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05), foreach=False)
+    step(model, optimizer)
+    save_checkpoint(folder, model, optimizer)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[2:]}, {"params": parameters[:2]}]
+    resumed = torch.optim.AdamW(groups, lr=1.0)
+    load_checkpoint(folder, model, resumed)
+    rates = [group["lr"] for group in resumed.param_groups]
+    assert rates[0] is not rates[1]
+    assert rates == [torch.tensor(0.05)] * 2
+    for parameter in parameters:
+        expected = optimizer.state[parameter]["exp_avg"]
+        assert torch.equal(resumed.state[parameter]["exp_avg"], expected)
+    return True
+
+
+def test_groups_with_equal_options_can_be_divided(tmp_path):
+    assert all(run_ranks(load_into_other_groups, 1, str(tmp_path / "last"), timeout=DEADLINE))
+
+
 def test_states_that_cannot_be_matched_are_refused(tmp_path):
     assert all(run_ranks(refuse_uncertain_states, 1, str(tmp_path), timeout=DEADLINE))
 

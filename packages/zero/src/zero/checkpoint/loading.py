@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -314,4 +315,5 @@ def _options_of_groups(
                     f"different options in the checkpoint ({options[first]}, {options[name]}): "
                     "make the same groups as when saving"
                 )
-    return [options[group[0]] if group else {} for group in names_of_groups]
+    # A learning rate may be a tensor, which two groups must not share.
+    return [deepcopy(options[group[0]]) if group else {} for group in names_of_groups]
