@@ -152,7 +152,7 @@ class _WorkList:
 
 
 class _DirectSum:
-    """A sum of one block per rank, which is sent by this class and computed in `wait()`.
+    """The sum of one block per rank: the constructor starts the sends, and `wait()` adds.
 
     outgoing: the block to send to each rank; the block for this rank is added without a copy.
     """
