@@ -243,11 +243,13 @@ def save_traced(path, rank, injections, log):
     diagnostics.GRACE_SECONDS = 0.1
     # A signal ends the wait of the traced rank, because waiting by a traced system call would make
     # the numbers of the calls depend on timing.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    is_traced = []
+    signal.signal(signal.SIGUSR1, lambda *_: is_traced.append(True))
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == rank:
-        signal.sigwait({signal.SIGUSR1})
+        while not is_traced:
+            time.sleep(0.01)
     else:
         command = ["strace", "-f", "-o", log, "-e", f"trace={SYSTEM_CALLS}"]
         for injection in injections:
