@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from zero.gradients.averaged import AveragedGradient
 from zero.gradients.shard import shard_gradient
 from zero.process_groups import Communicator
 
-if TYPE_CHECKING:
-    from zero.fsdp.unit import Unit
-
 
 class UnitGradients:
     """The local and the averaged gradients of one unit's parameters.
@@ -27,7 +24,8 @@ class UnitGradients:
     `.grad`. Under `no_sync()`, a placeholder in a shard's `.grad` represents the local gradient.
     """
 
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Any, dtype: torch.dtype) -> None:
+        #: The `Unit`; without a type, because `unit.py` imports this file.
         self.unit = unit
         #: The dtype in which gradients are sent, and accumulated under `no_sync()`.
         self.dtype = dtype

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import gc
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet, ref
 
 from zero.process_groups import Communicator
-
-if TYPE_CHECKING:
-    from zero.optimizer.gradient_reducer import GradientReducer
 
 #: One entry per reducer of this rank, in any group.
 _entries: WeakSet[GroupMember] = WeakSet()
@@ -27,7 +24,7 @@ class GroupMember:
     Every rank must construct it.
     """
 
-    def __init__(self, reducer: GradientReducer, communicator: Communicator) -> None:
+    def __init__(self, reducer: Any, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
         if self._living():
@@ -41,7 +38,7 @@ class GroupMember:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[GradientReducer]:
+    def reached(self) -> list[Any]:
         """Return the reducers that any rank's backward has reached, in order of construction.
 
         Every rank must call it. Raise RuntimeError if some rank has deleted one of them.
@@ -61,7 +58,7 @@ class GroupMember:
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, GradientReducer]:
+    def _living(self) -> dict[int, Any]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
