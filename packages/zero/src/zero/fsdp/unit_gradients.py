@@ -167,10 +167,6 @@ class UnitGradients:
             )
         self._has_lost_gradients = False
 
-    def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """Raise AssertionError, because a placeholder's gradient has not been averaged."""
-        raise AssertionError("a gradient that is not averaged yet has no elements")
-
     def _accumulate_grad(self, index: int, part: Tensor) -> None:
         """Add an average to a shard's `.grad`, and run the hooks that autograd would run."""
         parameter = self.unit.parameters[index]

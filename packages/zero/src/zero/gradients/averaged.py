@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +23,9 @@ from zero.gradients.rules import (
     is_elementwise,
     reduces_all_elements,
 )
-from zero.process_groups import Communicator
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.
 LocalRun = tuple[int, int, Tensor]
-
-
-class Source(Protocol):
-    """The object that stores an AveragedGradient's elements: a reducer or a unit."""
-
-    communicator: Communicator
-
-    def fetch_runs(self, gradient: AveragedGradient) -> list[LocalRun]:
-        """Return this rank's runs of averaged elements, as (start, stop, values)."""
 
 
 class AveragedGradient(PartialGradient):
@@ -45,8 +35,9 @@ class AveragedGradient(PartialGradient):
     and Note [Two classes of sharded gradients].
     """
 
-    #: The object that stores the elements.
-    source: Source
+    #: The object that stores the elements. Its `fetch_runs(gradient)` returns this rank's runs of
+    #: averaged elements, and `communicator` has the collectives of the ranks.
+    source: Any
     #: The key by which the source finds this gradient's elements.
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
@@ -60,7 +51,7 @@ class AveragedGradient(PartialGradient):
     def __new__(
         cls,
         like: Tensor,
-        source: Source,
+        source: Any,
         key: Any,
         *,
         dtype: torch.dtype | None = None,

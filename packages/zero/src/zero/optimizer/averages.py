@@ -6,11 +6,12 @@ See Note [Lifetime of a gradient] in `gradient_reducer.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.gradients.averaged import AveragedGradient, Source
+from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.gradient_buckets import Bucket
 from zero.partition import Piece
 
@@ -50,7 +51,7 @@ class Averages:
         """Discard all averages."""
         self._keys.clear()
 
-    def mark(self, parameter: nn.Parameter, source: Source) -> None:
+    def mark(self, parameter: nn.Parameter, source: Any) -> None:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
 
         The AveragedGradient represents the average even while its reduction is in flight. If
@@ -85,7 +86,7 @@ class Averages:
                 bucket.average = None
 
     def adopt(
-        self, parameter: nn.Parameter, pieces: Sequence[tuple[Bucket, Piece]], source: Source
+        self, parameter: nn.Parameter, pieces: Sequence[tuple[Bucket, Piece]], source: Any
     ) -> None:
         """Copy an average that the caller has assigned to `.grad` into the buckets.
 
@@ -109,9 +110,7 @@ class Averages:
         gradient = self._assign(parameter, source, is_used=assigned.is_used)
         gradient.unreduced = assigned.unreduced
 
-    def _assign(
-        self, parameter: nn.Parameter, source: Source, *, is_used: bool
-    ) -> AveragedGradient:
+    def _assign(self, parameter: nn.Parameter, source: Any, *, is_used: bool) -> AveragedGradient:
         key = AverageKey(parameter)
         self._keys[parameter] = key
         gradient = AveragedGradient(parameter, source, key, is_used=is_used)
