@@ -99,10 +99,17 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     for slot in _parameter_slots(model):
         assert slot.run is not None
         values = plain_shard(slot.parameter)
-        flat = values.reshape(-1)
-        run = slot.run
-        replicated = slot.is_replicated
-        parts.append(Part(slot.name, slot.shape, run.start, run.stop, flat, replicated, values))
+        parts.append(
+            Part(
+                slot.name,
+                slot.shape,
+                slot.run.start,
+                slot.run.stop,
+                values.reshape(-1),
+                is_replicated=slot.is_replicated,
+                target=values,
+            )
+        )
     parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
     parameter_names |= {part.name for part in parts}
     fsdp = _fsdp_of(model)
@@ -115,7 +122,18 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
             continue
         if isinstance(value, Tensor):
             flat = value.detach().reshape(-1)
-            parts.append(Part(name, value.shape, 0, value.numel(), flat, True, value, True))
+            parts.append(
+                Part(
+                    name,
+                    value.shape,
+                    0,
+                    value.numel(),
+                    flat,
+                    is_replicated=True,
+                    target=value,
+                    is_buffer=True,
+                )
+            )
         else:
             others[name] = value
     return parts, others
