@@ -337,13 +337,7 @@ def test_setting_of_a_run_is_the_largest_rate_of_its_history(last):
 
 @pytest.mark.parametrize(
     ("step", "plan"),
-    [
-        ("_step", "max_steps"),
-        ("global_step", "trainer.num_train_steps"),
-        ("step", "total_steps"),
-        ("train/epoch", "num_train_epochs"),
-        ("epoch", "max_epochs"),
-    ],
+    [("_step", "max_steps"), ("global_step", "trainer.num_train_steps"), ("step", "total_steps")],
 )
 def test_run_that_stopped_before_its_planned_steps_is_left_out(step, plan):
     rows = [
@@ -608,22 +602,6 @@ def test_whole_numbers_under_a_single_letter_are_not_read_as_losses():
 def test_loss_in_another_base_is_not_read_as_nats(name):
     with pytest.raises(ValueError, match="expected a loss and two of"):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
-
-
-def test_size_of_the_text_beside_epochs_is_refused():
-    """A column of bytes is always named by the caller, so its name does not confirm the epochs."""
-    table = {"N": BASE["N"], "text_gb": [1, 2, 4], "loss": BASE["loss"], "epochs": [2, 2, 2]}
-    options = {"columns": {"tokens": "text_gb"}, "units": {"tokens": 2.3e8}}
-    with pytest.raises(ValueError, match=r"leave 'epochs' out with ignore=\['epochs'\]$"):
-        load_runs(table, **options)
-    runs = load_runs(table, **options, ignore=["epochs"])
-    np.testing.assert_allclose(runs.tokens, 2.3e8 * np.array([1, 2, 4]))
-
-
-@pytest.mark.parametrize("name", ["top_k", "moe.topk", "n_experts"])
-def test_parameters_beside_a_number_of_experts_are_refused(name):
-    with pytest.raises(ValueError, match="may count all parameters or the active ones"):
-        load_runs(BASE | {name: [2, 2, 2]})
 
 
 def test_tokens_of_a_data_set_beside_epochs_are_refused():

@@ -16,9 +16,9 @@ from scaling.tables.names import (
     SWEEP_NAMES,
     WORDS,
     ambiguity,
+    is_current_step,
+    is_planned_steps,
     is_setting_name,
-    planned_unit,
-    progress_unit,
     recognize,
     set_word,
     split_words,
@@ -239,9 +239,9 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
 
 
 def _counts_steps(name: str) -> bool:
-    """Return True if a name is that of the steps or epochs of a training, done or planned."""
+    """Return True if a name is that of the steps of a training, done or planned."""
     is_known = "".join(split_words(name)) in WORDS["step_columns"]
-    return is_known or bool(progress_unit(name) or planned_unit(name))
+    return is_known or is_current_step(name) or is_planned_steps(name)
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:

@@ -127,17 +127,13 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
 
 def _bytes_remedy(present: Iterable[str]) -> str:
     """Return the remedy for a column of bytes of text; empty if there is none."""
-    for name in filter(is_size_of_text, present):
-        return (
-            f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
-            " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
-        )
+    for name in present:
+        if {"bytes", "mb", "gb", "tb", "mib", "gib", "tib"} & {*split_words(name)}:
+            return (
+                f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
+                " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
+            )
     return ""
-
-
-def is_size_of_text(name: str) -> bool:
-    """Return True if the name of a column has a unit of bytes."""
-    return bool({"bytes", "mb", "gb", "tb", "mib", "gib", "tib"} & {*split_words(name)})
 
 
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
@@ -370,21 +366,17 @@ def is_rate_name(name: str) -> bool:
     return _ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"})
 
 
-def planned_unit(name: str) -> str:
-    """Return "steps" or "epochs" if a column has the planned number of them, or ""."""
-    if {*split_words(name)} & {*WORDS["no_factors"]}:
-        return ""
-    units = ("steps", "epochs")
-    return next((u for u in units if _ends_with(name, {*WORDS[f"planned_{u}"]})), "")
-
-
-def progress_unit(name: str) -> str:
-    """Return "steps" or "epochs" if a column has the number that a run has reached, or ""."""
+def is_planned_steps(name: str) -> bool:
+    """Return True if a column of this name contains the planned number of steps of a training."""
     words = split_words(name)
-    if {*words} & {*WORDS["no_factors"], "max", "total", "num"}:
-        return ""
-    units = {"step": "steps", "iter": "steps", "iteration": "steps", "epoch": "epochs"}
-    return units.get("".join(words[-1:]), "")
+    return _ends_with(name, {*WORDS["planned_steps"]}) and not {*words} & {*WORDS["no_factors"]}
+
+
+def is_current_step(name: str) -> bool:
+    """Return True if a column of this name contains the last step that a run has logged."""
+    words = split_words(name)
+    other = {*WORDS["no_factors"], "max", "total", "num"}
+    return words[-1:] in (["step"], ["iter"], ["iteration"]) and not {*words} & other
 
 
 def _ends_with(name: str, stems: set[str]) -> bool:

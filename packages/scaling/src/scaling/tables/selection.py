@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import (
-    WORDS,
-    is_setting_name,
-    is_size_of_text,
-    set_word,
-    split_words,
-)
+from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
@@ -42,7 +36,6 @@ DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": 
 #: quantity, the name of a column that would resolve the ambiguity, and the two ways.
 COUNTS = {
     "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
-    "topk": ("parameters", "active_params", "may count all parameters or the active ones"),
     "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
 }
 
@@ -51,25 +44,23 @@ def require_unambiguous_counts(reading: Reading, named: Container[str]) -> None:
     """Raise `ValueError` if N may include idle experts, or D may count only one epoch.
 
     C = 6 N D needs the active parameters and all trained tokens. `named` has the quantities whose
-    columns the caller has named, which confirms them. A column with the size of the text is not
-    confirmed, because it can be read only if it is named.
+    columns the caller has named, which confirms them.
     """
     for name in reading.table.columns:
         quantity, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
         column = reading.columns.get(quantity)
-        is_text = column is not None and is_size_of_text(column.name)
-        if column is None or (quantity in named and not is_text):
+        if column is None or quantity in named:
             continue
         # A column whose name contains "data" may count each token of the data set once.
         is_unambiguous = "active" in column.kinds or (
-            quantity == "tokens" and "data" not in column.name and not is_text
+            quantity == "tokens" and "data" not in column.name
         )
         if is_unambiguous or not (parse_numbers(reading.table.cells(name)) > 1).any():
             continue
-        confirm = f", or confirm with columns={{{quantity!r}: {column.name!r}}}"
         raise ValueError(
-            f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, or"
-            f" leave {name!r} out with ignore=[{name!r}]{'' if is_text else confirm}"
+            f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
+            f" {name!r} out with ignore=[{name!r}], or confirm with columns={{{quantity!r}:"
+            f" {column.name!r}}}"
         )
 
 
@@ -79,8 +70,8 @@ def _counted(name: str) -> str:
     if "per" in words:
         return ""
     stem = "".join(words).removesuffix("count")
-    # A name may also have the singular: n_expert.
-    return next((key for key in COUNTS if stem.endswith((key, key.removesuffix("s")))), "")
+    # A key without its last letter is the singular: n_expert.
+    return next((key for key in COUNTS if stem.endswith((key, key[:-1]))), "")
 
 
 def drop_rows_without_loss(reading: Reading) -> None:

@@ -16,8 +16,8 @@ from scaling.tables.cells import is_blank, list_some, parse_numbers
 from scaling.tables.names import (
     STATES,
     WORDS,
-    planned_unit,
-    progress_unit,
+    is_current_step,
+    is_planned_steps,
     split_words,
 )
 from scaling.tables.table import Table
@@ -54,15 +54,13 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
 def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_]:
     """Return flags of the runs that did not stop early; append a message about the other runs.
 
-    The last step or epoch of a run is compared with its planned number, such as `max_steps`. A
+    The last step of a run is compared with its planned number of steps, such as `max_steps`. A
     column of steps that agrees with the plan in fewer than half of the rows counts other steps, as
     wandb's `_step` may do, and is not compared.
     """
     reached = np.ones(len(table), bool)
-    for plan in filter(planned_unit, table.columns):
-        for name in table.columns:
-            if progress_unit(name) != planned_unit(plan):
-                continue
+    for plan in filter(is_planned_steps, table.columns):
+        for name in filter(is_current_step, table.columns):
             planned = parse_numbers(table.cells(plan))
             progress = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
             agrees = np.abs(progress - 1) <= STEP_TOLERANCE
