@@ -1,6 +1,8 @@
 """Fits of designs that do not identify a law have intervals from 0 to infinity, and the cause."""
 
+import copy
 import math
+import pickle
 import re
 
 import numpy as np
@@ -97,10 +99,18 @@ def require_unbounded(fit):
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_only_the_law_itself_is_left_of_a_fit_that_does_not_identify_it():
-    """Everything that would depend on an arbitrary law raises the cause."""
+def test_nothing_shows_an_arbitrary_law_of_runs_that_do_not_identify_it():
+    """The numbers of the fit are nan, and everything that depends on the law raises the cause."""
     runs = runs_of(SIZES, 20 * SIZES, 0.0, 5e-3)
-    fit = fit_parametric(runs)
+    fit = fit_parametric(runs, prove=True)
+    assert np.isnan([*fit.law.constants, fit.objective, *fit.residuals]).all()
+    assert np.isnan([fit.law.exponent, fit.law.predict(1e9, 2e10)]).all()
+    assert math.isnan(fit.law.optimal(1e22).parameters)
+    assert not fit.proof.holds
+    for copied in (pickle.loads(pickle.dumps(fit)), copy.deepcopy(fit)):
+        assert copied == fit
+        assert copied.optimal(1e22) == fit.optimal(1e22)
+        assert copied.predict(1e9, 1e11) == fit.predict(1e9, 1e11)
     assert repr(fit).endswith(fit.unidentified)
     good = fit_parametric(isoflop_runs(LAW, noise=1e-3))
     for call in (

@@ -29,8 +29,11 @@ class ComparesArrays:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+        return _have_equal_fields(self, other)
+
+
+def _have_equal_fields(a: Any, b: Any) -> bool:
+    return all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -43,6 +46,8 @@ def _equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
+    if is_dataclass(a) and type(a) is type(b):
+        return _have_equal_fields(a, b)
     return bool(a == b) or (a != a and b != b)
 
 

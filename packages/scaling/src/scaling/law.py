@@ -116,6 +116,7 @@ class Law:
     """The loss E + A / N^alpha + B / D^beta, in nats, of a model with N parameters after D tokens.
 
     Raises `ValueError` unless all constants are finite, E is at least 0 and the rest are positive.
+    The law of runs that do not identify one is `UNKNOWN_LAW`, whose constants are all nan.
     """
 
     E: float
@@ -125,6 +126,8 @@ class Law:
     beta: float
 
     def __post_init__(self) -> None:
+        if np.isnan(self.constants).all():
+            return
         for name in ("A", "B", "alpha", "beta"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -169,6 +172,10 @@ class Law:
         require_budget(compute)
         n, d, loss = map(float, optima_of(self.constants, compute))
         return Optimum(compute, n, d, loss)
+
+
+#: The law of runs that do not identify one: it predicts nan.
+UNKNOWN_LAW = Law(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 
 def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:

@@ -46,8 +46,9 @@ def huber(residual: Array, delta: float = 1e-3) -> Array:
 def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
     """Return the (E, A, B, alpha, beta) with the least Huber loss of log residuals ("Approach 3").
 
-    Many starts are needed, because the objective has several minima and hardly changes if A and
-    alpha change together.
+    Runs of one size, one budget or one ratio D / N do not identify a law. That is not checked here:
+    the result is then one of many equally good laws. Many starts are needed, because the objective
+    has several minima and hardly changes if A and alpha change together.
     """
 
     def constants_of(search_point: Array) -> Constants:

@@ -106,6 +106,12 @@ class Runs(ComparesArrays):
         return [self[group[np.argsort(self.compute[group], kind="stable")]] for group in groups]
 
 
+def require_runs(runs: object) -> None:
+    """Raise `TypeError` unless an argument is a table of runs."""
+    if not isinstance(runs, Runs):
+        raise TypeError(f"expected the result of load_runs, got {type(runs).__name__}")
+
+
 def load_runs(
     source: str | Path | Mapping[str, ArrayLike] | Iterable[Mapping[str, Any]] | Any,
     *,

@@ -23,12 +23,6 @@ MIN_SINGULAR_VALUE = 0.04
 REMEDY = "train several sizes at each of three or more budgets that span at least a factor of ten"
 
 
-def require_identified(parameters: Array, tokens: Array) -> None:
-    """Raise `ValueError` with the cause unless the runs identify a law of N and D."""
-    if reason := why_not_identified(parameters, tokens):
-        raise ValueError(reason)
-
-
 def why_not_identified(parameters: Array, tokens: Array) -> str:
     """Return why the runs identify no law of N and D, and the remedy; empty if they identify it."""
     cause = design_defect(parameters, tokens)

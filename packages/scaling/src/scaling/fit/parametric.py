@@ -52,9 +52,9 @@ class ParametricFit(Estimate):
     `law` is the point estimate. `optimal` and `predict` add 95 % intervals of the posterior. Beyond
     the runs, these are widened by drift: the errors, at larger runs, of fits to smaller runs.
 
-    If the runs do not identify the law, `unidentified` is the reason. The intervals of `optimal`
-    and `predict` are then (0, inf), their estimates are nan, and `posterior` and `drift` raise
-    `ValueError`.
+    If the runs do not identify the law, `unidentified` is the reason, and all numbers of the fit
+    are nan. The intervals of `optimal` and `predict` are then (0, inf), and `posterior` and `drift`
+    raise `ValueError`.
     """
 
     objective: float
@@ -129,12 +129,13 @@ def fit_parametric(
             thirty of them, and from all 289 if these reach several optima.
 
     Raises:
+        TypeError: The runs are not the result of `load_runs`.
         ValueError: An option is invalid, there are fewer than five runs, or all losses are equal.
 
     A `ScalingWarning` reports runs that do not identify the law, for example because all have one
-    size, one budget or one ratio of tokens to parameters. Such a fit has intervals of (0, inf):
-    see `ParametricFit`. Otherwise the warning reports several optima, a failure to converge, a fit
-    of exactly five runs, a constant at its bound, curved residuals and outliers.
+    size, one budget or one ratio of tokens to parameters. The law of such a fit is nan, with
+    intervals of (0, inf). Otherwise the warning reports several optima, a failure to converge, a
+    fit of exactly five runs, a constant at its bound, curved residuals and outliers.
     """
     part, theta, proof = estimate(runs, loss, delta, prove)
     errors = part.residuals

@@ -21,8 +21,8 @@ from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.identifiability import why_not_identified
 from scaling.fit.varpro import Problem, grid_starts
-from scaling.law import CONSTANTS, Law
-from scaling.runs import Runs
+from scaling.law import CONSTANTS, UNKNOWN_LAW, Law
+from scaling.runs import Runs, require_runs
 from scaling.units import Array
 
 Loss = Literal["huber", "lad", "squares"]
@@ -97,10 +97,7 @@ class Estimate(ComparesArrays):
 
     @cached_property
     def unidentified(self) -> str:
-        """The reason why the runs do not identify the law; empty if they do.
-
-        If they do not, `law` is one of many laws that fit the runs equally well.
-        """
+        """The reason why the runs do not identify the law, which is then nan; otherwise empty."""
         return why_not_identified(self.runs.parameters, self.runs.tokens)
 
     @cached_property
@@ -112,8 +109,10 @@ class Estimate(ComparesArrays):
 def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
     """Return a fit with its parameters theta (P,) and its proof.
 
+    If the runs do not identify a law, all numbers are nan, because many laws fit them equally well.
     Raise `ValueError` if an option is invalid, there are too few runs, or all losses are equal.
     """
+    require_runs(runs)
     require_objective(loss, delta)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
@@ -121,6 +120,9 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
         )
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
+    unknown = Estimate(runs, UNKNOWN_LAW, loss, delta, np.full(len(runs), np.nan))
+    if unknown.unidentified:
+        return unknown, UNKNOWN_LAW.constants, Proof(0, 0, 0, complete=False)
     problem = Problem.chinchilla(runs)
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]

@@ -20,7 +20,7 @@ from scaling.equality import ComparesArrays
 from scaling.isoflop.budgets import parabola_valley, sort_and_check, valleys_of_common_shape
 from scaling.isoflop.valley import Valley
 from scaling.law import Interval, Optimum, require_budget, unidentified_optimum
-from scaling.runs import Runs, ScalingWarning
+from scaling.runs import Runs, ScalingWarning, require_runs
 from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
     NORMAL_QUANTILE,
@@ -138,6 +138,7 @@ def fit_isoflop(
         tolerance: The relative gap in compute that separates two budgets: see `Runs.budgets`.
 
     Raises:
+        TypeError: The runs are not the result of `load_runs`.
         ValueError: An option is invalid, there are fewer than five runs, or the fitted size does
             not grow with compute.
 
@@ -146,6 +147,7 @@ def fit_isoflop(
     minimum at the edge of a budget, budgets that are left out, sizes that do not grow with compute,
     and fewer than four valleys.
     """
+    require_runs(runs)
     _require_options(nearest, degree)
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")

@@ -16,8 +16,8 @@ from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.identifiability import (
     MIN_SINGULAR_VALUE,
-    require_identified,
     singular_values,
+    why_not_identified,
 )
 from scaling.fit.search import (
     Loss,
@@ -209,7 +209,8 @@ def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:
     if not present or not form.exponents:
         return
     if len(present) == 2 and len(form.terms) > 1:
-        require_identified(columns["parameters"], columns["tokens"])
+        if reason := why_not_identified(columns["parameters"], columns["tokens"]):
+            raise ValueError(reason)
         return
     logs = np.stack([np.log(columns[k]) for k in present])
     if singular_values(logs).min() < MIN_SINGULAR_VALUE:

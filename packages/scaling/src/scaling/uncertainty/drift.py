@@ -30,7 +30,6 @@ import numpy as np
 from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
-from scaling.fit.identifiability import require_identified
 from scaling.fit.search import Estimate, estimate
 from scaling.law import LEVEL, Interval, Optimum
 from scaling.runs import Runs
@@ -185,9 +184,10 @@ def measure_drift(whole: Estimate) -> Drift:
         if below.sum() <= FEWEST_RUNS:
             continue
         try:
-            require_identified(runs.parameters[below], runs.tokens[below])
             part, _, _ = estimate(runs[below], whole.loss, whole.delta, prove=False)
         except ValueError:
+            continue
+        if part.unidentified:
             continue
         decades = math.log10(highest / drift_start(compute[below]))
         weight = min((len(part.runs) - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 1.0)
