@@ -255,7 +255,10 @@ def test_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
     """Any other cell is refused, as in other tables."""
     table = {"lr": [1.0, 2.0, 3.0], "bs": [1, 1, 1], "loss": [3, cell, 4]}
     if loss is None:
-        with pytest.warns(ScalingWarning, match="at the edge of the rates"):
+        with (
+            pytest.warns(ScalingWarning, match="at the edge of the rates"),
+            pytest.warns(ScalingWarning, match=r"'loss' is blank in 1 rows \(2\): left out"),
+        ):
             assert fit_sweep(table).rates.tolist() == [1.0, 3.0]
     elif loss == np.inf:
         with pytest.warns(ScalingWarning) as caught:

@@ -283,3 +283,11 @@ def test_size_of_the_text_is_read_with_the_tokens_of_one_unit(name):
     unit = 0.23 if "bytes" in name else 2.3e8
     runs = load_runs(table, columns={"tokens": name}, units={"tokens": unit})
     np.testing.assert_allclose(runs.tokens, size * unit)
+    for wrong in ({}, {"tokens": 1.0 if unit > 1 else 2.3e8}, {"tokens": 20 * unit}):
+        with pytest.raises(ValueError, match="is a size of text: expected units="):
+            load_runs(table, columns={"tokens": name}, units=wrong)
+    # The name of a size of text does not say that it counts all epochs.
+    options = {"columns": {"tokens": name}, "units": {"tokens": unit}}
+    with pytest.raises(ValueError, match="may count the data set or the tokens of all epochs"):
+        load_runs(table | {"epochs": [2] * 6}, **options)
+    assert len(load_runs(table | {"epochs": [2] * 6}, **options, ignore="epochs")) == 6

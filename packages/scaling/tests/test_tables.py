@@ -351,6 +351,20 @@ def test_run_that_stopped_before_its_planned_steps_is_left_out(step, plan):
     assert len(load_runs([row | {step: row[step] / 3} for row in rows])) == 4
 
 
+def test_run_that_stopped_before_its_planned_epochs_is_left_out():
+    """Exports of transformers' Trainer have max_steps = -1, and planned epochs."""
+    plan = {"num_train_epochs": 3, "max_steps": -1}
+    rows = [
+        {"N": n, "tokens_seen": 1e10, "train/epoch": epoch, "train/global_step": 500, **plan}
+        for n, epoch in ((1e8, 3.0), (2e8, 1.1), (4e8, 2.99), (8e8, 3.0))
+    ]
+    rows = [row | {"eval/loss": 3 - row["N"] / 1e10} for row in rows]
+    with pytest.warns(ScalingWarning, match="'train/epoch' is below 'num_train_epochs' in rows 2"):
+        assert load_runs(rows).parameters.tolist() == [1e8, 4e8, 8e8]
+    # A planned number of steps overrides the number of epochs.
+    assert len(load_runs([row | {"max_steps": 500} for row in rows])) == 4
+
+
 @pytest.mark.parametrize(
     ("column", "mark", "unmarked"),
     [("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)],

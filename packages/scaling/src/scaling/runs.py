@@ -27,6 +27,7 @@ from scaling.tables.selection import (
     drop_rows_without_loss,
     keep_best_settings,
     require_one_data_set,
+    require_tokens_of_text,
     require_unambiguous_counts,
 )
 from scaling.tables.source import read_table
@@ -183,6 +184,7 @@ def load_runs(
     matched = match_columns(present, columns, name)
     reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
     require_unambiguous_counts(reading, columns)
+    require_tokens_of_text(reading)
     drop_rows_without_loss(reading)
     require_no_summaries(reading.table)
     require_no_marks(reading.table)

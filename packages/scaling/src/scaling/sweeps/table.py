@@ -245,11 +245,20 @@ def _counts_steps(name: str) -> bool:
 
 
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
-    runs = _read_runs(table, chosen)
-    if not runs:
-        raise ValueError(f"no row has a loss in column {chosen['loss']!r}")
-    diverged = _mark_diverged(runs)
     messages = [*exclusions]
+    # A blank cell means that the loss is missing, but "nan" means that the run diverged.
+    blank = blank_cells(table.columns[chosen["loss"]])
+    blank &= [str(cell).strip().lower() != "nan" for cell in table.cells(chosen["loss"])]
+    if blank.all():
+        raise ValueError(f"no row has a loss in column {chosen['loss']!r}")
+    if blank.any():
+        messages.append(
+            f"column {chosen['loss']!r} is blank in {blank.sum()} rows"
+            f" ({list_some(table.rows[blank])}): left out"
+        )
+        warnings.warn(messages[-1], ScalingWarning, stacklevel=3)
+    runs = _read_runs(table.select(~blank), chosen)
+    diverged = _mark_diverged(runs)
     if diverged:
         count = sum(map(len, runs.values()))
         messages.append(
@@ -275,15 +284,12 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     cells = {quantity: table.cells(name) for quantity, name in chosen.items()}
     require_unambiguous(chosen["batch_size"], rows, cells["batch_size"], ".")
     texts = [str(cell).strip().lower() for cell in cells["loss"]]
-    # A blank cell means that the loss is missing, but "nan" means that the run diverged.
-    blank = blank_cells(table.columns[chosen["loss"]])
-    trained = [text == "nan" or not b for text, b in zip(texts, blank, strict=True)]
     numbers = {
         quantity: parse_numbers(c, is_count=quantity == "batch_size")
         for quantity, c in cells.items()
     }
     numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
-    for i in np.flatnonzero(trained):
+    for i in range(len(table)):
         for quantity, name in chosen.items():
             number = numbers[quantity][i]
             if not (number > 0 and (quantity == "loss" or number < math.inf)):
@@ -292,17 +298,16 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
                     f"column {name!r} must be {wanted}, but row {rows[i]}: {cells[quantity][i]!r}"
                 )
     runs: RunsBySetting = {}
-    index = np.flatnonzero(trained)
-    sizes = _merge_close(numbers["batch_size"][index], SAME_SETTING)
-    rates = _merge_close(numbers["rate"][index], SAME_RATE)
+    sizes = _merge_close(numbers["batch_size"], SAME_SETTING)
+    rates = _merge_close(numbers["rate"], SAME_RATE)
     # The k-th run of each rate is the k-th repetition, so the runs are in the order of their seeds.
     seeds = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
-    order = range(len(index))
+    order = range(len(table))
     if seeds:
-        order = np.argsort(setting_codes(table, seeds)[index], kind="stable").tolist()
+        order = np.argsort(setting_codes(table, seeds), kind="stable").tolist()
     for k in order:
         setting = (float(sizes[k]), float(rates[k]))
-        runs.setdefault(setting, []).append((rows[index[k]], float(numbers["loss"][index[k]])))
+        runs.setdefault(setting, []).append((rows[k], float(numbers["loss"][k])))
     return runs
 
 

@@ -32,6 +32,9 @@ PRODUCT_NAMES = _word_lists("products")
 #: Factor of each unit word.
 UNITS = {word: float(unit) for unit, words in _word_lists("units").items() for word in words}
 
+#: Number of bytes of each unit of a size of text; the difference between GB and GiB is ignored.
+TEXT_UNITS = {w: float(unit) for unit, words in _word_lists("text_units").items() for w in words}
+
 #: Lists of words with a common meaning: see names.toml.
 WORDS = _word_lists("words")
 
@@ -128,12 +131,17 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
 def _bytes_remedy(present: Iterable[str]) -> str:
     """Return the remedy for a column of bytes of text; empty if there is none."""
     for name in present:
-        if {"bytes", "mb", "gb", "tb", "mib", "gib", "tib"} & {*split_words(name)}:
+        if text_unit(name):
             return (
                 f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
                 " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
             )
     return ""
+
+
+def text_unit(name: str) -> float:
+    """Return the bytes of one unit of a column with the size of the text; 0 for other columns."""
+    return next((TEXT_UNITS[word] for word in split_words(name) if word in TEXT_UNITS), 0.0)
 
 
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
@@ -370,6 +378,16 @@ def is_planned_steps(name: str) -> bool:
     """Return True if a column of this name contains the planned number of steps of a training."""
     words = split_words(name)
     return _ends_with(name, {*WORDS["planned_steps"]}) and not {*words} & {*WORDS["no_factors"]}
+
+
+def is_planned_epochs(name: str) -> bool:
+    """Return True if a column of this name contains the planned number of epochs of a training."""
+    return _ends_with(name, {*WORDS["planned_epochs"]})
+
+
+def is_current_epoch(name: str) -> bool:
+    """Return True if a column of this name contains the last epoch that a run has logged."""
+    return split_words(name)[-1:] == ["epoch"]
 
 
 def is_current_step(name: str) -> bool:

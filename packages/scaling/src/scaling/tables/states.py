@@ -5,6 +5,7 @@ A column of states is recognized by its name (`state`, `run_state`, `status`, `s
 either finished or stopped. Rows that summarize other rows, such as a mean over seeds, are refused.
 """
 
+import itertools
 import re
 from collections.abc import Container, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from scaling.tables.cells import is_blank, list_some, parse_numbers
 from scaling.tables.names import (
     STATES,
     WORDS,
+    is_current_epoch,
     is_current_step,
+    is_planned_epochs,
     is_planned_steps,
     split_words,
 )
@@ -56,21 +59,33 @@ def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_
 
     The last step of a run is compared with its planned number of steps, such as `max_steps`. A
     column of steps that agrees with the plan in fewer than half of the rows counts other steps, as
-    wandb's `_step` may do, and is not compared.
+    wandb's `_step` may do, and is not compared. Without a plan of steps, epochs are compared.
     """
     reached = np.ones(len(table), bool)
-    for plan in filter(is_planned_steps, table.columns):
-        for name in filter(is_current_step, table.columns):
+    # A planned number of steps overrides a number of epochs, as in transformers.
+    for is_plan, is_counter in (
+        (is_planned_steps, is_current_step),
+        (is_planned_epochs, is_current_epoch),
+    ):
+        is_compared = False
+        plans = filter(is_plan, table.columns)
+        counters = [*filter(is_counter, table.columns)]
+        for plan, name in itertools.product(plans, counters):
             planned = parse_numbers(table.cells(plan))
             progress = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
             agrees = np.abs(progress - 1) <= STEP_TOLERANCE
+            if agrees.mean() < 0.5:
+                continue
+            is_compared = True
             stopped = progress < 1 - STEP_TOLERANCE
-            if stopped.any() and agrees.mean() >= 0.5:
+            if stopped.any():
                 messages.append(
                     f"column {name!r} is below {plan!r} in rows {list_some(table.rows[stopped])}:"
                     f" {stopped.sum()} runs that stopped early are left out"
                 )
                 reached &= ~stopped
+        if is_compared:
+            break
     return reached
 
 
