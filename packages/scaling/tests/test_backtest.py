@@ -295,16 +295,23 @@ def cuts_of(runs, fit_runs):
     """Yield a fit of the runs below each of three cuts, the later runs and the later optimum."""
     compute = 6 * runs.parameters * runs.tokens
     top = float(compute.max())
-    try:
-        whole = fit_runs(runs)
-        truth = getattr(whole, "law", whole).optimal(top).parameters
-    except ValueError:
+    whole = identified_fit(fit_runs, runs)
+    if whole is None:
         return
+    truth = getattr(whole, "law", whole).optimal(top).parameters
     for below in below_cuts(compute, (0.4, 0.6, 0.8)):
-        try:
-            yield fit_runs(runs[below]), runs[~below], top, truth
-        except ValueError:
-            continue
+        fit = identified_fit(fit_runs, runs[below])
+        if fit is not None:
+            yield fit, runs[~below], top, truth
+
+
+def identified_fit(fit_runs, runs):
+    """Return the fit of runs that identify a law; otherwise None."""
+    try:
+        fit = fit_runs(runs)
+    except ValueError:
+        return None
+    return None if fit.unidentified else fit
 
 
 def size_coverage(fit, later, top, truth, prior):
