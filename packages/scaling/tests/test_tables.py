@@ -618,6 +618,12 @@ def test_loss_in_another_base_is_not_read_as_nats(name):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
 
 
+@pytest.mark.parametrize("name", ["top_k", "moe.topk", "n_experts"])
+def test_parameters_beside_a_number_of_experts_are_refused(name):
+    with pytest.raises(ValueError, match="may count all parameters or the active ones"):
+        load_runs(BASE | {name: [2, 2, 2]})
+
+
 def test_tokens_of_a_data_set_beside_epochs_are_refused():
     base = {"N": BASE["N"], "dataset_tokens": BASE["D"], "loss": BASE["loss"]}
     for name in ("epoch", "n_epoch", "train_epochs"):

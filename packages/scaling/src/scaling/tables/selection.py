@@ -40,6 +40,7 @@ TOKENS_PER_BYTE = (0.02, 1.1)
 #: quantity, the name of a column that would resolve the ambiguity, and the two ways.
 COUNTS = {
     "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
+    "topk": ("parameters", "active_params", "may count all parameters or the active ones"),
     "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
 }
 
@@ -97,8 +98,8 @@ def _counted(name: str) -> str:
     if "per" in words:
         return ""
     stem = "".join(words).removesuffix("count")
-    # A key without its last letter is the singular: n_expert.
-    return next((key for key in COUNTS if stem.endswith((key, key[:-1]))), "")
+    # A name may also have the singular: n_expert.
+    return next((key for key in COUNTS if stem.endswith((key, key.removesuffix("s")))), "")
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
