@@ -10,6 +10,15 @@ row = COMPUTED.row
 rows = COMPUTED.rows
 result = COMPUTED.result
 
+POLICIES = {
+    "target": (
+        "BulkSynchronous()",
+        "StaleSynchronous(bound=4)",
+        "Asynchronous(scale_by_staleness=False)",
+    ),
+    "link": ("data-parallel", "DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5"),
+}
+
 
 def kernels(context, phase):
     return row("kernels", context=context, phase=phase)
@@ -48,6 +57,11 @@ def all_reduce(world, size, algorithm="auto"):
 
 def bits(count, column):
     return row("digits", case="bits", bits=count)[column]
+
+
+def rows_of_policies(case):
+    """Return the rows of one case of paramserver, in the order of the page."""
+    return [result("paramserver", "measured", case=case, kind=kind) for kind in POLICIES[case]]
 
 
 def compressed(method, column):
@@ -322,3 +336,24 @@ SENTENCES = {
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_rows_agree_with_the_sentence(sentence):
     assert SENTENCES[sentence](), sentence
+
+
+def test_bounded_waiting_is_faster_with_one_slow_worker():
+    bulk, stale, free = rows_of_policies("target")
+    assert stale["over_bulk_p50"] < stale["last_over_bulk_p50"] < 1
+    assert free["over_bulk_p50"] < free["last_over_bulk_p50"] < 1
+    assert bulk["over_bulk_p50"] == 1
+
+
+def test_fewer_exchanges_compute_more_on_a_slow_link_at_nearly_the_same_loss():
+    parallel, diloco, streaming = rows_of_policies("link")
+    shares = [row["computing_share"] for row in (parallel, diloco, streaming)]
+    assert shares == sorted(shares)
+    sent = [row["sent_bytes_a_step"] for row in (parallel, diloco, streaming)]
+    assert sent == sorted(sent, reverse=True)
+    equal = result("paramserver", "equal-loss", kind=streaming["kind"])
+    assert 1 < equal["loss_over_data_parallel"] < 1.01
+    diloco = result("paramserver", "measured", case="loss", kind="DiLoCo")
+    assert diloco["loss_over_data_parallel"] > 1.05
+    assert diloco["steps"] == equal["steps"] == 2000
+    assert diloco["size"] == equal["size"] == "mini"

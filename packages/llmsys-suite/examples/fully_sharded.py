@@ -1,10 +1,12 @@
-"""Fully sharded data parallel: every rank keeps 1/n of weights, gradients and optimizer state.
+"""Fully sharded data parallelism: each of n ranks stores 1/n of the model states.
 
-    torchrun --nproc-per-node 2 fully_sharded.py             or, alone, with python
+    torchrun --nproc-per-node 2 fully_sharded.py
+    python fully_sharded.py                             as the only rank
 
-Before a layer runs its weights are gathered, after it they are dropped again; in the backward pass
-gradients are summed and scattered, each rank keeping its part. That moves 1.5 times the bytes of an
-all-reduce, and a model may be n times larger than what one device holds.
+The model states are weights, gradients and optimizer state. Before a layer runs, its weights are
+gathered, and afterwards they are freed. In the backward pass, a reduce-scatter sums the gradients
+and leaves each rank its part. A rank sends at most 1.5 times the bytes of an all-reduce, and the
+model states need to fit in all devices together only.
 """
 
 import os
@@ -20,13 +22,13 @@ STEPS, ROWS = 10, 8
 
 
 def main() -> float:
-    """Train; the mean loss of the last step over all ranks."""
+    """Train, and return the mean loss of the last step over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = FSDP(Decoder(config).to(device)), load_corpus()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's shards alone
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # updates this rank's shards
     begin = time.perf_counter()
     for step in range(STEPS):
         where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
@@ -41,12 +43,12 @@ def main() -> float:
     dist.all_reduce(total)
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
-        print(f"fully sharded, {world} ranks: {seconds:.3f} s a step, loss {total / world:.4f}")
+        print(f"fully sharded, {world} ranks: {seconds:.3f} s per step, loss {total / world:.4f}")
     return float(total / world)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,10 +1,11 @@
-"""The best learning rate by batch size, of the language model itself: a sweep with one's own task.
+"""The best learning rate of a small language model by batch size.
 
     python learning_rate.py
 
-`scaling.sweep_learning_rate` asks a function for the final loss at a rate, a batch size and a seed;
-here that is a small decoder on real text. Where the gradient's noise limits a step, a larger batch
-allows a higher rate; `fit_sweep` says up to which batch.
+`scaling.sweep_learning_rate` calls a function that returns the final loss for a rate, a batch size
+and a seed. Here this function trains a decoder on text. As long as the noise of the gradient limits
+a step, a larger batch allows a higher rate. `scaling.fit_rate_law` estimates up to which batch size
+from the best rates of at least five batch sizes.
 """
 
 import torch
@@ -18,7 +19,7 @@ CONFIG = ModelConfig(d_model=32, d_ff=96, num_layers=2, num_heads=2, context=64)
 
 
 def final_loss(rate: float, batch: int, seed: int, steps: int = 100) -> float:
-    """Nats a byte on held-out text after `steps` of AdamW on `batch` rows each."""
+    """Return the held-out loss in nats per byte after `steps` steps of `batch` rows each."""
     torch.manual_seed(seed)
     model, corpus = Decoder(CONFIG), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)

@@ -1,10 +1,12 @@
-"""Data parallelism as one writes it first: after the backward pass, average every gradient.
+"""Naive data parallelism: after the backward pass, average the gradients one by one.
 
-    torchrun --nproc-per-node 2 naive_data_parallel.py      or, alone: python naive_data_parallel.py
+    torchrun --nproc-per-node 2 naive_data_parallel.py
+    python naive_data_parallel.py                       as the only rank
 
-Every rank holds the whole model and takes its rows of the batch. The mean of the ranks' gradients
-is the gradient of the whole batch, so all ranks take the same step and stay equal. It is slow
-because nothing is computed while the gradients travel, and each of them pays the latency alone.
+Every rank stores the whole model and trains on its rows of the batch. The mean of the ranks'
+gradients is the gradient of the whole batch, so all ranks take the same step and stay equal. This
+is slow, because nothing is computed during the communication, and because each of the many
+all-reduces has the full latency.
 """
 
 import os
@@ -19,10 +21,10 @@ STEPS, ROWS = 10, 8
 
 
 def main() -> float:
-    """Train; the mean loss of the last step over all ranks."""
+    """Train, and return the mean loss of the last step over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)  # the same weights everywhere
+    torch.manual_seed(0)  # the same weights on every rank
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = Decoder(config).to(device), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,14 +43,12 @@ def main() -> float:
     dist.all_reduce(total)
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
-        print(
-            f"naive data parallel, {world} ranks: {seconds:.3f} s a step, loss {total / world:.4f}"
-        )
+        print(f"naive, {world} ranks: {seconds:.3f} s per step, loss {total / world:.4f}")
     return float(total / world)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,10 +1,11 @@
-"""Distributed data parallel: buckets of gradients travel while the backward pass still runs.
+"""Overlapped data parallelism: buckets of gradients are averaged during the backward pass.
 
-    torchrun --nproc-per-node 2 overlapped_data_parallel.py  or, alone, with python
+    torchrun --nproc-per-node 2 overlapped_data_parallel.py
+    python overlapped_data_parallel.py                  as the only rank
 
-The last layers' gradients are ready first. `DDP` sends a bucket as soon as all gradients in it are
-there, so that most of the communication hides behind the computation; the sums are the same as in
-naive_data_parallel.py, and so are the weights.
+The gradients of the last layers are computed first. `DDP` averages a bucket as soon as it has all
+of its gradients, so most of the communication runs at the same time as computation. The averages,
+and therefore the weights, equal those of naive_data_parallel.py.
 """
 
 import os
@@ -20,10 +21,10 @@ STEPS, ROWS = 10, 8
 
 
 def main() -> float:
-    """Train; the mean loss of the last step over all ranks."""
+    """Train, and return the mean loss of the last step over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(rank)  # other weights on every rank: DDP sends rank 0's to all
+    torch.manual_seed(rank)  # different weights: DDP copies those of rank 0 to all ranks
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = DDP(Decoder(config).to(device), bucket_size_mb=0.1), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,12 +42,12 @@ def main() -> float:
     dist.all_reduce(total)
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
-        print(f"overlapped, {world} ranks: {seconds:.3f} s a step, loss {total / world:.4f}")
+        print(f"overlapped, {world} ranks: {seconds:.3f} s per step, loss {total / world:.4f}")
     return float(total / world)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

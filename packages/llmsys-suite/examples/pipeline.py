@@ -1,9 +1,11 @@
-"""Pipeline parallelism (GPipe): each rank holds some layers, micro-batches flow through them.
+"""Pipeline parallelism (GPipe): micro-batches pass through the layers of one rank after another.
 
-    torchrun --nproc-per-node 2 pipeline.py                  or, alone, with python
+    torchrun --nproc-per-node 2 pipeline.py
+    python pipeline.py                                  as the only rank
 
-With p stages and m micro-batches a rank is idle for (p - 1) / (m + p - 1) of a step: the bubble.
-torch.distributed.pipelining does the sending; what is ours to say is where the model is cut.
+With p stages and m micro-batches, a rank is idle for a fraction (p - 1) / (m + p - 1) of a step,
+the bubble. torch.distributed.pipelining sends the activations and gradients. This program only
+defines the layers of each stage.
 """
 
 import os
@@ -22,7 +24,7 @@ MICROBATCHES = 4
 
 
 class Stage(nn.Module):
-    """The layers of one rank: the first embeds tokens, the last makes logits."""
+    """The layers of one rank; the first rank also embeds tokens, and the last computes logits."""
 
     def __init__(self, model: Decoder, rank: int, world: int) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class Stage(nn.Module):
         self.register_buffer("rope", model.rope)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens or the residual stream, to the residual stream or logits."""
+        """Map tokens or the residual stream to the residual stream or logits."""
         x = x if self.embedding is None else self.embedding(x)
         for block in self.blocks:
             x = block(x, self.rope[:, : x.shape[1]])
@@ -41,15 +43,15 @@ class Stage(nn.Module):
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over the tokens of a micro-batch."""
+    """Return the mean cross-entropy over the tokens of a micro-batch."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def main() -> float:
-    """Train; the loss of the last step, which the last rank knows and tells."""
+    """Train, and return the loss of the last step, which the last rank broadcasts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)  # one model, of which each rank keeps a part
+    torch.manual_seed(0)  # all ranks draw the same model, and each keeps its layers
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = Stage(Decoder(config), rank, world).to(device), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -70,12 +72,12 @@ def main() -> float:
     dist.broadcast(total, src=world - 1)
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
-        print(f"pipeline, {world} stages: {seconds:.3f} s a step, loss {total:.4f}")
+        print(f"pipeline, {world} stages: {seconds:.3f} s per step, loss {total:.4f}")
     return float(total)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,10 +1,11 @@
-"""Tensor parallelism (Megatron): every matrix is cut, all ranks work on the same rows.
+"""Tensor parallelism (Megatron): the matrices are split over ranks, which work on the same rows.
 
-    torchrun --nproc-per-node 2 tensor_parallel.py           or, alone, with python
+    torchrun --nproc-per-node 2 tensor_parallel.py
+    python tensor_parallel.py                           as the only rank
 
-The first matrix of each pair is cut by columns and the second by rows, so that what lies between
-(heads, or hidden units) stays where it is, and one all-reduce a pair adds the ranks' parts up:
-two in the forward pass of a block, two in its backward pass.
+The first matrix of each pair is split by columns and the second by rows. The values between them,
+which are heads or hidden units, therefore stay on their rank. One all-reduce per pair adds the
+results of all ranks: two in the forward pass of a block, and two in its backward pass.
 """
 
 import os
@@ -25,7 +26,7 @@ STEPS, ROWS = 10, 8
 
 
 def main() -> float:
-    """Train; the loss of the last step, the same on every rank."""
+    """Train, and return the loss of the last step, which is equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else "cpu"
@@ -50,12 +51,12 @@ def main() -> float:
         optimizer.zero_grad()
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
-        print(f"tensor parallel, {world} ranks: {seconds:.3f} s a step, loss {loss:.4f}")
+        print(f"tensor parallel, {world} ranks: {seconds:.3f} s per step, loss {loss:.4f}")
     return loss.item()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -57,4 +57,4 @@ def test_it_runs_alone_and_under_torchrun(example):
             [*command, example], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert "s a step, loss" in done.stdout
+        assert "s per step, loss" in done.stdout

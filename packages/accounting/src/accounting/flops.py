@@ -252,7 +252,11 @@ def _recomputed(
     flash: bool,
     rows: Mapping[str, int],
 ) -> Iterator[Breakdown]:
-    """Yield the recomputed operations; `cores` are attention and index of one forward pass."""
+    """Yield the operations that the backward pass computes again.
+
+    `cores` are the parts "attention" and "index" of one forward pass. A flash kernel recomputes the
+    scores without any checkpoint.
+    """
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(
             2 * matrix.entries * math.prod(_times(matrix, rows).values())

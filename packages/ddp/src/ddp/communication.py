@@ -162,7 +162,11 @@ class RunningReductions:
         return True
 
     def launch(self, bucket: Bucket, launch: Callable[[Bucket], Collective]) -> None:
-        """Launch the first collective of a bucket, and the second one of an earlier bucket."""
+        """Launch the first collective of a bucket.
+
+        Then launch the second collective of the bucket that was launched SECOND_COLLECTIVE_LAG
+        buckets earlier, if it has one.
+        """
         self._polled = [other for other in self._polled if not other.poll()]
         reduction = BucketReduction(bucket, launch, self._attribute_errors)
         self.launched.append(reduction)

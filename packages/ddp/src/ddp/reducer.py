@@ -129,9 +129,9 @@ class Reducer:
             self._parts.start_step()
 
     def rebuild_buckets(self) -> None:
-        """Assign the parameters to new buckets after the first step, which is a collective.
+        """After the first step, assign the parameters to new buckets; otherwise do nothing.
 
-        Does nothing at other times.
+        The assignment is a collective: every rank must call it.
         """
         if self.num_steps == 1:
             self.assignment.rebuild()
@@ -174,7 +174,7 @@ class Reducer:
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
 
-        Returns the indices of parameters for which no rank has a gradient. With
+        Return the indices of parameters for which no rank has a gradient. With
         `is_participating=False` this rank contributes zeros, so that the other ranks can complete
         their step.
         """

@@ -95,7 +95,7 @@ def backward(
     precision: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; the scalars are those of `forward`."""
+    """Return the gradients of q, k and v; the options must be those of the call of `forward`."""
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
         from flashattn2.hopper import backward as gluon_backward

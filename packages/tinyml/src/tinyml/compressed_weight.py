@@ -14,7 +14,7 @@ _RANDOM_IF_MISSING = ("transformers", "diffusers")
 
 
 def called_by_save_pretrained() -> bool:
-    """Return True if a `save_pretrained` of `_RANDOM_IF_MISSING` is among the callers."""
+    """Return True if `save_pretrained` of transformers or diffusers is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

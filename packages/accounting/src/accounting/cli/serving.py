@@ -236,8 +236,8 @@ def _read_parameters(model: Transformer, ranks: int, tokens: int = 1, expert: in
     """Return the number of parameters that a device reads while each replica has `tokens` tokens.
 
     Tables do not count, except for a tied head. Tokens are assumed to choose experts independently
-    of each other, so some experts are not read. A device reads its 1 / `expert` of the experts for
-    the tokens of `expert` replicas.
+    of each other, so some experts are not read. With expert parallelism, a device stores a fraction
+    1 / `expert` of the experts, and `expert` replicas send it their tokens.
     """
     read = 0.0
     for matrix in matrices(model):

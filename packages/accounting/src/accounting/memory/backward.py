@@ -15,7 +15,8 @@ from accounting.workload import Workload
 def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of `head_activations` on the last stage of the plan.
 
-    In a GPipe pipeline, all of them except gradients exist for every micro-batch.
+    In a GPipe pipeline, the last stage stores these tensors for every micro-batch, except for
+    gradients, which exist for one micro-batch at a time.
     """
     end = head_activations(model, plan, work)
     often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1

@@ -224,9 +224,10 @@ class Arena:
     # ----- the engine -----
 
     def job(self, kind: str, **fields: Any) -> engine.Job:
-        """Return a job of the engine for a collective, with the call and note that were announced.
+        """Return the engine's job for a collective of kind `kind`.
 
-        `fields` are the other fields of `engine.Job`.
+        The job writes the call and the note of the last `announce`. `fields` are the other fields
+        of `engine.Job`.
         """
         call, note = self._announced
         self._announced = None, None

@@ -61,9 +61,10 @@ class BackwardPass:
         self._forward_decision = is_synchronized
 
     def reach_output(self, *, is_synchronized: bool) -> None:
-        """Record that the backward pass reached an output with this decision.
+        """Record that the backward pass reached an output, and the decision of its forward pass.
 
-        A pass through outputs of several forward passes is synchronized if one of them is.
+        A backward pass through outputs of several forward passes is synchronized if one of these
+        forward passes was.
         """
         self._output_decision = is_synchronized or bool(self._output_decision)
 

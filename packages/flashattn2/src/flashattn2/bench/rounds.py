@@ -41,7 +41,16 @@ def time_rows(
     rounds: int,
     timer: Callable[[Callable[[], Any]], float],
 ) -> Iterator[Row]:
-    """Yield the row of each run and failure; the `timer` returns the milliseconds of a run."""
+    """Time all `runs` in interleaved rounds, and yield one row per run and per failure.
+
+    Args:
+        labels: the first columns of every row.
+        runs: functions by the name of the implementation; ratios are relative to "ours".
+        failures: the reason by the name of each implementation that cannot run.
+        rate: the column with the work per second.
+        rounds: number of times that each function is timed.
+        timer: calls a function and returns its time in milliseconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

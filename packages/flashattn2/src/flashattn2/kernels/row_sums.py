@@ -68,7 +68,11 @@ def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return 1 / rowsum(P) and D = rowsum(P ∘ dP) / rowsum(P) - dL, with the shape of `lse`."""
+    """Return 1 / rowsum(P) and D for EXACT products, both with the shape of `lse`.
+
+    P is computed from the rounded log-sum-exp, so its rows do not sum to exactly 1. Therefore,
+    D = rowsum(P ∘ dP) / rowsum(P) - dL.
+    """
     plan = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.meta.SPLITS

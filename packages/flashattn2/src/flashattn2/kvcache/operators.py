@@ -97,5 +97,8 @@ def _(k_cache: Tensor, v_cache: Tensor, *others: object) -> None:
 
 
 def _waits(backend: str, lengths: Tensor) -> bool:
-    """Return True if values are checked on the CPU, and False for device-side assertions."""
+    """Return True if the CPU reads and checks lengths and pages before the kernel starts.
+
+    Otherwise device-side assertions check them, so that the CPU does not wait for the device.
+    """
     return backend != "triton" or lengths.device.type == "cpu"

@@ -162,7 +162,7 @@ class Replica:
                     raise RuntimeError(f"the log applies push {push}, which was not staged here")
 
     def replay(self, log: Log) -> None:
-        """Apply the new entries of `log`; raise `RuntimeError` if `check` fails."""
+        """Apply the new entries of `log`; raise `RuntimeError` if this server cannot apply them."""
         self.check(log)
         for entry in log.after(self.position).entries:
             match entry:

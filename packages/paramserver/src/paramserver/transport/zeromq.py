@@ -313,7 +313,7 @@ class _Received:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Number of the session and of the request."""
+        """The session number and the request number, which identify a request."""
         return self.session, self.request_number
 
     @staticmethod

@@ -62,11 +62,12 @@ MAX_NEWTON_STEP = 2.0
 
 @dataclass(frozen=True)
 class Term:
-    """The log value of a term without its amplitude, as the sum of a centered part and a center.
+    """The logarithm of g_k in Note [Variable projection], which is linear in the exponents.
 
-    The centered part is constant + sum_j exponent_j * slope_j in each row. The center is
-    center_constant + sum_j exponent_j * center_slope_j, the same number in all rows, which the
-    stored amplitude contains: see Note [Centered parameters].
+    It is the sum of a centered part and a center. The centered part of a row is
+    constant + sum_j exponent_j * slope_j. The center is center_constant + sum_j exponent_j *
+    center_slope_j, the same number in all rows. The amplitude in theta includes the center: see
+    Note [Centered parameters].
     """
 
     #: Centered slope of each exponent that the term uses, by the exponent's index, (n,).

@@ -125,7 +125,10 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
 def distinct_settings(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
-    """Return sorted distinct rates and batch sizes; raise `ValueError` unless positive, finite."""
+    """Return the sorted distinct rates and batch sizes.
+
+    Raise `ValueError` unless all of them are positive and finite.
+    """
     grid = np.unique(np.asarray(rates, np.float64))
     sizes = np.unique(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):

@@ -1,4 +1,4 @@
-"""Histories: tables with several rows per training run, of which the last row is kept."""
+"""Histories, which are tables with several rows per training run: the last row of a run is read."""
 
 import itertools
 import re

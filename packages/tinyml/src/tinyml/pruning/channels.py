@@ -172,8 +172,8 @@ def _select_units(
 ) -> nn.Module:
     """Reduce `model` in place to the kept units, in the given order, and return it.
 
-    Raise `ValueError` if a full-size copy has other outputs, after the weights that read the
-    removed units were set to zero.
+    The result is compared with a full-size copy in which the weights that read the removed units
+    are zero. Raise `ValueError` if the outputs of the two models differ.
     """
     attributes = _new_sizes(model, walk, keep)
     zeroed = copy.deepcopy(model)

@@ -189,9 +189,10 @@ class _Probe(fx.Interpreter):
         self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
 
     def _noise_scale(self, name: str, value: Tensor) -> float:
-        """Return the scale of the noise: the example's root mean square, but at least 1.
+        """Return the scale of the noise that replaces an input of a product.
 
-        It is limited so that the squares of the largest noise do not overflow.
+        It is the root mean square of the example's input, but at least 1. It is limited so that the
+        squares of the largest noise do not overflow.
         """
         most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
         return max(1.0, min(most, float(self.squares[name].mean().sqrt())))

@@ -284,7 +284,10 @@ class Unit:
             self._mark_freed(True)
 
     def _mark_freed(self, is_freed: bool) -> None:
-        """Raise the full parameters' versions by FREED, or lower them again."""
+        """Add FREED to the versions of the full parameters, or subtract it after a gather.
+
+        See Note [One storage for full parameters].
+        """
         if is_freed != self._is_marked_freed:
             full = tuple(parameter.full for parameter in self.parameters)
             change = FREED if is_freed else -FREED
