@@ -230,15 +230,12 @@ SENTENCES = {
         entry["flashattn2_ms"] == NEAR(entry["SDPA_ms"], rel=0.1)
         for entry in rows("attention_time")
     ),
-    "auto between hosts at 64 KiB: slower for all_gather, faster for reduce_scatter": lambda: all(
-        (
-            result("collectives", "two-hosts", case=case, algorithm="auto", size_bytes=65536)[
-                "ratio_p50"
-            ]
-            > 1
+    "auto runs gloo between hosts at 64 KiB and takes up to 1.3 times as long": lambda: all(
+        row["runs"] == "gloo" and 1 / 1.3 < row["ratio_p50"] < 1
+        for case in ("all_reduce", "reduce_scatter", "all_gather")
+        for row in (
+            result("collectives", "two-hosts", case=case, algorithm="auto", size_bytes=65536),
         )
-        == faster
-        for case, faster in (("all_gather", False), ("reduce_scatter", True))
     ),
     "more processes cost the larger share where messages are short": lambda: all(
         all_reduce(2, 1024, algorithm) / all_reduce(6, 1024, algorithm)

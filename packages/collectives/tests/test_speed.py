@@ -27,8 +27,11 @@ from worker_pool import run_ranks
 pytestmark = pytest.mark.timing
 
 
-def ratios(sizes):
-    """Return the median of gloo's time over ours by size, for any tensor and for shared ones."""
+def ratios(sizes, percentile=50, rounds=15):
+    """Return gloo's time over ours by size, for any tensor and for shared ones.
+
+    The ratios of all rounds are reduced to a percentile, by default the median.
+    """
     measured = {}
     for size in sizes:
         plain = torch.randn(size // 4)
@@ -38,9 +41,9 @@ def ratios(sizes):
             "any": partial(collectives.all_reduce, plain),
             "shared": partial(collectives.all_reduce, shared),
         }
-        times = bench.time_interleaved(contenders, size, quick=False, device="cpu", rounds=15)
+        times = bench.time_interleaved(contenders, size, quick=False, device="cpu", rounds=rounds)
         measured[size] = [
-            float(np.median(times["gloo"].rounds / times[name].rounds))
+            float(np.percentile(times["gloo"].rounds / times[name].rounds, percentile))
             for name in ("any", "shared")
         ]
     return measured
@@ -87,16 +90,17 @@ def test_four_ranks_are_faster_than_gloo_at_every_size():
 
 
 @pytest.mark.parametrize("size", [KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB])
-def test_busy_core_never_makes_ours_slower_than_gloo(size):
+def test_busy_core_makes_ours_slower_than_gloo_in_less_than_a_tenth_of_the_rounds(size):
     """Measure two ranks while another program computes on one of the two cores."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        measured = run_ranks(ratios, 2, (size,))[0][size]
+        measured = run_ranks(ratios, 2, (size,), 10, 41)[0][size]
     finally:
         busy.kill()
         busy.wait()
     for name, ratio in zip(("any tensor", "shared_empty"), measured, strict=True):
-        assert_at_least(f"collectives: gloo over {name}, {size} bytes, busy core", 1.0, ratio)
+        figure = f"collectives: gloo over {name}, {size} bytes, busy core, tenth percentile"
+        assert_at_least(figure, 1.0, ratio)
 
 
 NO_HOSTS = why_not()
