@@ -146,19 +146,12 @@ def gptq_codes(
 ) -> tuple[Tensor, Grid]:
     """Return the codes (out, in) of a weight (out, in), and the grid that they refer to.
 
-    <<<<<<< HEAD
-        `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
-        or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
-        rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-        the fraction of H's mean diagonal that is added to the diagonal. Errors are propagated within
-        blocks of columns first and then once to all later columns, which is the same sum with less
-        memory traffic.
-    =======
-        `grid` has one row per output or per group of inputs. `refit(rows)` returns the grid of the
-        updated weights (out, group) of one group. `damping` is the fraction of H's mean diagonal that
-        is added to the diagonal. Errors are propagated within blocks of columns first and then once to
-        all later columns, which is the same sum with less memory traffic.
-    >>>>>>> main
+    `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
+    or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
+    rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
+    the fraction of H's mean diagonal that is added to the diagonal. Errors are propagated within
+    blocks of columns first and then once to all later columns, which is the same sum with less
+    memory traffic.
     """
     outputs, inputs = weight.shape
     if not (_is_finite(weight) and _is_finite(hessian)):
