@@ -189,13 +189,9 @@ def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
 
 
 @pytest.mark.parametrize(
-    "tiles", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 5))]
+    "tiles", [2, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 5))]
 )
-@pytest.mark.parametrize(
-    "window",
-    [pytest.param((None, 0), marks=pytest.mark.exhaustive), (192, 0)],
-    ids=["causal", "window"],
-)
+@pytest.mark.parametrize("window", [(None, 0), (192, 0)], ids=["causal", "window"])
 def test_consumers_that_skip_tiles_neither_deadlock_nor_race(machine, monkeypatch, window, tiles):
     """Each of three consumers may skip the first or the last tile of the program."""
     monkeypatch.setitem(forward.TILES, 64, forward.LONG_TILE)

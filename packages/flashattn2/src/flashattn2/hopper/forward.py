@@ -186,7 +186,7 @@ def consumer(
     Four warps execute this function.  The queries are tile number INDEX of the program's queries.
     """
     out, lse, outer, memory, barriers, location, start, count, band = inputs
-    q_ready, k_ready, k_free, v_ready, v_free = barriers
+    q_ready, k_ready, k_free, v_ready, _ = barriers
     batch, head, batch_head, first = location
     seq_q, seq_k, left, right = band
     row = first + INDEX * ROWS
@@ -213,11 +213,7 @@ def consumer(
     acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)  # [ROWS, D]
     zero = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)  # [ROWS, KEYS]
 
-    # The first tiles of two consumers differ by fewer than STAGES tiles.  A skipped tile is
-    # therefore the first tile in its stage, and is released without a wait for its load.
-    for j in range(begin):
-        mbarrier.arrive(k_free.index(j), count=1)
-        mbarrier.arrive(v_free.index(j), count=1)
+    release_skipped(barriers, begin)
 
     # For the first tile compute only S, because P of a previous tile does not exist.
     q_memory = memory[0].index(INDEX)
@@ -270,6 +266,22 @@ def consumer(
     fence_async_shared()
     store_tile(out, [batch, head, row, 0], q_memory)
     tma.store_wait(0)
+
+
+@gluon.jit
+def release_skipped(barriers, begin):
+    """Release the tiles before `begin`, which a consumer does not read.
+
+    The first tiles of two consumers differ by fewer than STAGES tiles, so a skipped tile is the
+    first tile in its stage.  It is released only after its load: until then, a wait for the next
+    tile of the stage, whose phase has the other parity, would return at once.
+    """
+    _, k_ready, k_free, v_ready, v_free = barriers
+    for j in range(begin):
+        mbarrier.wait(k_ready.index(j), 0)
+        mbarrier.arrive(k_free.index(j), count=1)
+        mbarrier.wait(v_ready.index(j), 0)
+        mbarrier.arrive(v_free.index(j), count=1)
 
 
 @gluon.jit
