@@ -3,7 +3,7 @@
     python docs/measure.py                  measure all packages, then write the pages
     python docs/measure.py ddp zero         measure these
     python docs/measure.py ddp:two-hosts    measure one run of a package's
-    python docs/measure.py --write-only     write the pages from the newest results
+    python docs/measure.py --write-only     write the pages from the stored results
 
 Runs whose names begin with `gpu` need a GPU and are left out without one; `tests/gpu.sh` makes
 them.
@@ -46,6 +46,9 @@ DECIDING_FLAGS = (
     "amx_int8",
     "amx_bf16",
 )
+
+#: READMEs quote the results of processors with this flag. The pages of results have all processors.
+QUOTED_FLAG = "avx512_vnni"
 
 Row = dict[str, Any]
 
@@ -103,8 +106,14 @@ def measure(name: str, label: str) -> None:
 
 
 def newest(name: str, label: str) -> dict[str, Any] | None:
-    """Return the newest results of one run, or None."""
-    return max(newest_by_machine(name, label).values(), key=_date, default=None)
+    """Return the newest results of one run that the pages quote, or None.
+
+    Sentences on the pages compare these figures. Results of a processor without `QUOTED_FLAG` are
+    therefore quoted only if there are no others.
+    """
+    every = list(newest_by_machine(name, label).values())
+    quoted = [stored for stored in every if _is_quoted(stored)]
+    return max(quoted or every, key=_date, default=None)
 
 
 def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
@@ -116,6 +125,12 @@ def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
     every = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{name}-{label}.json")]
     with_flags = [stored for stored in every if "cpu_flags" in stored["environment"]]
     return {_machine(stored): stored for stored in sorted(with_flags or every, key=_date)}
+
+
+def _is_quoted(stored: dict[str, Any]) -> bool:
+    """Return True for a GPU, and for a processor with `QUOTED_FLAG`."""
+    facts = stored["environment"]
+    return bool(facts["gpus"]) or QUOTED_FLAG in facts.get("cpu_flags", ())
 
 
 def _date(stored: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """No number in a README is typed by hand: each table is what the results render to."""
 
+import json
+
 import pytest
 from workspace import PACKAGES, ROOT, folder, script
 
@@ -28,6 +30,21 @@ def test_a_readme_quotes_one_table_of_at_most_eight_rows_and_seven_columns(packa
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_page_of_all_rows_is_what_the_results_render_to(package):
     assert (ROOT / "docs" / "results" / f"{package}.md").read_text() == measure.page(package)
+
+
+def test_pages_quote_other_processors_only_if_there_are_no_results_with_vnni(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+
+    def store(date, flags):
+        facts = {"date": date, "gpus": [], "processor": "CPU", "cores": 2, "cpu_flags": flags}
+        (tmp_path / date).mkdir()
+        (tmp_path / date / "ddp-run.json").write_text(json.dumps({"environment": facts}))
+
+    store("2026-01-02", ["avx2"])
+    assert measure.newest("ddp", "run")["environment"]["date"] == "2026-01-02"
+    store("2026-01-01", ["avx2", "avx512_vnni"])
+    assert measure.newest("ddp", "run")["environment"]["date"] == "2026-01-01"
+    assert len(measure.newest_by_machine("ddp", "run")) == 2
 
 
 def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
