@@ -66,7 +66,7 @@ def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
         workers=3,
         servers=2,
         transport=transport,
-        on_worker_loss="continue",
+        allow_missing=True,
         timeout=10.0,
     )
     assert result.lost == {1: f"worker 1 died with exit code {code}"}
@@ -122,7 +122,7 @@ def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(monkeypatc
         args=(4.0,),
         workers=3,
         servers=2,
-        on_worker_loss="continue",
+        allow_missing=True,
         timeout=2.0,
     )
     assert result.values == ["well", None, "well"]
@@ -155,7 +155,7 @@ def test_an_error_of_the_optimizer_reaches_the_workers():
 
 
 def test_beat_after_a_failure_does_not_end_the_server():
-    server, workers = pair(on_worker_loss="stop")
+    server, workers = pair(allow_missing=False)
     server.mark_lost(1, "the power went out")
     assert server.core.handle(0, Message(Kind.HEARTBEAT), None, 0.0) == Message(Kind.OK)
     with pytest.raises(PeerLost, match="the power went out"):
@@ -272,7 +272,7 @@ def test_waiting_workers_do_not_wake_each_other():
 
 
 def test_beats_keep_a_slow_worker():
-    server, workers = pair(timeout=5.0, on_worker_loss="continue")
+    server, workers = pair(timeout=5.0, allow_missing=True)
     push(workers[0])
     now = time.monotonic()
     pull = Message(Kind.PULL, clock=1, number=1)
@@ -284,7 +284,7 @@ def test_beats_keep_a_slow_worker():
 
 
 def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one():
-    server, workers = pair(timeout=5.0, on_worker_loss="continue")
+    server, workers = pair(timeout=5.0, allow_missing=True)
     push(workers[0])
     now = time.monotonic()
     pull = Message(Kind.PULL, clock=1, number=1)
@@ -314,7 +314,7 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
 def test_a_finished_or_unknown_worker_cannot_take_part():
     server, workers = pair(timeout=5.0)
     server.mark_lost(1, "done")  # so that finishing does not wait
-    server, workers = pair(Asynchronous(), on_worker_loss="continue")
+    server, workers = pair(Asynchronous(), allow_missing=True)
     server.mark_lost(1, "done")
     workers[0].finish()
     with pytest.raises(RuntimeError, match="worker 0 has finished"):
@@ -345,8 +345,6 @@ def test_invalid_arguments_are_refused_with_the_remedy():
     for timeout in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="expected timeout in seconds >= 0, got"):
             Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
-    with pytest.raises(ValueError, match="'stop' or 'continue'"):
-        Server(trainable_parameters(model()), SGD, workers=1, on_worker_loss="ignore")
     with pytest.raises(ValueError, match=r"expected transport 'zeromq' .* got 'shared_memory'"):
         run(train, model(), SGD, restarts=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):

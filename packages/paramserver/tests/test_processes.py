@@ -127,7 +127,7 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(transport, poli
         workers=3,
         servers=2,
         transport=transport,
-        on_worker_loss="continue",
+        allow_missing=True,
         timeout=3.0,
     )
     assert result.values == [3, None, 3]

@@ -35,7 +35,7 @@ def group():
         Asynchronous(),
         workers=2,
         timeout=20.0,
-        on_worker_loss="continue",
+        allow_missing=True,
         memory=ends[0][1].server_memory,
     )
     threads = serve(server, {w: pair[1] for w, pair in enumerate(ends)})

@@ -63,7 +63,7 @@ def servers_of(module, servers, workers, consistency, timeout=0.0):
             workers=workers,
             shard=shard,
             timeout=timeout,
-            on_worker_loss="continue",
+            allow_missing=True,
         )
         for shard in partition(parameters, servers)
     ]
@@ -178,7 +178,7 @@ def test_a_process_that_dies_between_two_servers_leaves_nothing():
         Asynchronous(),
         workers=2,
         servers=2,
-        on_worker_loss="continue",
+        allow_missing=True,
     )
     assert result.versions == [6 + 2] * 2
     assert result.parameters["x"].unique().tolist() == [8.0]

@@ -227,7 +227,7 @@ def test_a_step_is_not_completed_without_a_lost_worker(served):
 
 
 def test_a_step_may_be_completed_without_a_lost_worker(served):
-    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=0.5, on_worker_loss="continue")
+    job = Job(count, Vector(2), UNIT_SGD, workers=2, timeout=0.5, allow_missing=True)
     server = served(job)
     with ExitStack() as stack:
         first = stack.enter_context(join_servers(job, 0, [server.address]))
@@ -639,7 +639,7 @@ def test_fsync_of_a_job_reaches_the_disk(tmp_path, monkeypatch):
     assert syncs_per_join(job_of(fsync=True), tmp_path / "b") == 1
 
 
-def test_fsync_is_an_option_of_run_and_serve(tmp_path, monkeypatch):
+def test_options_of_a_job_reach_run_and_serve(tmp_path, monkeypatch):
     jobs = []
 
     def capture(job, *args, **kwargs):
@@ -648,14 +648,24 @@ def test_fsync_is_an_option_of_run_and_serve(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch, "run_on_zeromq", capture)
     with pytest.raises(RuntimeError, match="captured"):
-        run(count, Vector(), UNIT_SGD, transport="zeromq", journal=tmp_path, fsync=True)
+        run(
+            count,
+            Vector(),
+            UNIT_SGD,
+            transport="zeromq",
+            journal=tmp_path,
+            fsync=True,
+            allow_missing=True,
+        )
     with pytest.raises(ValueError, match="expected a journal with fsync=True"):
         run(count, Vector(), UNIT_SGD, transport="zeromq", fsync=True)
     monkeypatch.setattr(command_line, "open_server", capture)
     monkeypatch.setattr(command_line, "_load_job", lambda _: job_of())
     command = ["serve", "mine:job", "--address", "ipc://x", "--journal", str(tmp_path)]
-    assert command_line.main([*command, "--fsync"]) == 2
-    assert [job.fsync for job in jobs] == [True, True]
+    for options in ((), ("--fsync",), ("--allow-missing",)):
+        assert command_line.main([*command, *options]) == 2
+    given = [(job.fsync, job.allow_missing) for job in jobs]
+    assert given == [(True, True), (False, False), (True, False), (False, True)]
 
 
 def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, capsys):

@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--server", type=int, default=0, help="number of the server")
     serve.add_argument("--journal", type=Path, help="folder of the server's journal")
     serve.add_argument("--fsync", action="store_true", help="write each record to the disk")
+    serve.add_argument(
+        "--allow-missing", action="store_true", help="take steps without workers that are lost"
+    )
     serve.set_defaults(call=_serve)
     join = commands.add_parser("join", help="train as one worker")
     join.add_argument("--rank", type=int, required=True, help="number of the worker")
@@ -85,8 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
-    if arguments.fsync:
-        job = replace(job, fsync=True)
+    job = replace(
+        job,
+        fsync=job.fsync or arguments.fsync,
+        allow_missing=job.allow_missing or arguments.allow_missing,
+    )
     public, secret = _read_key_pair(arguments.keys)
     workers = dict(map(_read_worker_key, arguments.peer))
     if bool(secret) != bool(workers):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -41,11 +41,11 @@ class Server:
         timeout: seconds after which a wait ends if the awaited worker has sent no request in that
             time and is not itself waiting. Then the wait raises an error, or training continues
             without the awaited worker. Heartbeats of the ZeroMQ transport count as requests.
-        on_worker_loss: "stop" raises an error that names the lost worker in all other workers;
-            "continue" trains without the lost worker.
-        elastic: whether further workers may join, with any rank, and lost workers may rejoin. With
-            "stop", a policy that averages then waits up to `timeout` for a lost worker. With
-            "continue", it averages without the lost worker. Other policies always continue.
+        allow_missing: whether training continues without a worker that is lost. If False, all
+            other workers receive an error that names the lost worker, unless `elastic` is True.
+        elastic: whether further workers may join, with any rank, and lost workers may rejoin. A
+            policy that averages then waits for a lost worker up to `timeout`, unless
+            `allow_missing` is True. Other policies always continue without the lost worker.
         memory: buffer of `shard.buffer_bytes` bytes for the parameters; None allocates one.
 
     Raises:
@@ -62,7 +62,7 @@ class Server:
         workers: int,
         shard: Shard | None = None,
         timeout: float = 60.0,
-        on_worker_loss: Literal["stop", "continue"] = "stop",
+        allow_missing: bool = False,
         elastic: bool = False,
         memory: Tensor | None = None,
     ) -> None:
@@ -71,26 +71,21 @@ class Server:
             raise ValueError(f"expected workers >= {min_workers}, got {workers}")
         if not timeout >= 0:
             raise ValueError(f"expected timeout in seconds >= 0, got {timeout!r}")
-        if on_worker_loss not in ("stop", "continue"):
-            raise ValueError(
-                f"expected on_worker_loss 'stop' or 'continue', got {on_worker_loss!r}"
-            )
         self.consistency: Consistency = consistency or BulkSynchronous()
         if not isinstance(self.consistency, Consistency):
             raise TypeError(
                 f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
             )
-        waits = elastic and on_worker_loss == "stop" and self.consistency.averages
-        continues_after_loss = elastic or on_worker_loss == "continue"
+        waits_for_rejoin = elastic and not allow_missing and self.consistency.averages
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
             self.consistency,
             workers=workers,
             timeout=timeout,
-            continue_after_loss=continues_after_loss,
+            continue_after_loss=elastic or allow_missing,
             elastic=elastic,
-            wait_for_rejoin=waits,
+            wait_for_rejoin=waits_for_rejoin,
         )
         self._changed = threading.Condition()
         self._errors: dict[int, Exception] = {}

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Result:
     versions: list[int]
     #: Number of applied gradients, keyed by their staleness in versions.
     staleness: Counter[int]
-    #: Reason for the loss of each lost worker; empty unless on_worker_loss="continue".
+    #: Reason for the loss of each lost worker; empty unless `allow_missing` is True.
     lost: dict[int, str] = field(default_factory=dict)
 
 
@@ -47,7 +47,7 @@ class Job:
     workers: int = 2
     servers: int = 1
     timeout: float = 60.0
-    on_worker_loss: Literal["stop", "continue"] = "stop"
+    allow_missing: bool = False
     fsync: bool = False
 
     def pack(self) -> bytes:
@@ -82,7 +82,7 @@ class Job:
             workers=self.workers,
             shard=shard,
             timeout=self.timeout,
-            on_worker_loss=self.on_worker_loss,
+            allow_missing=self.allow_missing,
             elastic=elastic,
             memory=memory,
         )
@@ -133,8 +133,8 @@ class ServerReport:
 def assemble_result(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
     """Return the result of a run from the outcomes of its processes.
 
-    A run fails if a server or all workers fail; with on_worker_loss="stop", also if any worker
-    fails.
+    A run fails if a server or all workers fail, and, unless `job.allow_missing` is True, if any
+    worker fails.
 
     Raises:
         PeerLost: the run failed because a process died, or every error is a `PeerLost`.
@@ -146,8 +146,8 @@ def assemble_result(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcom
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
     dead = [outcome for outcome in failed if outcome.error is None]
     lost = {w: _describe_failure(outcome) for w, outcome in enumerate(workers) if outcome.failed}
-    stop = job.on_worker_loss == "stop" or len(lost) == len(workers)
-    if failed and (stop or any(outcome.failed for outcome in servers)):
+    needs_all = not job.allow_missing or len(lost) == len(workers)
+    if failed and (needs_all or any(outcome.failed for outcome in servers)):
         if dead:
             raise PeerLost(_describe_failure(dead[0]))
         causes = [o for o in failed if not isinstance(o.error, PeerLost)] or failed

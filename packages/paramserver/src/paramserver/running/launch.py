@@ -37,7 +37,7 @@ def run(
     servers: int = 1,
     transport: Literal["shared_memory", "zeromq"] = "shared_memory",
     timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop",
+    allow_missing: bool = False,
     restarts: int = 0,
     journal: str | Path | None = None,
     fsync: bool = False,
@@ -58,9 +58,8 @@ def run(
         servers: number of servers.
         transport: transport of messages between the processes.
         timeout: see `Server`.
-        on_worker_loss: "stop" fails the run after a loss. "continue" trains without a worker that
-            is lost or silent; a process of such a worker that is still running `timeout` + 10
-            seconds later is killed.
+        allow_missing: whether training continues without a worker that is lost or silent. If the
+            process of such a worker is still running `timeout` + 10 seconds later, it is killed.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
             calls `train` again, and `worker.position` is its position in the training data. A
             restarted server continues from its journal.
@@ -82,7 +81,7 @@ def run(
         workers,
         servers,
         timeout,
-        on_worker_loss,
+        allow_missing,
         fsync,
     )
     _check_options(job, transport, restarts, journal)
@@ -103,7 +102,7 @@ def run(
         for channels in (*server_ends, *worker_ends):
             for channel in channels:
                 channel.close()
-        outcomes = collect(processes, continues_after_loss=on_worker_loss == "continue")
+        outcomes = collect(processes, allow_missing=allow_missing)
     return assemble_result(job, shards, outcomes)
 
 

@@ -149,18 +149,18 @@ def _end_with_parent(folder: str | None) -> None:
     os._exit(1)
 
 
-def collect(processes: Processes, *, continues_after_loss: bool) -> dict[str, Outcome]:
+def collect(processes: Processes, *, allow_missing: bool) -> dict[str, Outcome]:
     """Wait for all processes and return their outcomes.
 
     After a failure, the processes that have not ended `grace_period` seconds later are killed. With
-    `continues_after_loss`, the loss of a worker does not count as a failure.
+    `allow_missing`, the loss of a worker does not count as a failure.
     """
     outcomes: dict[str, Outcome] = {}
     deadline = math.inf
     while processes.running:
         for outcome in processes.outcomes_within(min(1.0, max(0.0, deadline - time.monotonic()))):
             outcomes[outcome.name] = outcome
-            if outcome.failed and not (continues_after_loss and outcome.name.startswith("worker")):
+            if outcome.failed and not (allow_missing and outcome.name.startswith("worker")):
                 deadline = min(deadline, time.monotonic() + processes.grace_period)
         if time.monotonic() >= deadline:
             reason = f"killed, {processes.grace_period:g} s after the failure of another process"

@@ -136,8 +136,8 @@ def run_on_zeromq(
                         processes.restart(outcome.name)
                         continue
                     ended[outcome.name] = outcome
-                    is_required = job.on_worker_loss == "stop" or outcome.name not in workers
-                    if outcome.failed and is_required:
+                    may_be_missing = job.allow_missing and outcome.name in workers
+                    if outcome.failed and not may_be_missing:
                         return assemble_result(job, shards, ended)
                 if not final_state and all(name in ended for name in workers):
                     final_state = reader.submit(read_final_state, job, addresses)

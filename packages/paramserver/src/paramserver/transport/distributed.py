@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ def join(
     servers: Sequence[int] = (0,),
     group: dist.ProcessGroup | None = None,
     timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop",
+    allow_missing: bool = False,
 ) -> Iterator[Worker]:
     """Train in an existing process group, in which every rank is a worker.
 
@@ -128,7 +128,7 @@ def join(
         servers: distinct ranks of `group` that also run a server.
         group: the process group; None is the default group.
         timeout: see `Server`.
-        on_worker_loss: see `Server`.
+        allow_missing: see `Server`.
 
     Raises:
         PeerLost: another rank has failed; the message names it.
@@ -147,7 +147,7 @@ def join(
         workers=world,
         servers=len(servers),
         timeout=timeout,
-        on_worker_loss=on_worker_loss,
+        allow_missing=allow_missing,
     )
     shards = job.shards()
     private = _connect_gloo(group)
