@@ -1,12 +1,16 @@
 """Invalid arguments are refused with an error that names the remedy."""
 
+import inspect
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from ddp import DDP, all_reduce_gradients
 from ddp.options import BucketSize, check_restricted_arguments, select_bucket_size
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
-from worker_pool import try_ranks
+from worker_pool import run_ranks, try_ranks
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,68 @@ def test_two_bucket_sizes_are_refused(size: float | None) -> None:
         DDP(nn.Linear(2, 2), bucket_size_mb=size, bucket_cap_mb_list=[1.0, 10.0])
 
 
+#: Values of `sync_buffers` and of torch's names for it, and two results: whether each step copies
+#: buffers, and whether the constructor copies them.
+BUFFER_ARGUMENTS = [
+    ({}, True, True),
+    ({"sync_buffers": False}, False, True),
+    ({"forward_sync_buffers": False}, False, True),
+    ({"forward_sync_buffers": True, "broadcast_buffers": False}, True, True),
+    ({"forward_sync_buffers": False, "broadcast_buffers": True}, False, True),
+    ({"broadcast_buffers": False}, False, False),
+    ({"broadcast_buffers": True}, True, True),
+    ({"sync_buffers": True, "forward_sync_buffers": True}, True, True),
+    ({"sync_buffers": False, "broadcast_buffers": False}, False, False),
+]
+
+
+def synchronize_buffers(arguments: dict, wrapper: type) -> list[float]:
+    """Return the buffer after wrapping, after a step and after `join()`, on this rank."""
+    module = nn.Linear(1, 1)
+    module.register_buffer("table", torch.tensor(float(dist.get_rank())))
+    model = wrapper(module, **arguments)
+    values = [module.table.item()]
+    with model.join():
+        for _ in range(1 + dist.get_rank()):
+            module.table.fill_(2 + dist.get_rank())
+            model(torch.ones(1, 1)).sum().backward()
+            values.append(module.table.item())
+    return [*values[:2], module.table.item()]
+
+
+def compare_buffer_arguments() -> list[list]:
+    torch_ddp = nn.parallel.DistributedDataParallel
+    names_of_torch = inspect.signature(torch_ddp).parameters.keys()
+    outcomes = []
+    for arguments, _, _ in BUFFER_ARGUMENTS:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            values = synchronize_buffers(arguments, DDP)
+        outcomes.append([values, any(c.category is FutureWarning for c in caught)])
+        if arguments.keys() <= names_of_torch:
+            assert values == synchronize_buffers(arguments, torch_ddp), arguments
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_name_of_sync_buffers_selects_it_as_in_torch() -> None:
+    outcomes = zip(BUFFER_ARGUMENTS, *run_ranks(compare_buffer_arguments, 2), strict=True)
+    for (arguments, in_step, in_constructor), (first, first_warned), (second, warned) in outcomes:
+        # In a step and at the end of join(), the highest rank with inputs is the source.
+        assert first == ([0, 3, 3] if in_step else [0, 2, 2]), arguments
+        assert second == [0 if in_constructor else 1, 3, 3], arguments
+        assert first_warned == warned == ("broadcast_buffers" in arguments), arguments
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("synonym", ["forward_sync_buffers", "broadcast_buffers"])
+@pytest.mark.parametrize("value", [False, True])
+def test_contradictory_values_of_sync_buffers_are_refused(synonym: str, value: bool) -> None:
+    message = f"got sync_buffers={not value} and {synonym}={value}; pass one of them"
+    with pytest.raises(ValueError, match=message):
+        DDP(nn.Linear(2, 2), sync_buffers=not value, **{synonym: value})
+
+
 def pass_invalid_arguments() -> list[str]:
     errors = []
     for arguments in (
@@ -45,7 +111,7 @@ def pass_invalid_arguments() -> list[str]:
             errors.append(str(error))
     expanded = nn.Linear(2, 2)
     expanded.register_buffer("table", torch.zeros(1).expand(3))
-    DDP(expanded, forward_sync_buffers=False, init_sync=False)  # no rank copies the buffer
+    DDP(expanded, sync_buffers=False, init_sync=False)  # no rank copies the buffer
     try:
         DDP(expanded)
     except ValueError as error:

@@ -227,7 +227,7 @@ def unfreezes_part_of_a_large_model() -> int:
     module.append(nn.Linear(2, 2))
     module.requires_grad_(False)
     module[4].requires_grad_(True)
-    model = DDP(module, forward_sync_buffers=False)
+    model = DDP(module, sync_buffers=False)
     model(torch.ones(1, 5)).sum().backward()
     module[5].requires_grad_(True)
     dist.broadcast = count
@@ -616,7 +616,7 @@ def trains_batch_norm(broadcast: bool) -> list:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
     module = module.to(memory_format=torch.channels_last)
-    model = DDP(module, forward_sync_buffers=broadcast)
+    model = DDP(module, sync_buffers=broadcast)
     for step in range(4):
         x = torch.randn(
             4, 2, 6, 6, generator=torch.Generator().manual_seed(9 * step + dist.get_rank())

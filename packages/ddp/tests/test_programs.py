@@ -58,7 +58,7 @@ def draw_program(seed: int, max_actions: int) -> dict:
     options = {
         "bucket_size_mb": draw.choice([None, 1e-4, 1e-3, 25.0]),
         "gradient_as_bucket_view": draw.random() < 0.7,
-        "forward_sync_buffers": draw.random() < 0.7,
+        "sync_buffers": draw.random() < 0.7,
         "find_unused_parameters": draw.random() < 0.5,
     }
     actions = [draw_step(draw)]

@@ -230,7 +230,7 @@ def test_buffers_changed_on_every_rank_do_not_warn() -> None:
 
 
 def test_buffers_that_are_not_synchronized_do_not_warn() -> None:
-    options = {"forward_sync_buffers": False}
+    options = {"sync_buffers": False}
     messages, results = run_ranks(change_one_buffer, 2, options)[1]
     assert messages == []
     assert [step[1][0] for step in results] == [[1], [2], [2]]

@@ -32,7 +32,7 @@ def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
         "module_name": type(replica.module).__name__,
         "device_ids": "" if device is None else str(device.index),
         "output_device": -1 if device is None else device.index,
-        "broadcast_buffers": int(options.broadcast_buffers),
+        "broadcast_buffers": int(options.sync_buffers),
         "bucket_cap_bytes": int(options.bucket_bytes[-1]),
         "find_unused_parameters": int(options.find_unused_parameters),
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),

@@ -35,7 +35,7 @@ class TorchCompatibility:
     @property
     def forward_sync_buffers(self) -> bool:
         """True if buffers are synchronized."""
-        return self._options.broadcast_buffers
+        return self._options.sync_buffers
 
     broadcast_buffers = forward_sync_buffers
 

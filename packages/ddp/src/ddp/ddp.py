@@ -6,7 +6,6 @@ The algorithm is in `reducer.py`; `plain.py` is its minimal implementation.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from ddp.bucket import Allocate
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
+from ddp.consistency.model_agreement import named_state
 from ddp.consistency.uneven_inputs import ZeroContribution
 from ddp.metering.meter import Meter
 from ddp.options import (
@@ -30,11 +30,12 @@ from ddp.options import (
     check_module,
     check_restricted_arguments,
     select_bucket_size,
+    select_buffer_synchronization,
     select_device,
     select_group,
 )
 from ddp.process_group import AllReduce
-from ddp.replica import InitialBroadcast, Replica
+from ddp.replica import Replica
 
 #: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
 #: module is not compiled: the compiled function would call the original.
@@ -67,8 +68,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.
-        broadcast_buffers: former name of `forward_sync_buffers`.
-        forward_sync_buffers: copy the buffers of rank 0 to every rank in each step.
+        sync_buffers: copy the buffers of rank 0 to every rank after each synchronized backward
+            pass, which is the default. torch's names `forward_sync_buffers` and
+            `broadcast_buffers` are accepted too. As in torch, the constructor does not copy buffers
+            if only `broadcast_buffers=False` is passed.
         init_sync: compare the models, and copy weights and buffers from rank 0.
         static_graph: every step computes the same graph. Then a gradient may be computed in several
             parts, as by reentrant checkpoints of a shared layer.
@@ -94,8 +97,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         gradient_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = False,
         check_nan: bool = False,
-        broadcast_buffers: bool | None = None,
+        sync_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -114,26 +118,13 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             # The second positional argument of torch's DDP is `device_ids`.
             device_ids = bucket_size_mb
             bucket_size_mb = BucketSize.DEFAULT
-        if broadcast_buffers is not None:
-            warnings.warn(
-                "broadcast_buffers is called forward_sync_buffers since torch 2.13; pass that",
-                FutureWarning,
-                stacklevel=2,
-            )
-        # As in torch, only the former name also disables the initial broadcast of buffers.
-        broadcast = InitialBroadcast.WEIGHTS_AND_BUFFERS
-        if broadcast_buffers is False and forward_sync_buffers is None:
-            broadcast = InitialBroadcast.WEIGHTS
-        if not init_sync:
-            broadcast = InitialBroadcast.NONE
-        if forward_sync_buffers is None:
-            forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
+        sync_buffers, init_sync_buffers = select_buffer_synchronization(
+            sync_buffers, forward_sync_buffers, broadcast_buffers
+        )
         # Set by torch's `_set_params_and_buffers_to_ignore_for_model`.
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        broadcasts_buffers = (
-            forward_sync_buffers or broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
-        )
-        check_module(module, self._ignored, broadcasts_buffers=broadcasts_buffers)
+        copies_buffers = sync_buffers or (init_sync and init_sync_buffers)
+        check_module(module, self._ignored, copies_buffers=copies_buffers)
         self._options = Options(
             bucket_size_mb=select_bucket_size(bucket_size_mb, bucket_cap_mb, bucket_cap_mb_list),
             all_reduce=all_reduce,
@@ -141,7 +132,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             gradient_dtype=gradient_dtype,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
-            broadcast_buffers=forward_sync_buffers,
+            sync_buffers=sync_buffers,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             device=select_device(device_ids, output_device, module),
@@ -152,7 +143,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._group = select_group(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
         self._create_process_state()
-        self._replica.connect(check_model=init_sync, broadcast=broadcast)
+        copied = {}
+        if init_sync:
+            copied = named_state(module, self._ignored, buffers=init_sync_buffers)
+        self._replica.connect(check_model=init_sync, copied=list(copied.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -236,7 +230,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """Return a context in which ranks may take different numbers of steps.
 
         A rank that reaches the end of the context early contributes zeros to the steps of the other
-        ranks. At the end it copies the weights and buffers of a rank that took all steps.
+        ranks. At the end it copies the weights, and the buffers if they are synchronized, of a
+        rank that took all steps.
         `divide_by_initial_world_size=False` averages over the ranks that still have inputs. The
         arguments are those of torch's DDP.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -48,7 +49,7 @@ class Options:
     gradient_dtype: torch.dtype | None
     find_unused_parameters: bool
     check_nan: bool
-    broadcast_buffers: bool
+    sync_buffers: bool
     static_graph: bool
     gradient_as_bucket_view: bool
     #: Device that inputs are moved to, if any.
@@ -100,7 +101,7 @@ class Options:
             "gradient_dtype": self.gradient_dtype,
             "find_unused_parameters": self.find_unused_parameters,
             "check_nan": self.check_nan,
-            "broadcast_buffers": self.broadcast_buffers,
+            "sync_buffers": self.sync_buffers,
             "static_graph": self.static_graph,
         }
 
@@ -156,7 +157,33 @@ def select_group(
     return mesh_group
 
 
-def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bool) -> None:
+def select_buffer_synchronization(
+    sync_buffers: bool | None, forward_sync_buffers: bool | None, broadcast_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Return whether rank 0's buffers are copied in each step, and whether in the constructor.
+
+    The last two arguments are torch's names of the first. As in torch, `forward_sync_buffers` takes
+    precedence over `broadcast_buffers`. Raises `ValueError` if they contradict `sync_buffers`.
+    """
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is called forward_sync_buffers since torch 2.13, which takes "
+            "precedence if both are passed; pass sync_buffers instead",
+            FutureWarning,
+            stacklevel=3,
+        )
+    name = "broadcast_buffers" if forward_sync_buffers is None else "forward_sync_buffers"
+    synonym = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    if None not in (sync_buffers, synonym) and sync_buffers != synonym:
+        raise ValueError(
+            f"expected one value for the synchronization of buffers, got sync_buffers="
+            f"{sync_buffers} and {name}={synonym}; pass one of them"
+        )
+    is_copied_in_constructor = broadcast_buffers is not False or forward_sync_buffers is not None
+    return False not in (sync_buffers, synonym), is_copied_in_constructor
+
+
+def check_module(module: nn.Module, ignored: set[str], *, copies_buffers: bool) -> None:
     """Raise `ValueError` or `RuntimeError` for a module that cannot be replicated."""
     for name, child in module.named_modules():
         if isinstance(child, nn.parallel.DistributedDataParallel):
@@ -186,7 +213,7 @@ def check_module(module: nn.Module, ignored: set[str], *, broadcasts_buffers: bo
                 "tensors"
             )
     _check_can_be_copied(parameters)
-    if broadcasts_buffers:
+    if copies_buffers:
         _check_can_be_copied((n, b) for n, b in module.named_buffers() if n not in ignored)
     device_types = {parameter.device.type for _, parameter in parameters}
     if len(device_types) > 1:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
-from enum import Enum, auto
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -36,14 +35,6 @@ from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group
 from ddp.reducer import Reducer
-
-
-class InitialBroadcast(Enum):
-    """The state that is copied from rank 0 when a replica connects to the other ranks."""
-
-    NONE = auto()
-    WEIGHTS = auto()
-    WEIGHTS_AND_BUFFERS = auto()
 
 
 class Wrapper(Protocol):
@@ -104,12 +95,13 @@ class Replica:
         *,
         check_model: bool,
         check_weights: bool = False,
-        broadcast: InitialBroadcast = InitialBroadcast.NONE,
+        copied: Sequence[Tensor] = (),
     ) -> None:
         """Compare the model with those of the other ranks, and create the reducer.
 
-        If this raises, the hooks and `is_connected` are unchanged, so that the first gradient of
-        the next backward pass connects a copied wrapper, or raises again.
+        The tensors in `copied` receive the values of rank 0. If this raises, the hooks and
+        `is_connected` are unchanged, so that the first gradient of the next backward pass connects
+        a copied wrapper, or raises again.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
@@ -121,11 +113,7 @@ class Replica:
             with self.failures.attribute_errors("the comparison of the weights"):
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
-        if broadcast is not InitialBroadcast.NONE:
-            has_buffers = broadcast is InitialBroadcast.WEIGHTS_AND_BUFFERS
-            state = named_state(self.module, self.ignored, buffers=has_buffers)
-            description = "the broadcast of the weights"
-            broadcast_tensors(list(state.values()), process_group, self.failures, description)
+        broadcast_tensors(copied, process_group, self.failures, "the broadcast of the weights")
         self.tracked = TrackedParameters(self.module, self.ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
@@ -228,7 +216,7 @@ class Replica:
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
-        if self.options.broadcast_buffers and self.buffers.needs_checksum:
+        if self.options.sync_buffers and self.buffers.needs_checksum:
             self.buffers.record_checksum(self.tracked.named_buffers().values())
 
     def _fail_open_step(self) -> NoReturn:
@@ -360,7 +348,7 @@ class Replica:
             self.comm_hook,
             is_participating=is_participating,
         )
-        if self.options.broadcast_buffers:
+        if self.options.sync_buffers:
             self._synchronize_buffers(is_participating=is_participating)
 
     def _participation_scale(self, *, is_participating: bool) -> float:

@@ -29,12 +29,13 @@ class ZeroContribution(JoinHook):
         self._replica.finish_step(is_participating=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy weights and buffers from a rank that took all steps."""
+        """Copy the weights of a rank that took all steps, and its buffers if these are copied."""
         ddp = self._ddp
         replica = self._replica
         source = highest_rank(replica.group, replica.device, is_candidate=is_last_joiner)
+        state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
         broadcast_tensors(
-            list(named_state(replica.module, replica.ignored).values()),
+            list(state.values()),
             replica.group.process_group,
             replica.failures,
             "the broadcast of the final weights",
