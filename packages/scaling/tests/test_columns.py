@@ -288,6 +288,6 @@ def test_size_of_the_text_is_read_with_the_tokens_of_one_unit(name):
             load_runs(table, columns={"tokens": name}, units=wrong)
     # The name of a size of text does not say that it counts all epochs.
     options = {"columns": {"tokens": name}, "units": {"tokens": unit}}
-    with pytest.raises(ValueError, match="may count the data set or the tokens of all epochs"):
+    with pytest.raises(ValueError, match="may count the tokens of all epochs, or those of one"):
         load_runs(table | {"epochs": [2] * 6}, **options)
     assert len(load_runs(table | {"epochs": [2] * 6}, **options, ignore="epochs")) == 6

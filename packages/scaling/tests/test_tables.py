@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 import warnings
 from pathlib import Path
@@ -624,17 +625,65 @@ def test_parameters_beside_a_number_of_experts_are_refused(name):
         load_runs(BASE | {name: [2, 2, 2]})
 
 
-def test_tokens_of_a_data_set_beside_epochs_are_refused():
-    base = {"N": BASE["N"], "dataset_tokens": BASE["D"], "loss": BASE["loss"]}
-    for name in ("epoch", "n_epoch", "train_epochs"):
-        with pytest.raises(ValueError, match="may count the data set"):
-            load_runs(base | {name: [1, 2, 4]})
-    table = base | {"num_epochs": [1, 2, 4]}
-    with pytest.raises(ValueError, match=r"may count the data set or the tokens of all epochs"):
+@pytest.mark.parametrize("tokens", ["dataset_tokens", "tokens", "D", "train_tokens"])
+@pytest.mark.parametrize("epochs", ["epoch", "n_epoch", "train_epochs", "config.num_epochs"])
+def test_tokens_of_one_epoch_or_of_all_epochs_are_refused_with_both_remedies(tokens, epochs):
+    table = {"N": BASE["N"], tokens: BASE["D"], "loss": BASE["loss"], epochs: [1, 2, 4]}
+    with pytest.raises(ValueError, match=rf"'{tokens}' may count .* '{epochs}' is 2 in row 2"):
         load_runs(table)
-    assert len(load_runs(table, columns={"tokens": "dataset_tokens"})) == 3
-    assert len(load_runs(base | {"num_epochs": [1, 1, 1]})) == 3
-    assert len(load_runs({**BASE, "epochs": [1, 2, 4]})) == 3
+    np.testing.assert_allclose(load_runs(table, columns={"tokens": tokens}).tokens, BASE["D"])
+    np.testing.assert_allclose(load_runs(table, ignore=epochs).tokens, BASE["D"])
+    per_epoch = load_runs(table, columns={"tokens": f"{epochs} * {tokens}"})
+    np.testing.assert_allclose(per_epoch.tokens, np.multiply(BASE["D"], [1, 2, 4]))
+    # One epoch, which may be counted from 0, has one reading.
+    for once in ([1, 1, 1], [0, 0, 0], [0.99, 1.0, "1"], ["", None, 1]):
+        assert len(load_runs(table | {epochs: once})) == 3
+    for unclear in ([0.3, 0.3, 0.3], ["2 epochs"] * 3):
+        with pytest.raises(ValueError, match="may count the tokens of all epochs, or those of one"):
+            load_runs(table | {epochs: unclear})
+
+
+def test_remedy_for_tokens_of_one_epoch_keeps_the_unit_of_the_name():
+    table = {"N": BASE["N"], "tokens_B": [10, 20, 20], "epochs": [1, 2, 4], "loss": BASE["loss"]}
+    with pytest.raises(ValueError, match=r"columns={'tokens': 'epochs \* tokens_B'}"):
+        load_runs(table)
+    runs = load_runs(table, columns={"tokens": "epochs * tokens_B"})
+    assert runs.tokens.tolist() == [10e9, 40e9, 80e9]
+
+
+def test_other_columns_may_prove_that_tokens_count_all_epochs():
+    table = BASE | {"epochs": [1, 2, 4]}
+    n, d = np.array(BASE["N"]), np.array(BASE["D"])
+    proofs = {
+        "'compute' is 6 N D": {"compute": 6 * n * d},
+        "'steps \\* batch_tokens' is equal": {"steps": d / 2**20, "batch_tokens": [2**20] * 3},
+        "'tokens_seen' count all epochs: the name": {"tokens_seen": d},
+        "'total_tokens' count all epochs: the name": {"total_tokens": d},
+    }
+    for choice, columns in proofs.items():
+        renamed = {k: v for k, v in table.items() if k != "D"} if "name" in choice else table
+        runs = load_runs(renamed | columns)
+        np.testing.assert_allclose(runs.tokens, d)
+        assert re.search(choice, runs.explanation)
+    # A proof must hold in every row, and samples may be those of the data set.
+    for columns in (
+        {"compute": 6 * n * d * [1, 1, 1.3]},
+        {"compute": 6 * n * d * [1, 2, 4]},
+        {"steps": d / 2**20 * [1, 1, 2], "batch_tokens": [2**20] * 3},
+        {"train_samples": d / 2**10, "seq_len": [2**10] * 3},
+    ):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(ValueError, match="may count the tokens of all epochs, or"),
+        ):
+            load_runs(table | columns)
+
+
+def test_tokens_that_rise_within_the_runs_of_a_history_count_all_epochs():
+    rows = [row | {"epoch": row["_step"] / 2} for row in history_rows("run")]
+    with pytest.warns(ScalingWarning, match="9 earlier ones"):
+        runs = load_runs(rows)
+    assert "tokens by 'tokens' count all epochs: they rise within runs" in runs.explanation
 
 
 def test_total_parameters_of_a_mixture_of_experts_are_refused():
@@ -646,6 +695,27 @@ def test_total_parameters_of_a_mixture_of_experts_are_refused():
     active = np.divide(BASE["N"], 4)
     np.testing.assert_allclose(load_runs(table | {"active_params": active}).parameters, active)
     assert len(load_runs(base | {"num_experts": [1, 1, 1]})) == 3
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [
+        *(("is_moe", flag) for flag in (True, "yes", 1)),
+        *(("moe", "True"), ("use_moe", "x")),
+        *(("model", name) for name in ("Mixtral-8x7B", "qwen3-30B-A3B", "moe-1b", "64x1.5b")),
+    ],
+)
+def test_mixture_of_experts_is_recognized_by_flags_and_names(column, cell):
+    dense = "dense-7b" if column == "model" else False
+    base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
+    table = base | {column: [dense, cell, dense]}
+    with pytest.raises(ValueError, match=rf"all parameters or the .* '{column}' is .* in row 2"):
+        load_runs(table)
+    assert len(load_runs(table, ignore=column)) == 3
+    assert len(load_runs(table, columns={"parameters": "params"})) == 3
+    assert len(load_runs(table | {"active_params": BASE["N"]})) == 3
+    others = [f"{name}" for name in ("1x1b2c", "tomoe", "b8-l12")]
+    assert len(load_runs(base | {column: others if column == "model" else [dense] * 3})) == 3
 
 
 def test_sweep_is_read_as_its_best_setting_with_all_seeds():

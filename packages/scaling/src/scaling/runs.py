@@ -18,6 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.equality import ComparesArrays
 from scaling.tables.cells import list_some
 from scaling.tables.columns import COMPUTE_TOLERANCE, compare_columns, parse_columns
+from scaling.tables.counts import (
+    require_active_parameters,
+    require_tokens_of_all_epochs,
+    require_tokens_of_text,
+)
 from scaling.tables.derived import TIMES, token_factors
 from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
@@ -27,8 +32,6 @@ from scaling.tables.selection import (
     drop_rows_without_loss,
     keep_best_settings,
     require_one_data_set,
-    require_tokens_of_text,
-    require_unambiguous_counts,
 )
 from scaling.tables.source import read_table
 from scaling.tables.states import (
@@ -183,7 +186,7 @@ def load_runs(
         present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
     reading = Reading(name, table, matched.chosen, units or {}, exclusions=exclusions)
-    require_unambiguous_counts(reading, columns)
+    require_active_parameters(reading, columns)
     require_tokens_of_text(reading)
     drop_rows_without_loss(reading)
     require_no_summaries(reading.table)
@@ -192,7 +195,8 @@ def load_runs(
     reading.choices = [*table.choices, *reading.choices]
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
-    keep_last_rows(reading, history)
+    is_history = keep_last_rows(reading, history)
+    require_tokens_of_all_epochs(reading, columns, is_history)
     reading.select(reached_planned_steps(reading.table, reading.exclusions))
     require_one_data_set(reading)
     keep_best_settings(reading)

@@ -35,10 +35,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
         return name.split(TIMES)
     if "compute" in named or any(recognize(p, k) for p in present for k in ("tokens", "compute")):
         return []
-    by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
-    for name in present:
-        for kind in {factor_kind(name)} - {""}:
-            by_kind[kind].append(name)
+    by_kind = _by_kind(present)
     products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
     if not products and by_kind["steps"] and by_kind["batch"]:
         factors = [by_kind[kind][0] for kind in ("steps", "batch", "length") if by_kind[kind]]
@@ -57,6 +54,22 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
             " columns={'tokens': 'steps * batch_tokens'}, for example"
         )
     return [by_kind[kind][0] for kind in products[0]]
+
+
+def products_of_tokens(present: Sequence[str]) -> list[list[str]]:
+    """Return the factors of each product that is the number of tokens of the whole training."""
+    by_kind = _by_kind(present)
+    products = [[by_kind[kind] for kind in kinds] for kinds in PRODUCTS]
+    return [[names[0] for names in p] for p in products if all(len(names) == 1 for names in p)]
+
+
+def _by_kind(present: Sequence[str]) -> dict[str, list[str]]:
+    """Return the columns of each kind of factor."""
+    by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
+    for name in present:
+        if kind := factor_kind(name):
+            by_kind[kind].append(name)
+    return by_kind
 
 
 def factor_kind(name: str) -> str:

@@ -46,11 +46,11 @@ STRICT_SIZE_TOLERANCE = 1e-4
 LATE_START = 1.5
 
 
-def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
-    """Drop all but the last row of each run, if the table is a history of runs."""
+def keep_last_rows(reading: Reading, history: str | bool | None) -> bool:
+    """Drop all but the last row of each run, and return True, if the table is a history of runs."""
     if history is False:
         reading.choices.append("every row is a run, by history=False")
-        return
+        return False
     if isinstance(history, str) and history not in reading.table.columns:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; they are {present}")
@@ -58,7 +58,8 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
     size = _sizes(reading, SIZE_TOLERANCE)
     ends = _find_run_ends(reading, history, size, progress)
     if ends is None:
-        return
+        reading.choices.append("every row is a run: the rows do not look like a history")
+        return False
     column, last = ends
     resumed = _resumed_runs(reading, column, size, progress)
     _replace_rates_by_peaks(reading, column)
@@ -74,6 +75,7 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> None:
         )
     reading.select(last)
     _report_missing_ends(reading, column)
+    return True
 
 
 def _sizes(reading: Reading, tolerance: float) -> Array:

@@ -1,18 +1,18 @@
 """Exclusion of rows without a loss, and of all but the best setting of a sweep.
 
-Tables are refused if a column may count other quantities than the N and D of C = 6 N D, if the rows
-use several data sets, or if a column with an unusual name may distinguish several settings.
+Tables are refused if the rows use several data sets, or if a column with an unusual name may
+distinguish several settings.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import blank_cells, list_some, parse_numbers
+from scaling.tables.cells import blank_cells, list_some
 from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import WORDS, is_setting_name, set_word, split_words, text_unit
+from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
@@ -31,75 +31,6 @@ SETTING_FRACTION = 0.5
 
 #: Largest relative differences between runs of the same design: their size, tokens and compute.
 DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
-
-#: Possible tokens per byte of text. A byte is at most one token, and 7 % more if the unit
-#: is GiB. Usual tokenizers make one token of three to five bytes of English.
-TOKENS_PER_BYTE = (0.02, 1.1)
-
-#: Names of columns that show that N or D may be counted in two ways. Each has the ambiguous
-#: quantity, the name of a column that would resolve the ambiguity, and the two ways.
-COUNTS = {
-    "experts": ("parameters", "active_params", "may count all parameters or the active ones"),
-    "topk": ("parameters", "active_params", "may count all parameters or the active ones"),
-    "epochs": ("tokens", "train_tokens", "may count the data set or the tokens of all epochs"),
-}
-
-
-def require_unambiguous_counts(reading: Reading, named: Container[str]) -> None:
-    """Raise `ValueError` if N may include idle experts, or D may count only one epoch.
-
-    C = 6 N D needs the active parameters and all trained tokens. `named` has the quantities whose
-    columns the caller has named, which confirms them. A size of text is read only if it is named,
-    so its name confirms nothing.
-    """
-    for name in reading.table.columns:
-        quantity, wanted, reason = COUNTS.get(_counted(name), ("", "", ""))
-        column = reading.columns.get(quantity)
-        if column is None:
-            continue
-        is_text = quantity == "tokens" and text_unit(column.name) > 0
-        if quantity in named and not is_text:
-            continue
-        # A column whose name contains "data" may count each token of the data set once.
-        is_unambiguous = "active" in column.kinds or (
-            quantity == "tokens" and "data" not in column.name and not is_text
-        )
-        if is_unambiguous or not (parse_numbers(reading.table.cells(name)) > 1).any():
-            continue
-        confirm = "" if is_text else f", or confirm with columns={{{quantity!r}: {column.name!r}}}"
-        raise ValueError(
-            f"column {column.name!r} {reason} ({name!r} is above 1): add a column {wanted!r}, leave"
-            f" {name!r} out with ignore=[{name!r}]{confirm}"
-        )
-
-
-def require_tokens_of_text(reading: Reading) -> None:
-    """Raise `ValueError` if tokens are a size of text without a possible number of tokens per unit.
-
-    The number is `units={"tokens": …}`, and depends on the tokenizer.
-    """
-    column = reading.columns.get("tokens")
-    text_bytes = text_unit(column.name) if column else 0.0
-    if not (column and text_bytes):
-        return
-    low, high = TOKENS_PER_BYTE
-    unit = reading.units.get("tokens", 0.0)
-    if not low * text_bytes <= unit <= high * text_bytes:
-        raise ValueError(
-            f"column {column.name!r} is a size of text: expected units={{'tokens': …}} with the"
-            f" tokens that your tokenizer makes of one unit, from {low * text_bytes:g} to"
-            f" {high * text_bytes:g}, got {unit:g}"
-        )
-
-
-def _counted(name: str) -> str:
-    """Return the key of `COUNTS` that a name such as n_expert or expert_count stands for, or ""."""
-    words = split_words(name)
-    if "per" in words:
-        return ""
-    stem = "".join(words).removesuffix("count")
-    # A name may also have the singular: n_expert.
-    return next((key for key in COUNTS if stem.endswith((key, key.removesuffix("s")))), "")
 
 
 def drop_rows_without_loss(reading: Reading) -> None:

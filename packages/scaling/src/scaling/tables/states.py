@@ -89,6 +89,11 @@ def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_
     return reached
 
 
+def is_true(cell: Any) -> bool:
+    """Return True if a cell is a flag that is set, such as yes or 1."""
+    return _normalize(cell) in TRUE
+
+
 def require_no_marks(table: Table) -> None:
     """Raise `ValueError` if a column such as `outlier` marks some of the rows."""
     for name in table.columns:
