@@ -1,5 +1,10 @@
-"""The benchmark reports the ratios that the README states."""
+"""The benchmark prints its rows, which contain the ratios that the README states."""
 
+import json
+import runpy
+import sys
+
+import paramserver.bench
 import pytest
 from figures import assert_at_least
 from paramserver.bench import bench
@@ -12,6 +17,26 @@ EXPECTED = {"shared_memory": 4.8, "zeromq": 1.7}
 def test_a_device_that_servers_are_not_on_is_refused():
     with pytest.raises(ValueError, match=r"expected device 'cpu'.* got 'cuda'"):
         bench(device="cuda")
+
+
+def test_command_prints_the_rows_and_writes_them(tmp_path, monkeypatch, capsys):
+    def exchange_rows(mebibytes, rounds):
+        return [{"transport": "zeromq", "model_mib": mebibytes, "rounds": rounds}]
+
+    monkeypatch.setattr(paramserver.bench, "exchange_rows", exchange_rows)
+    file = tmp_path / "rows.json"
+    paramserver.bench.main(["--quick", "--json", str(file)])
+    printed = capsys.readouterr().out.split()
+    assert printed == ["transport", "model_mib", "rounds", "zeromq", "8", "5"]
+    assert json.loads(file.read_text()) == exchange_rows(8, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*paramserver.bench.* found in sys.modules")
+def test_module_is_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("paramserver.bench", run_name="__main__")
+    assert "python -m paramserver.bench" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,17 @@
 """Benchmark of pushes and pulls, interleaved with equal transfers over torch's RPC.
 
-`python tests/paramserver_study.py` prints these rows and the measurements that need other packages.
+`python -m paramserver.bench` prints the rows of `bench`. `python tests/paramserver_study.py` prints
+the same rows and the measurements that need other packages.
 """
 
+import argparse
 import itertools
 import json
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -169,3 +172,20 @@ def table(rows: list[Row]) -> str:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         blocks.append("\n".join("  ".join(map(str.rjust, line, widths)) for line in cells))
     return "\n\n".join(blocks)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the rows as a table; also write them as JSON if `--json` is passed."""
+    parser = argparse.ArgumentParser(prog="python -m paramserver.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    rows = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
