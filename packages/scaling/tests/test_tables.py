@@ -735,6 +735,52 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     assert len(load_runs(scaled)) == 24
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("optimizer", "optimizer.name", "config.lr_scheduler_type", "schedule", "dtype"),
+        *("activation_function", "posEmbType", "lr_decay_style"),
+    ],
+)
+def test_method_that_changes_with_the_budget_is_refused_with_both_readings(column):
+    rows = [{"N": n, "D": 20 * n, "loss": 3 - n / 1e10} for n in (1e8, 2e8, 4e8, 8e8)]
+    changed = [row | {column: "lion" if row["N"] > 3e8 else "adam"} for row in rows]
+    message = rf"'{column}' has 2 values \(adam, lion\).*one law in spite .*or several laws"
+    with pytest.raises(ValueError, match=message):
+        load_runs(changed)
+    assert len(load_runs(changed, where={column: "adam"})) == 2
+    assert len(load_runs(changed, ignore=column)) == 4
+    assert len(load_runs([row | {column: "Adam"} for row in rows])) == 4
+    # Numbers that change with the size, such as the width, belong to one recipe.
+    numbers = {"lr": 1e4, "width": 1e-5, "n_layer": 1e-7, column: 1e-3}
+    assert (
+        len(load_runs([row | {k: row["N"] * v for k, v in numbers.items()} for row in rows])) == 4
+    )
+    # A rate that was tuned at each size does not compare the methods.
+    tuned = [
+        row | {"lr": k, "loss": row["loss"] + 0.1 * abs(k - 2)}
+        for row in changed
+        for k in (1, 2, 3)
+    ]
+    with pytest.raises(ValueError, match=message):
+        load_runs(tuned)
+
+
+def test_method_that_was_compared_at_each_budget_is_a_setting():
+    rows = [
+        {"N": n, "D": 20 * n, "optimizer": name, "loss": 3 - n / 1e10 + penalty}
+        for n in (1e8, 2e8, 4e8, 8e8)
+        for name, penalty in (("adam", 0.1), ("lion", 3e7 / n), ("sgd", 1.0))
+    ]
+    with pytest.warns(ScalingWarning, match="8 runs of other settings are left out"):
+        assert len(load_runs(rows)) == 4
+    # A method that is never the best need not be run everywhere, but the others must be.
+    with pytest.warns(ScalingWarning, match="7 runs of other settings are left out"):
+        assert len(load_runs(rows[:-1])) == 4
+    with pytest.raises(ValueError, match="not every size and number of tokens was run with each"):
+        load_runs(rows[1:])
+
+
 def test_settings_that_are_written_differently_are_one_setting():
     rows = [
         {"N": n, "D": 2e9, "lr": lr, "seed": seed, "loss": 3 + (lr == "1e-3") + seed / 100}

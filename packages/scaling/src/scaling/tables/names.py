@@ -369,6 +369,14 @@ def is_setting_name(name: str) -> bool:
     return _ends_with(name, known)
 
 
+def is_method_name(name: str) -> bool:
+    """Return True if a name ends with a choice of the training recipe that is not a number."""
+    words = split_words(name)
+    while words[-1:] and words[-1] in WORDS["method_fillers"]:
+        words = words[:-1]
+    return any("".join(words[i:]) in WORDS["methods"] for i in range(len(words)))
+
+
 def is_rate_name(name: str) -> bool:
     """Return True if a name ends with a known name of the learning rate."""
     return _ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"})

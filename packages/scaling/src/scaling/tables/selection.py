@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import blank_cells, list_some
+from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import WORDS, is_setting_name, set_word, split_words
+from scaling.tables.names import WORDS, is_method_name, is_setting_name, set_word, split_words
 from scaling.tables.table import Reading
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
@@ -89,11 +89,14 @@ def keep_best_settings(reading: Reading) -> None:
     The settings are learning rates, batch sizes and similar. All repetitions of the best setting,
     such as seeds, are kept: the least loss of several seeds is too low by chance.
 
-    Raises `ValueError` if another column may be a setting under an unusual name.
+    Raises `ValueError` if another column may be a setting under an unusual name, or if a method,
+    such as the optimizer, changes from one size or number of tokens to another.
     """
     names = setting_columns(reading)
     if not names:
         _require_known_settings(reading, _designs(reading, MAX_SEARCHED_ROWS), names)
+        rows = np.arange(len(reading.table))
+        _require_compared_methods(reading, rows, rows, names)
         return
     design = _designs(reading, len(reading.table))
     setting = setting_codes(reading.table, names)
@@ -110,7 +113,41 @@ def keep_best_settings(reading: Reading) -> None:
             f" mean loss is read, and {len(design) - len(keep)} runs of other settings are left out"
         )
     _require_known_settings(reading, of_row[:MAX_SEARCHED_ROWS], names)
+    _require_compared_methods(reading, keep, design, names)
     reading.select(keep)
+
+
+def _method_codes(reading: Reading, name: str) -> NDArray[np.intp]:
+    """Return the index of the text of each row in a column; zeros if the cells are numbers."""
+    cells = reading.table.cells(name)
+    if not np.isnan(parse_numbers(cells)).any():
+        return np.zeros(len(cells), np.intp)
+    texts = [str(cell).strip().lower() for cell in cells]
+    return np.unique(texts, return_inverse=True)[1]
+
+
+def _require_compared_methods(
+    reading: Reading, keep: NDArray[np.intp], design: NDArray[np.intp], compared: Sequence[str]
+) -> None:
+    """Raise `ValueError` if the kept rows differ in a method, such as the optimizer.
+
+    The methods may differ if each design was run with each of them. The best method is then chosen
+    if its column is among those that were `compared`.
+    """
+    for name in filter(is_method_name, reading.table.columns):
+        codes = _method_codes(reading, name)
+        kept = np.unique(codes[keep])
+        pairs = np.unique(np.stack([design, codes]), axis=1)
+        is_complete = np.isin(pairs[1], kept).sum() == len(kept) * (design.max() + 1)
+        if len(kept) == 1 or (name in compared and is_complete):
+            continue
+        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        raise ValueError(
+            f"column {name!r} has {len(seen)} values ({list_some(seen)}), and not every size and"
+            " number of tokens was run with each: the runs may follow one law in spite of this, or"
+            f" several laws; select one value with where={{{name!r}: {seen[0]!r}}}, or read all"
+            f" runs as one law with ignore=[{name!r}]"
+        )
 
 
 def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
