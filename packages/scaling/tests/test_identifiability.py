@@ -1,6 +1,7 @@
 """Fits of designs that do not identify a law have intervals from 0 to infinity, and the cause."""
 
 import copy
+import json
 import math
 import pickle
 import re
@@ -22,6 +23,7 @@ from scaling import (
     plot,
     report,
 )
+from scaling.__main__ import main
 from scaling.fit.identifiability import MIN_SINGULAR_VALUE, design_defect, singular_values
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -134,6 +136,29 @@ def test_nothing_shows_an_arbitrary_law_of_runs_that_do_not_identify_it():
     assert page.count("unknown [0, inf]") >= 4
     assert "20 tokens per parameter" in page
     assert "<figure>" not in page
+
+
+@pytest.mark.parametrize("options", [[], ["--method", "parabola"], ["--json"]])
+def test_command_line_prints_answers_before_it_says_that_there_is_no_figure(
+    tmp_path, capsys, options
+):
+    table = "\n".join(f"{n},{20 * n},{2 + 400 / n**0.34}" for n in SIZES)
+    (tmp_path / "runs.csv").write_text(f"N,D,loss\n{table}\n")
+    figure = tmp_path / "figure.png"
+    arguments = ["fit", str(tmp_path / "runs.csv"), "--at", "1e22", *options]
+    assert main(arguments) == 0
+    answers = capsys.readouterr()
+    assert main([*arguments, "--plot", str(figure)]) == 2
+    printed = capsys.readouterr()
+    cause = "fewer than two budgets" if "parabola" in options else "do not identify a law"
+    if options == ["--json"]:
+        assert json.loads(printed.out)["at"] == json.loads(answers.out)["at"]
+    else:
+        assert printed.out == answers.out
+        assert "parameters  nan         [0, inf] 95%" in printed.out
+    assert cause in printed.out
+    assert re.search(rf"scaling: no figure is written: .*{cause}", printed.err)
+    assert not figure.exists()
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")

@@ -16,11 +16,16 @@ from scaling.fit.search import Loss
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
 
+#: The text and the JSON of a command.
 Output = tuple[list[str], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 2 after printing an error to stderr."""
+    """Run one command; return 0, or 2 after printing an error to stderr.
+
+    If `fit --plot` cannot draw a figure, because the runs do not identify a law, the answers are
+    printed before the error.
+    """
     arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -32,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for message in dict.fromkeys(str(w.message) for w in caught):
         print(f"warning: {message}", file=sys.stderr)
     print(json.dumps(_finite(result), indent=1) if arguments.json else "\n".join(lines))
+    if "no_figure" in result:
+        print(f"scaling: no figure is written: {result['no_figure']}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -119,7 +127,9 @@ def _fit(arguments: argparse.Namespace) -> Output:
         fit = fit_isoflop(runs)
         lines, result = ([], {}) if fit.unidentified else _describe_valleys(fit, max(at))
     best = [fit.optimal(c) for c in at]
-    if arguments.plot:
+    if arguments.plot and fit.unidentified:
+        result["no_figure"] = fit.unidentified
+    elif arguments.plot:
         from scaling.plot import plot
 
         figure = plot(fit, up_to=max(at))
