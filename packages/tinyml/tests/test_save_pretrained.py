@@ -46,7 +46,7 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def t5():
+def t5(tied=True):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.T5Config(
@@ -56,7 +56,7 @@ def t5():
         d_ff=80,
         num_layers=2,
         num_heads=6,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     return transformers.T5ForConditionalGeneration(config).eval()
 
@@ -158,17 +158,22 @@ def test_the_configuration_is_untied_after_one_of_two_tied_parameters_was_adapte
     assert torch.equal(type(model).from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_what_cannot_be_unloaded_changes_nothing():
-    model = t5()
-    targets = ["lm_head"]
-    with_adapters = adapted(model, targets)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"'lm_head.base'\] share one adapted weight"):
-        merge_and_unload(with_adapters)
-    assert isinstance(model.lm_head, LoRA)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+@pytest.mark.parametrize("tied", [False, True])  # T5 ties its embeddings in both cases
+@pytest.mark.parametrize(
+    "options", [{}, {"targets": ["shared"], "kinds": KINDS}, {"parameters": ["shared.weight"]}]
+)
+def test_weights_that_no_configuration_unties_take_no_adapters(tied, options):
+    model = t5(tied)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"'lm_head.weight'\] share"):
+        add_lora(model, 2, **options)
+    assert {n: type(m) for n, m in model.named_modules()} == {
+        n: type(m) for n, m in before.named_modules()
+    }
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_adapter_of_a_compressed_weight_is_not_unloaded():
     coarse = add_lora(quantize(nn.Sequential(nn.Linear(32, 32)), 4), 2)
     with pytest.raises(RuntimeError, match="compressed"):
         merge_and_unload(coarse)

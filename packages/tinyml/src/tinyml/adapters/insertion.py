@@ -5,7 +5,8 @@ All adapters are created before the first one is installed, so an error leaves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -93,6 +94,8 @@ def insert_adapters(
     owners = {model.get_submodule(module) for module, _ in parameters}
     if not owners.isdisjoint(children):
         raise ValueError("expected an adapter of a layer or of its parameter, got both")
+    weights = {child._parameters.get("weight") for child in children}
+    _check_ties(model, weights | {model.get_parameter(".".join(name)) for name in parameters})
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
@@ -104,6 +107,40 @@ def insert_adapters(
         parameter.requires_grad_(False)
     install(model, parameters)
     return replace_modules(model, replacements)
+
+
+def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
+    """Raise `ValueError` if `from_pretrained` would tie adapted weights again after a merge.
+
+    A configuration unties all of its tied weights or none of them, and some models, such as T5, tie
+    weights that no configuration unties.
+    """
+    for module in model.modules():
+        if not hasattr(module, "save_pretrained"):
+            continue
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for weight, tied in names.items():
+            if weight not in adapted or len(tied) == 1:
+                continue
+            if len(tied) > 2 or not tying_configs(module):
+                raise ValueError(
+                    f"expected adapters of weights that a configuration can untie, got one of the "
+                    f"weight that {tied} share; exclude the layers with protect, or copy the "
+                    "weight into each layer first"
+                )
+
+
+def tying_configs(model: nn.Module) -> list[Any]:
+    """Return the transformers configurations that tie embeddings and heads."""
+    configs = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for candidate in (config, getattr(config, "text_config", None)):
+            if getattr(candidate, "tie_word_embeddings", False):
+                configs.append(candidate)
+    return configs
 
 
 def _chosen(

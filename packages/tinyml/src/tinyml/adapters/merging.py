@@ -7,11 +7,12 @@ transformers model is untied as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from tinyml.adapters.insertion import adapters_of
+from tinyml.adapters.insertion import adapters_of, tying_configs
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     check_updated_parameters,
@@ -65,7 +66,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         _merge_all(unmerged)
     unload_parameters(model)
     model = replace_modules(model, bases)
-    if is_untied and (configs := _tying_configs(model)):
+    if is_untied and (configs := tying_configs(model)):
         for config in configs:
             config.tie_word_embeddings = False
         _separate_shared_parameters(model)
@@ -89,43 +90,21 @@ def _separate_shared_parameters(model: nn.Module) -> None:
 
 
 def _has_tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
-    """Return True if an adapted weight or parameter is shared with another module.
-
-    Raise `RuntimeError` if the configuration of a pretrained model cannot express the result.
-    """
-    users: dict[Tensor | None, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            users.setdefault(parameter, []).append(name)
+    """Return True if an adapted weight or parameter is shared with another module."""
+    users: Counter[Tensor | None] = Counter()
+    for module in model.modules():
+        users.update(module._parameters.values())
     adapted: list[Tensor | None] = []
-    for name, adapter in adapters.items():
+    for adapter in adapters.values():
         if adapter._unmerged_weight is None:
             adapted.append(adapter.base._parameters.get("weight"))
         else:  # the base has another weight, and other layers may have the one before
             adapted += adapter._unmerged_weight
-            users.setdefault(adapted[-1], []).append(name)
+            users[adapted[-1]] += 1
     for name in parameter_adapters(model):
-        module, _, key = name.rpartition(".")
-        adapted.append(cast(Any, model.get_submodule(module)).parametrizations[key].original)
-    shared = [users[weight] for weight in adapted if len(users.get(weight, ())) > 1]
-    for names in shared:
-        if len(names) > 2 and _tying_configs(model):
-            raise RuntimeError(
-                f"the modules {names} share one adapted weight, and a configuration unties all or "
-                "none of them; adapt other layers, or untie the weights before add_lora"
-            )
-    return bool(shared)
-
-
-def _tying_configs(model: nn.Module) -> list[Any]:
-    """Return the transformers configurations that tie embeddings and heads."""
-    configs = []
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        for candidate in (config, getattr(config, "text_config", None)):
-            if getattr(candidate, "tie_word_embeddings", False):
-                configs.append(candidate)
-    return configs
+        path, _, key = name.rpartition(".")
+        adapted.append(cast(Any, model.get_submodule(path)).parametrizations[key].original)
+    return any(users[weight] > 1 for weight in adapted)
 
 
 def unmerge(model: nn.Module) -> nn.Module:
