@@ -542,6 +542,17 @@ def slowed(variant: Any) -> Patch:
     return after(variant, "update", lambda _: time.sleep(0.05))
 
 
+def works(seconds: float) -> None:
+    """Use the processor for this number of seconds."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def given_work(variant: Any) -> Patch:
+    return after(variant, "update", lambda _: works(0.03))
+
+
 def late_update(run: Run) -> Patch:
     return step_of(
         FLAT,
@@ -714,6 +725,9 @@ FAULTS: list[Fault] = [
         after(train, "utilization", lambda value, *_: 2 * value)),
     Fault("train", "torch DDP is slowed", lambda run:
         instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
+    Fault("train", "torch DDP does additional work", lambda run:
+        instead(PEER, "update", lambda original, v: [works(0.02), original(v)])),
+    Fault("train", "torch DDP does additional work in the timed steps only", lambda run: step_of(PEER, given_work, lambda v: None)),
     # Bytes.
     Fault("train", "a variant that reports shared memory sends over TCP", lambda run:
         around(collectives, "all_reduce", goes_over_tcp), ("ddp shared memory",)),

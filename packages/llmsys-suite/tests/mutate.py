@@ -63,6 +63,7 @@ QUICK = (
     "compress: the loss is that of the uncompressed model",
     "learn: Adam's second moment decays twice as fast",
     "train: torch DDP is slowed",
+    "train: torch DDP does additional work",
 )
 #: Passed to the ranks: the faults, the number of honest runs and of attempts, and the output file.
 TASK = "LLMSYS_MUTATE"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import events, peers, training_checks
+from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import check_again, guarded
@@ -20,6 +20,7 @@ from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
 from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
+from llmsys_suite.audit.training_checks import times
 from llmsys_suite.audit.training_checks import weights as weight_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.data import plain_values
@@ -30,6 +31,7 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     CORE_WAIT,
     PEER,
+    PROCESSOR,
     SINGLE,
     loss_curves,
     summarize,
@@ -90,6 +92,7 @@ def honest_samples():
                         "began": clock,
                         "ended": clock + seconds,
                         CORE_WAIT: 0.0,
+                        PROCESSOR: 0.08,
                         "threads": 1,
                         "received": 0 if variant == SINGLE else 400,
                         "row_digests": BATCHES[step][
@@ -134,7 +137,12 @@ def honest():
         "trajectory": [5.0, 4.0, 3.0, 2.0],
         "row_digests": BATCHES,
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
-        "peers": {PEER: {"audit": 1.02, "ddp flat": 0.98}},
+        "peers": {
+            PEER: {
+                "needed time": {"audit": 1.02, "ddp flat": 0.98},
+                "processor time": {"audit": 0.97, "ddp flat": 1.03},
+            }
+        },
         "saved_bytes": 300,
         "initial_scales": [[1.5, "q"]],
         "model_counts": {
@@ -165,18 +173,49 @@ def test_held_out_text_in_the_training_text_fails(change, name):
     assert red(plan, train, samples, evidence) == [name]
 
 
+@pytest.mark.parametrize("kind", ["needed time", "processor time"])
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
-def test_a_peer_that_is_slowed_or_skips_work_fails(ratio):
+def test_a_peer_that_is_slowed_or_skips_work_fails(kind, ratio):
     plan, train, samples, evidence = honest()
-    evidence["peers"][PEER]["audit"] = ratio
-    assert red(plan, train, samples, evidence) == [f"time of {PEER}"]
+    evidence["peers"][PEER][kind]["audit"] = ratio
+    assert red(plan, train, samples, evidence) == [f"{kind} of {PEER}"]
 
 
-@pytest.mark.parametrize("ratio", [0.6, 1.6])
-def test_a_peer_that_is_slowed_in_the_training_only_fails(ratio):
+@pytest.mark.parametrize("kind", ["needed time", "processor time"])
+@pytest.mark.parametrize("ratio", [0.6, 1.7])
+def test_a_peer_that_is_slowed_in_the_training_only_fails(kind, ratio):
     plan, train, samples, evidence = honest()
-    evidence["peers"][PEER]["ddp flat"] = ratio
-    assert red(plan, train, samples, evidence) == [f"time of {PEER} over that of ddp flat"]
+    evidence["peers"][PEER][kind]["ddp flat"] = ratio
+    assert red(plan, train, samples, evidence) == [f"{kind} of {PEER} over that of ddp flat"]
+
+
+def peers_of_stage(seconds, waited, processor):
+    """Return the failed comparisons of a peer whose steps take more of three clocks' seconds."""
+
+    def change(train, samples, evidence):
+        for s in steps(samples, PEER):
+            s["seconds"] += seconds
+            s[CORE_WAIT] += waited
+            s[PROCESSOR] += processor
+
+    return {name for name in tampered(change) if "over that of" in name}
+
+
+def test_a_sleep_shows_in_needed_time_and_work_in_processor_time():
+    needed, processor = (
+        f"{kind} of {PEER} over that of ddp flat" for kind in ("needed time", "processor time")
+    )
+    assert peers_of_stage(seconds=0.2, waited=0.0, processor=0.0) == {needed}
+    assert peers_of_stage(seconds=0.2, waited=0.2, processor=0.0) == set()
+    assert peers_of_stage(seconds=0.2, waited=0.0, processor=0.1) == {needed, processor}
+    # Another program has the core for as long as the additional work takes.
+    assert peers_of_stage(seconds=0.2, waited=0.2, processor=0.1) == {processor}
+
+
+def test_the_bounds_of_a_median_narrow_with_the_number_of_rounds():
+    ratios = [i / 100 for i in range(101)]
+    assert times.bounds_of_median(ratios) == (0.4, 0.6)
+    assert times.bounds_of_median([1.0, 3.0, 2.0]) == (1.0, 3.0)
 
 
 def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
@@ -184,10 +223,10 @@ def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
     for s in samples:
         s["warmup"] = False
     for s in steps(samples, PEER):
-        s["ended"] += 5.0 * (s["step"] == 0)
+        s["seconds"] += 5.0 * (s["step"] == 0)
     config = replace(CONFIG, warmup=0, steps=4)
     checks = training_checks.checks(config, plan, train, samples, evidence)
-    (ratio,) = (c for c in checks if c.name == f"time of {PEER} over that of ddp flat")
+    (ratio,) = (c for c in checks if c.name == f"needed time of {PEER} over that of ddp flat")
     assert ratio.passed
     assert ratio.high < 2
 
@@ -676,7 +715,7 @@ def matmul_of(rows):
 
 
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
-    stage = Interleaved(peers.timed_in_turns(ON_CPU, {"ours": matmul_of([])}), 1.0)
+    stage = Interleaved(timing.timed_in_turns(ON_CPU, {"ours": matmul_of([])}), 1.0)
 
     def compare(timed):
         return [*timing.shortest(stage, timed)]

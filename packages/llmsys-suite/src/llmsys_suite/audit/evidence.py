@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import collectives
@@ -20,6 +21,7 @@ from llmsys_suite.audit.probe import probe, replay
 from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
+from llmsys_suite.measure.samples import needed_seconds
 from llmsys_suite.plain import Weights
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights, seeded
@@ -145,9 +147,10 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
 
 
 def product_rate(run: Run) -> float:
-    """Return the best rate of a matrix product on any rank by the wall clock, in FLOPs per second.
+    """Return the best rate of a matrix product on any rank, in FLOPs per second.
 
-    The second matrix is transposed, as in a linear layer.
+    The time of a product is its wall time without waiting for a core. The second matrix is
+    transposed, as in a linear layer.
     """
     side = SIDE[run.device.type]
     a, b = (torch.randn(side, side, device=run.device).to(run.compute_dtype) for _ in range(2))
@@ -155,7 +158,6 @@ def product_rate(run: Run) -> float:
     shortest_s = math.inf
     stop_time = time.perf_counter() + PRODUCT_SECONDS
     while time.perf_counter() < stop_time:
-        start_time = peers.monotonic(run)
-        torch.mm(a, b.T)
-        shortest_s = min(shortest_s, peers.monotonic(run) - start_time)
+        product = peers.timed(run, partial(torch.mm, a, b.T))
+        shortest_s = min(shortest_s, needed_seconds(product))
     return max(run.gather(2 * side**3 / shortest_s))

@@ -2,15 +2,20 @@
 
 Every ratio of a run is relative to torch's DDP, SDPA or float32. If the run slowed its peer, all
 other variants would look fast. The audit therefore times its own peers in the rounds of the run's.
+
+Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
+that a step needs, which is its wall time without waiting for a core, and its processor time.
+A peer that sleeps needs more time, and a peer that does more work uses more processor time.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +24,44 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from llmsys_suite.audit.tolerances import PEER_BAND
-from llmsys_suite.measure.samples import PEER
+from llmsys_suite.audit.tolerances import NEEDED_BAND, PROCESSOR_BAND
+from llmsys_suite.folder import Sample
+from llmsys_suite.measure.clocks import core_wait_seconds
+from llmsys_suite.measure.samples import CORE_WAIT, PEER, PROCESSOR, needed_seconds
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import seeded
 
-#: Seconds by call and round.
-Rounds = dict[str, list[float]]
 #: Variants with which a peer's time is compared; the first one that was trained is used.
 OTHERS = ("ddp bucketed", "ddp flat")
 #: Maximum number of rounds, and number of rounds after which the audit decides whether to stop.
-ROUNDS, ROUNDS_PER_DECISION = 15, 5
-#: A median within this factor of 1 needs no further rounds: they could move it out of PEER_BAND
-#: only if they differed greatly from the earlier ones.
-CLEAR = math.sqrt(PEER_BAND)
+ROUNDS, ROUNDS_PER_DECISION = 20, 5
 
 
-def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, float]]:
-    """Return time ratios of each trained peer, as medians over rounds and ranks.
+@dataclass(frozen=True)
+class Measure:
+    """A duration of a step, its quantile over rounds, and the allowed factor between peers."""
+
+    seconds: Callable[[Sample], float]
+    quantile: float
+    band: float
+
+    def of_rounds(self, steps: list[Sample]) -> float:
+        """Return the quantile of the durations of the steps."""
+        return sorted(map(self.seconds, steps))[int(self.quantile * (len(steps) - 1))]
+
+
+#: A rank may still wait for another rank that waits for a core. A low quantile leaves out the
+#: rounds in which that happens.
+MEASURES = {
+    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND),
+    "processor time": Measure(itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND),
+}
+
+
+def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the time ratios of each trained peer, by measure.
 
     The entry "audit" is the time of the run's peer divided by the audit's implementation. Any other
     entry is divided by the time of the variant that its key names.
@@ -54,7 +77,7 @@ def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, float]]:
 
 def _time_peer(
     run: Run, name: str, wrap: Callable[[Decoder], nn.Module], other: str | None
-) -> dict[str, float]:
+) -> dict[str, dict[str, float]]:
     tokens, targets = run.batch(0, shared=True)
     model = wrap(seeded(run, run.model, attention=flash_attention))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate, fused=True)
@@ -74,7 +97,7 @@ def _time_peer(
         name: partial(variant.step, tokens, targets) for name, variant in variants.items()
     }
     run.barrier()
-    ratios = _median_ratios(run, name, calls | {"audit": step})
+    ratios = _time_ratios(run, name, calls | {"audit": step})
     for variant in variants.values():
         variant.close()
     # Discard the phases that the recorder timed outside of any step.
@@ -82,23 +105,59 @@ def _time_peer(
     return ratios
 
 
-def _median_ratios(
+def _time_ratios(
     run: Run, name: str, calls: Mapping[str, Callable[[], object]]
-) -> dict[str, float]:
-    """Return the median ratio of the time of the call `name` to that of each other call."""
+) -> dict[str, dict[str, float]]:
+    """Return the ratio of the time of the call `name` to that of each other call, by measure.
+
+    Rounds are added until no ratio to the audit's call is near the edge of its band.
+    """
     for call in calls.values():
         call()
-    ratios = {"audit": math.inf}
-    seconds: Rounds = {timed: [] for timed in calls}
-    while len(seconds[name]) < ROUNDS and not 1 / CLEAR < ratios["audit"] < CLEAR:
-        more = timed_in_turns(run, calls, ROUNDS_PER_DECISION)
-        for timed in calls:
-            seconds[timed] += more[timed]
-        for other in calls:
-            if other != name:
-                ratio = median_ratio(seconds[name], seconds[other])
-                ratios[other] = float(statistics.median(run.gather(ratio)))
+    # On a GPU, the processor only starts kernels and waits for them.
+    kinds = [kind for kind in MEASURES if kind == "needed time" or run.device.type == "cpu"]
+    steps: dict[str, list[Sample]] = {called: [] for called in calls}
+    ratios: dict[str, dict[str, float]] = {}
+    while len(steps[name]) < ROUNDS and not (ratios and _are_clear(ratios)):
+        for _ in range(ROUNDS_PER_DECISION):
+            for called, call in calls.items():
+                steps[called].append(timed(run, call))
+        for kind in kinds:
+            seconds = _mean_over_ranks(run, MEASURES[kind], steps)
+            ratios[kind] = {
+                other: seconds[name] / seconds[other] for other in calls if other != name
+            }
     return ratios
+
+
+def _are_clear(ratios: dict[str, dict[str, float]]) -> bool:
+    """Return True if no further rounds are likely to move a ratio out of its band."""
+    return all(
+        1 / MEASURES[kind].band < by_call["audit"] ** 2 < MEASURES[kind].band
+        for kind, by_call in ratios.items()
+    )
+
+
+def timed(run: Run, call: Callable[[], object]) -> Sample:
+    """Call once, and return the wall time, the processor time and the wait for a core."""
+    start_time = monotonic(run)
+    # Both are read inside the wall time, so that the wait is never the longer one.
+    waited, processor = core_wait_seconds(), time.process_time()
+    call()
+    processor, waited = time.process_time() - processor, core_wait_seconds() - waited
+    return {
+        "seconds": monotonic(run) - start_time,
+        PROCESSOR: processor,
+        CORE_WAIT: waited,
+    }
+
+
+def _mean_over_ranks(
+    run: Run, measure: Measure, steps: dict[str, list[Sample]]
+) -> dict[str, float]:
+    """Return the duration of each call, as the mean over ranks."""
+    by_rank = run.gather({name: measure.of_rounds(rounds) for name, rounds in steps.items()})
+    return {name: statistics.mean(seconds[name] for seconds in by_rank) for name in steps}
 
 
 def _replicated(decoder: Decoder) -> nn.Module:
@@ -113,24 +172,6 @@ def _sharded(decoder: Decoder) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(decoder, mesh=mesh)
     return decoder
-
-
-def timed_in_turns(
-    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
-) -> Rounds:
-    """Return the seconds of each call in each round; every round runs each call once."""
-    seconds: Rounds = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start_time = monotonic(run)
-            call()
-            seconds[name].append(monotonic(run) - start_time)
-    return seconds
-
-
-def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median of `ours / theirs`, taken round by round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def monotonic(run: Run) -> float:

@@ -17,6 +17,8 @@ PEER = "torch DDP"
 SERVER = "parameter server"
 #: Key of the seconds for which a rank waited for a core. The folder's format fixes this name.
 CORE_WAIT = "queued_s"
+#: Key of the processor seconds of all threads of a rank in a step.
+PROCESSOR = "processor_s"
 # Variants in the order in which they run; `variants.VARIANTS` describes them.
 VARIANT_NAMES = (
     SINGLE,
@@ -83,6 +85,16 @@ def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
             steps = slowest[s["variant"]]
             steps[s["step"]] = max(steps.get(s["step"], 0.0), s["seconds"])
     return dict(slowest)
+
+
+def needed_seconds(step: Sample) -> float:
+    """Return the seconds of a step without those for which its rank waited for a core.
+
+    The rank can also wait between the step and a reading of the counter. The result therefore is at
+    least a hundredth of the step.
+    """
+    seconds: float = step["seconds"]
+    return max(seconds - step[CORE_WAIT], 0.01 * seconds)
 
 
 def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:

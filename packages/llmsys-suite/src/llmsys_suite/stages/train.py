@@ -17,6 +17,7 @@ from llmsys_suite.folder import Sample
 from llmsys_suite.measure import clocks, network, others
 from llmsys_suite.measure.samples import (
     CORE_WAIT,
+    PROCESSOR,
     SINGLE,
     loss_curves,
     ranks_of,
@@ -88,12 +89,13 @@ def timed_step(
     """
     rows = row_digests(*batch)
     warmup = step < run.config.warmup
-    waited = clocks.core_wait_seconds()
+    waited, processor = clocks.core_wait_seconds(), time.process_time()
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
         sample["loss"] = variant.step(*batch)
         sample["threads"] = torch.get_num_threads()
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
+    sample[PROCESSOR] = time.process_time() - processor
     sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()

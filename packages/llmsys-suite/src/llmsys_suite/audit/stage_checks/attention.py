@@ -13,7 +13,6 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
@@ -92,7 +91,7 @@ def _times(
     }
     timings = result.interleaved
 
-    def compare(timed: Rounds) -> list[Check]:
+    def compare(timed: timing.Rounds) -> list[Check]:
         shortest = timing.shortest(timings, timed)
         return [*shortest, *timing.ratios(timings, attention.PEER, timed)]
 

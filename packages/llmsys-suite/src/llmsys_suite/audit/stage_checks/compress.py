@@ -23,7 +23,6 @@ from llmsys_suite.audit.inputs import (
     num_heads,
     on_device,
 )
-from llmsys_suite.audit.peers import Rounds
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
@@ -107,7 +106,7 @@ def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check
     yield timing.speedups(timings, compress.BASELINE, speedups)
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
 
-    def compare(timed: Rounds) -> list[Check]:
+    def compare(timed: timing.Rounds) -> list[Check]:
         return [*timing.ratios(timings, compress.BASELINE, timed)]
 
     with torch.no_grad():

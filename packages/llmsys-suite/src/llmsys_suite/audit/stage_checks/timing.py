@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.peers import ROUNDS, Rounds, median_ratio, timed_in_turns
+from llmsys_suite.audit.peers import monotonic
 from llmsys_suite.audit.tolerances import BAND, PATIENCE_S, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.ranks.rank import Run
+
+#: Seconds by call and round.
+Rounds = dict[str, list[float]]
+#: Number of rounds in which the audit times the contenders of a stage.
+ROUNDS = 15
 
 
 def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
@@ -59,6 +65,24 @@ def timed_again(
             timed[name] += seconds
         checks = compare(timed)
     return checks
+
+
+def timed_in_turns(
+    run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+) -> Rounds:
+    """Return the seconds of each call in each round; every round runs each call once."""
+    seconds: Rounds = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start_time = monotonic(run)
+            call()
+            seconds[name].append(monotonic(run) - start_time)
+    return seconds
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of `ours / theirs`, taken round by round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:

@@ -70,5 +70,5 @@ def communication(record: Record) -> Iterator[Check]:
 def rates(record: Record) -> Iterator[Check]:
     """Compare the rate of a matrix product with the rate that the audit measured."""
     rate = record.evidence["product_flops_per_second"]
-    clock = Sources("plan", "the wall clock")
+    clock = Sources("plan", "the wall clock, without waiting for a core")
     yield clock.within("rate of a product", rate, record.plan.peak, BAND)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 from llmsys_suite.config import RunConfig
@@ -79,13 +78,9 @@ class Record:
             passed: float = s["ended"] - s["began"]
             return passed - min(max(0.0, passed - s["seconds"]), s[CORE_WAIT])
 
-        return self._slowest(seconds)
+        return self.slowest(seconds)
 
-    def recorded_seconds(self) -> dict[str, dict[int, float]]:
-        """Return {variant: {step: seconds of the slowest rank}}, measured by the recorder."""
-        return self._slowest(itemgetter("seconds"))
-
-    def _slowest(self, seconds: Callable[[Sample], float]) -> dict[str, dict[int, float]]:
+    def slowest(self, seconds: Callable[[Sample], float]) -> dict[str, dict[int, float]]:
         """Return the largest of the ranks' seconds by variant and step, without warm-up steps."""
         slowest: dict[str, dict[int, float]] = defaultdict(dict)
         for (name, _), rank_samples in self.steps.items():

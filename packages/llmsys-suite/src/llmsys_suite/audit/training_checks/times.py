@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 
 from llmsys_suite.audit.check import Check, Sources, clock_ratio
-from llmsys_suite.audit.tolerances import CLOCK, PEER_BAND
+from llmsys_suite.audit.peers import MEASURES
+from llmsys_suite.audit.tolerances import CLOCK
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
@@ -52,7 +54,7 @@ def reported_times(record: Record) -> Iterator[Check]:
     The spread of the ratios is recomputed from the recorded samples.
     """
     slowest = record.slowest_seconds()
-    recorded = record.recorded_seconds()
+    recorded = record.slowest(itemgetter("seconds"))
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
     ratios = []
@@ -114,24 +116,52 @@ def peers(record: Record) -> Iterator[Check]:
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     """
-    slowest = record.slowest_seconds()
-    for name, medians in record.evidence["peers"].items():
+    for name, by_kind in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
-        yield peer.within(f"time of {name}", 1.0, medians["audit"], PEER_BAND)
-        for other in medians.keys() - {"audit"}:
-            # The first step, if no warm-up precedes it, creates state and connections.
-            rounds = (slowest[name].keys() & slowest[other].keys()) - {0}
-            if len(rounds) < LEAST_ROUNDS:
-                continue
-            ratios = sorted(slowest[name][r] / slowest[other][r] for r in rounds)
-            tenth = len(ratios) // 10
-            yield Sources("the audit's own timing", "rounds of the stage").between(
-                f"time of {name} over that of {other}",
-                statistics.median(ratios),
-                medians[other],
-                ratios[tenth] / PEER_BAND,
-                ratios[-1 - tenth] * PEER_BAND,
-            )
+        for kind, ratios in by_kind.items():
+            measure = MEASURES[kind]
+            yield peer.within(f"{kind} of {name}", 1.0, ratios["audit"], measure.band)
+            means = _mean_over_ranks(record, measure.seconds)
+            for other in ratios.keys() - {"audit"}:
+                # The first step, if no warm-up precedes it, creates state and connections.
+                rounds = (means[name].keys() & means[other].keys()) - {0}
+                if len(rounds) < LEAST_ROUNDS:
+                    continue
+                by_round = [means[name][r] / means[other][r] for r in rounds]
+                low, high = bounds_of_median(by_round)
+                yield Sources("the audit's own timing", "rounds of the stage").between(
+                    f"{kind} of {name} over that of {other}",
+                    statistics.median(by_round),
+                    ratios[other],
+                    low / measure.band,
+                    high * measure.band,
+                )
+
+
+def _mean_over_ranks(
+    record: Record, seconds: Callable[[Sample], float]
+) -> dict[str, dict[int, float]]:
+    """Return the mean of the ranks' seconds by variant and step, without warm-up steps."""
+    by_step: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (name, _), rank_samples in record.steps.items():
+        for s in rank_samples:
+            if not s["warmup"]:
+                by_step[name][s["step"]].append(seconds(s))
+    return {
+        name: {step: statistics.mean(ranks) for step, ranks in steps.items()}
+        for name, steps in by_step.items()
+    }
+
+
+def bounds_of_median(values: list[float]) -> tuple[float, float]:
+    """Return order statistics that enclose the median of the distribution.
+
+    The probability that they do is at least 0.9. It is lower for three and four values, although
+    the bounds are then the extremes.
+    """
+    ordered = sorted(values)
+    left_out = max(0, int(len(ordered) / 2 - math.sqrt(len(ordered))))
+    return ordered[left_out], ordered[-1 - left_out]
 
 
 def phases(record: Record) -> Iterator[Check]:
