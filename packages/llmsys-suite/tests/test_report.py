@@ -16,6 +16,7 @@ import pytest
 from figures import assert_at_most
 from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
+from llmsys_suite.audit.report_tables import shown_figures
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
@@ -378,6 +379,24 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
     # The label is visible without opening the details before it.
     assert page.rindex("</details>") < page.index(OF_THE_RUN)
     assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("report.md", "| zero 1 | 80 |"), ("report.html", "<tr><td>zero 1</td><td>80</td>")],
+)
+def test_a_figure_in_the_report_that_no_record_has_fails(reported, tmp_path, name, row):
+    whole, _ = reported
+    assert shown_figures(whole).passed
+    folder = RunFolder(tmp_path)
+    for file in ("summary.json", "report.md", "report.html"):
+        text = (whole.path / file).read_text()
+        if file == name:
+            assert row in text
+            text = text.replace(row, row.replace("80", "81"))
+        (tmp_path / file).write_text(text)
+    check = shown_figures(folder)
+    assert (check.passed, check.where) == (False, f"{name}, train: zero 1")
 
 
 def test_the_report_has_one_generated_text(reported):
