@@ -49,10 +49,14 @@ def test_number_of_model_families_is_counted() -> None:
 
 
 def test_table_of_intervals_is_measured() -> None:
-    from accounting.time.published import coverage, learned, ratios
+    from accounting.time.published import RUNS, coverage, learned, ratios
 
-    groups = {device: (device, "bf16", "dense") for device in ("A100", "H100")}
-    for name, group in [*groups.items(), ("other devices and dtypes, MoE", None)]:
+    sources = {ratio.source for ratio in ratios()}
+    assert f"errors on {len(RUNS)} runs of {len(sources)} published sources" in README
+    groups = [(chip, "bf16", "dense") for chip in ("A100", "H100")]
+    groups += [("H100", "fp8", "dense"), ("H100", "bf16", "MoE")]
+    for group in [*groups, None]:
+        name = ", ".join(group or ("other chips and dtypes",))
         interval = learned(ratios(), group)
         low, high = (bound / interval.middle - 1 for bound in (interval.low, interval.high))
         covered, runs, sources = coverage(group)

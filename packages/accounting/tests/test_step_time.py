@@ -8,7 +8,7 @@ from accounting.hardware import Link
 from accounting.memory.states import device_parameters
 from accounting.model.records import Experts
 from accounting.time.collective import Collective
-from accounting.time.efficiency import ATTENTION_FRACTION, MATMUL_FRACTION
+from accounting.time.efficiency import MATMUL_FRACTION
 from accounting.time.step import (
     bucket_overhead_seconds,
     group_link,
@@ -122,7 +122,9 @@ def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
     # The backward of flash attention computes the scores again.
     attention = forward.total * (3 if recompute == "none" else 4) + forward["scores"].total
     peak = H100.peak("bf16")
-    assert compute["attention"].total == pytest.approx(attention / (peak * ATTENTION_FRACTION))
+    assert compute["attention"].total == pytest.approx(
+        attention / (peak * HARDWARE["H100"].attention_fraction)
+    )
     rate = peak * MATMUL_FRACTION["bf16"] * HARDWARE["H100"].power_factor
     assert compute["matrices"].total == pytest.approx((work - attention) / rate)
 

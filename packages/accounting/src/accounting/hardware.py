@@ -49,6 +49,10 @@ class Hardware:
     #: Factor of the rate of large matrix products, for devices that lower their clock under
     #: sustained load. `time/published.py` fits one factor for all other losses of a step.
     power_factor: float = 1.0
+    #: Fraction of the peak that a fused attention kernel reaches, forward and backward together.
+    attention_fraction: float = 0.5
+    #: Name of the device with the same arithmetic units; the default is this device.
+    chip: str = ""
     source: str
     #: Number of devices that one torus connects across hosts; 0 without a torus.
     pod: int = 0
@@ -61,6 +65,9 @@ class Hardware:
         for dtype, flops in self.peaks.items():
             checks.number(f"the peak of {dtype} in peaks", flops)
         checks.number("power_factor", self.power_factor, most=1)
+        checks.number("attention_fraction", self.attention_fraction, most=1)
+        if not self.chip:
+            object.__setattr__(self, "chip", self.name)
         checks.instance("node_link", self.node_link, Link, "a Link")
         checks.instance("network", self.network, Link, "a Link")
 
@@ -122,8 +129,10 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
         fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
     if "like" not in entry:
         return Hardware(name=name, peaks=_peaks(entry), **fields)
-    known = HARDWARE[entry["like"]]
-    return replace(known, name=name, peaks={**known.peaks, **_peaks(entry)}, **fields)
+    known, peaks = HARDWARE[entry["like"]], _peaks(entry)
+    chip = "" if peaks else known.chip
+    about = {"name": name, "chip": chip, "peaks": {**known.peaks, **peaks}}
+    return replace(known, **about | fields)
 
 
 def _peaks(entry: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective
 from accounting.time.efficiency import (
-    ATTENTION_FRACTION,
     BANDWIDTH_FRACTION,
     MATMUL_FRACTION,
     STREAM_PASSES,
@@ -181,7 +180,7 @@ def _inference_seconds(
         least += max(float(work.total) / tensor / peak, moved / bandwidth)
         stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
         modeled += (float(work.total) - scores) / tensor / (peak * utilization)
-        modeled += scores / tensor / (peak * ATTENTION_FRACTION)
+        modeled += scores / tensor / (peak * device.attention_fraction)
         modeled += (moved + stream) / (bandwidth * BANDWIDTH_FRACTION)
         payload = tokens * part.d_model * wire
         if tensor > 1:

@@ -17,7 +17,7 @@ from accounting.plan import Plan
 from accounting.precision import bytes_of
 from accounting.search.space import Layout, Space
 from accounting.time.communication import token_collectives
-from accounting.time.efficiency import ATTENTION_FRACTION, StageRates, stage_rates
+from accounting.time.efficiency import StageRates, stage_rates
 from accounting.time.step import attention_flops
 
 
@@ -148,7 +148,7 @@ class StageTable:
         return StageCosts(
             activation_bytes=float(saved) / work.seq,
             rates=stage_rates(plan.stage_model(model, stage), plan, work, device),
-            attention=attention / (device.peak(work.kind.activations) * ATTENTION_FRACTION),
+            attention=attention / (device.peak(work.kind.activations) * device.attention_fraction),
         )
 
     def _calls(self, plan: Plan, stage: int) -> tuple[TokenCalls, ...]:

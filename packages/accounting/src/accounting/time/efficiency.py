@@ -17,10 +17,6 @@ from accounting.workload import Workload
 #: Fraction of the dense peak that large matrix products reach, by dtype: 0.8 of the 312 TFLOP/s of
 #: an A100 in bf16. The fp8 value includes the scaling of tiles.
 MATMUL_FRACTION = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
-#: Fraction of the peak that fused attention reaches, forward and backward together. Shah et al.
-#: 2024, FlashAttention-3, figures 5 and 6, report 0.4 to 0.75; Dao 2023, FlashAttention-2, reports
-#: 0.5 to 0.7 on an A100.
-ATTENTION_FRACTION = 0.5
 #: Fraction of the memory bandwidth that all operations reach.
 BANDWIDTH_FRACTION = 0.8
 #: Number of times that a training step moves a tensor of the residual stream per layer: two norms,

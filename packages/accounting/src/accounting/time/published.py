@@ -18,7 +18,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown
 from accounting.hardware import Hardware, find
-from accounting.model.records import MLA, Experts
+from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
@@ -42,6 +42,8 @@ class Published:
     flash: bool = False
     #: The argument `overlap` of `step_time`, for publications that report more overlap.
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
+    #: Rate of the attention kernel, as a fraction of the rate that the device reaches.
+    attention: float = 1.0
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
     #: True if constants of the time model were fitted to this source.
@@ -50,6 +52,7 @@ class Published:
 
 #: Columns of a table that are sizes of the model.
 _SIZES = ("layers", "d_model", "heads")
+_RECORDS = {"experts": Experts, "mla": MLA, "window": Window}
 
 
 def _read() -> tuple[Published, ...]:
@@ -62,37 +65,52 @@ def _read() -> tuple[Published, ...]:
         both = {k: above[k] | entry[k] for k in ("model", "plan") if k in above and k in entry}
         return above | entry | both
 
-    runs = [_published(whole(entry)) for entry in tables["run"]]
+    runs = [_published(whole(entry), tables["size"]) for entry in tables["run"]]
     for table in tables["table"]:
-        about = whole(table)
         for entries in table["rows"]:
             row = dict(zip(table["columns"], entries, strict=True))
-            runs.append(_tabulated(about, row, tables["size"]))
+            runs.append(_published(whole(table) | row, tables["size"]))
     return tuple(runs)
 
 
-def _tabulated(about: dict[str, Any], row: dict[str, Any], sizes: dict[str, Any]) -> Published:
-    """Return the run of a table row, whose columns are fields of the model, the plan or the run."""
-    plan = about["plan"] | {key: row[key] for key in Plan.__dataclass_fields__ if key in row}
-    model = about.get("model", {}) | {key: row[key] for key in _SIZES if key in row}
-    if "rate" not in row:
-        return _published(about | row | {"model": model, "plan": plan})
-    ranks = plan.get("tensor", 1) * plan.get("context", 1)
-    plan["data"] = row["devices"] // ranks
-    plan["microbatches"] = row["batch"] // plan["data"] // row["microbatch"]
-    plan["sequence_parallel"] = plan.get("tensor", 1) > 1
-    seq = row.get("seq", about.get("seq"))
-    model |= sizes[row["size"]]
-    if "MPT" in row["size"]:
-        model["positions"] = seq
-    seconds = row["batch"] * seq / (row["devices"] * row["rate"])
-    about = about | {"seq": seq, "batch": row["batch"], "seconds": seconds}
-    return _published(about | {"name": row["size"], "model": model, "plan": plan})
-
-
-def _published(entry: dict[str, Any]) -> Published:
+def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> Published:
+    """Return the run of an entry, whose keys are fields of the model, the plan and the run."""
+    model = entry.get("model", {}) | {key: entry[key] for key in _SIZES if key in entry}
+    if "size" in entry:
+        model |= sizes[entry["size"]]
+        if "MPT" in entry["size"]:
+            model["positions"] = entry["seq"]
+    for key in _RECORDS.keys() & model.keys():
+        fields = dict(model[key])
+        if "layers" in fields:
+            fields["layers"] = tuple(range(*fields["layers"]))
+        model[key] = _RECORDS[key](**fields)
+    plan = _plan(entry)
+    about = {
+        "model": Transformer(name=entry.get("size") or entry["name"], **model),
+        "plan": plan,
+        "seconds": _seconds(entry, model, plan.devices),
+        "overlap": {**OVERLAP, **entry.get("overlap", {})},
+    }
     known = {key: entry[key] for key in Published.__dataclass_fields__ if key in entry}
-    model, plan = dict(entry["model"]), Plan(**entry["plan"])
+    return Published(**known | about)
+
+
+def _plan(entry: dict[str, Any]) -> Plan:
+    """Return the plan of an entry, with what follows from the other fields."""
+    plan = entry["plan"] | {key: entry[key] for key in Plan.__dataclass_fields__ if key in entry}
+    if plan.get("virtual_stages", 1) > 1:
+        plan["schedule"] = "interleaved"
+    if "microbatch" in entry:
+        degrees = (plan.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+        plan["data"] = entry["devices"] // math.prod(degrees)
+        plan["microbatches"] = entry["batch"] // plan["data"] // entry["microbatch"]
+        plan["sequence_parallel"] = plan.get("tensor", 1) > 1
+    return Plan(**plan)
+
+
+def _seconds(entry: dict[str, Any], model: dict[str, Any], devices: int) -> float:
+    """Return the measured time of a step from `seconds`, `rate`, or `work` and `teraflops`."""
     numbers = model | {"batch": entry["batch"], "seq": entry["seq"]}
 
     def value(formula: Any) -> float:
@@ -100,17 +118,10 @@ def _published(entry: dict[str, Any]) -> Published:
         return float(eval(formula, {}, numbers) if isinstance(formula, str) else formula)
 
     if "work" in entry:
-        seconds = value(entry["work"]) / (entry["teraflops"] * 1e12 * plan.devices)
-    else:
-        seconds = value(entry["seconds"])
-    if "experts" in entry:
-        layers = tuple(range(*entry["experts"]["layers"]))
-        model["experts"] = Experts(**entry["experts"] | {"layers": layers})
-    model["mla"] = MLA(**entry["mla"]) if "mla" in entry else None
-    overlap = {**OVERLAP, **entry.get("overlap", {})}
-    shape = Transformer(name=entry["name"], **model)
-    about = {"model": shape, "plan": plan, "seconds": seconds, "overlap": overlap}
-    return Published(**known | about)
+        return value(entry["work"]) / (entry["teraflops"] * 1e12 * devices)
+    if "rate" in entry:
+        return float(entry["batch"] * entry["seq"] / (devices * entry["rate"]))
+    return value(entry["seconds"])
 
 
 RUNS: tuple[Published, ...] = _read()
@@ -142,12 +153,10 @@ class Interval:
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
-#: Device, dtype of the matrix products, and `dense` or `MoE`.
+#: Chip, dtype of the matrix products, and `dense` or `MoE`.
 Group = tuple[str, str, str]
-#: The half-width of an interval is this quantile of the errors of known sources. A few known
-#: sources understate the errors of a new source, so the interval is expected to contain about 80 %
-#: of the runs of a new source.
-ERROR_QUANTILE = 0.9
+#: The half-width of an interval is this quantile of the errors of known sources.
+ERROR_QUANTILE = 0.8
 #: A group with fewer sources than this uses the widest known interval.
 LEAST_SOURCES = 3
 
@@ -178,9 +187,10 @@ def ratios() -> tuple[Ratio, ...]:
     )
 
 
-def group_of(model: Transformer, hardware: str, precision: str | Precision) -> Group:
+def group_of(model: Transformer, hardware: str | Hardware, precision: str | Precision) -> Group:
     """Return the properties on which errors may depend; see `Group`."""
-    return hardware, recipe(precision).compute, "MoE" if model.experts else "dense"
+    chip = find(hardware).chip
+    return chip, recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
 def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
@@ -191,6 +201,7 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
     """
     work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
     device = find(run.hardware)
+    device = replace(device, attention_fraction=device.attention_fraction * run.attention)
     if not held_out or not run.fitted:
         return step_time(run.model, run.plan, work, hardware=device, overlap=run.overlap)
     return step_time(run.model, run.plan, work, hardware=_without_constants(device))
@@ -241,15 +252,25 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
     raise ValueError("expected errors of at least one source, got none")
 
 
-def learned(seen: Sequence[Ratio], group: Group | None) -> Interval:
+def interval_group(
+    seen: Iterable[Ratio], group: Group | None, least_sources: int = LEAST_SOURCES
+) -> Group | None:
+    """Return the group if it has enough sources for a separate interval, and None otherwise."""
+    sources = {ratio.source for ratio in seen if ratio.group == group}
+    return group if len(sources) >= least_sources else None
+
+
+def learned(
+    seen: Sequence[Ratio], group: Group | None, least_sources: int = LEAST_SOURCES
+) -> Interval:
     """Return the factor that multiplies modeled seconds, and its interval, for a group.
 
-    Both are computed from the runs of the group if they come from at least `LEAST_SOURCES` sources.
+    Both are computed from the runs of the group if they come from at least `least_sources` sources.
     Otherwise the factor is computed from all runs, and the interval from the source with the widest
     errors.
     """
-    of_group = [ratio for ratio in seen if ratio.group == group]
-    if len({ratio.source for ratio in of_group}) >= LEAST_SOURCES:
+    if interval_group(seen, group, least_sources):
+        of_group = [ratio for ratio in seen if ratio.group == group]
         middle, half = mean_log_ratio(of_group), half_width(errors_by_source(of_group))
     else:
         middle = mean_log_ratio(seen)
@@ -263,14 +284,16 @@ def coverage(group: Group | None = None) -> tuple[int, int, int]:
     """Return the number of covered runs, of all runs, and of sources in a group.
 
     A run is covered if the interval that is learned for the group from all other sources contains
-    it. Without a group, all runs are compared with the widest interval of the other sources.
+    it. Without a group, the runs of all groups that have too few sources are compared with the
+    widest interval of the other sources.
     """
     seen = ratios()
-    members = [ratio for ratio in seen if group in (None, ratio.group)]
+    members = [ratio for ratio in seen if group == interval_group(seen, ratio.group)]
     sources = {ratio.source for ratio in members}
     covered = 0
     for source in sources:
-        interval = learned([ratio for ratio in seen if ratio.source != source], group)
+        others = [ratio for ratio in seen if ratio.source != source]
+        interval = learned(others, group, LEAST_SOURCES - 1)
         held_out = [math.exp(ratio.held_out) for ratio in members if ratio.source == source]
         covered += sum(interval.low <= factor <= interval.high for factor in held_out)
     return covered, len(members), len(sources)
@@ -286,14 +309,14 @@ def predicted(
 ) -> Interval:
     """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is that of runs with this device, dtype and kind of model (dense or MoE). If one of
+    The interval is that of runs with this chip, dtype and kind of model (dense or MoE). If one of
     the three arguments is missing, or too few sources have such runs, it is the widest known one.
     `basis` of the result names the runs behind the interval, and counts the held-out runs that such
     intervals contained.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:
-        group = group_of(model, find(hardware).name, precision)
+        group = group_of(model, hardware, precision)
     return replace(learned(ratios(), group).scaled(seconds), basis=_basis(group))
 
 

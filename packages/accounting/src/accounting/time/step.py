@@ -23,7 +23,7 @@ from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
-from accounting.time.efficiency import ATTENTION_FRACTION, BANDWIDTH_FRACTION, stage_seconds
+from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_seconds
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -98,7 +98,7 @@ def _stage_seconds(
     model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
     attention = attention_flops(model, plan, work, stage)
-    core = 1 / (device.peak(work.kind.activations) * ATTENTION_FRACTION)
+    core = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
     arithmetic, traffic, elementwise = stage_seconds(
