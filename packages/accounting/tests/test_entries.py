@@ -334,7 +334,7 @@ def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     # 141 GB of weights, and 72 GB that a device has for them.
     assert "DOES NOT FIT: 131.4 GiB of weights and 2.5 GiB of one sequence's cache" in text
-    assert "; 2 of them have room" in text
+    assert "; 2 devices would have room" in text
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192", "--gpus", "2"]) == 0
     assert "NOT FIT" not in capsys.readouterr().out
 

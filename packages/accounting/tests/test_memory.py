@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_shapes import even, shapes
 from reference import Model, PolledMemory
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -472,6 +473,19 @@ def test_peak_memory_refuses_the_plans_that_it_does_not_model() -> None:
     for plan in plans:
         with pytest.raises(ValueError, match="use training_memory"):
             peak_memory(shape, plan=plan, batch=8, seq=16)
+
+
+def test_peak_memory_and_fits_refuse_linear_layers_in_fp8() -> None:
+    shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
+    recipes = [name for name, recipe in PRECISIONS.items() if recipe.compute == "fp8"]
+    assert recipes == ["fsdp_fp8", "megatron_fp8", "deepseek_v3"]
+    for name in recipes:
+        with pytest.raises(ValueError, match=f"got fp8 with bf16 in the recipe {name}"):
+            peak_memory(shape, batch=8, seq=16, precision=name)
+    for dtype in (torch.float8_e4m3fn, torch.float32):
+        # torch only warns, and runs the step without autocast.
+        with pytest.raises(ValueError, match="expected autocast to be one of None"):
+            fits(nn.Linear(4, 4), torch.ones(2, 4), autocast=dtype)
 
 
 @pytest.mark.parametrize("integer", [np.int32, torch.tensor])

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 from accounting import Experts, Plan, Transformer, parameters, plan_for, training_memory
+from accounting.breakdown import counted
 from accounting.time.published import (
     LEAST_SOURCES,
     RUNS,
@@ -189,6 +190,14 @@ def test_answers_print_the_measured_coverage() -> None:
     assert answer.seconds.basis in answer.explain()
     assert answer.to_dict()["seconds"]["basis"] == answer.seconds.basis
     assert "is held out whole" in answer.explain()
+
+
+def test_numbers_are_printed_with_singular_and_plural_nouns() -> None:
+    assert [counted(number, "failure") for number in (0, 0.6, 1, 1.4, 2000)] == [
+        *("0 failures", "1 failure", "1 failure", "1 failure", "2,000 failures")
+    ]
+    assert Plan(microbatches=1).layout.endswith("1 micro-batch, recompute none")
+    assert "2 micro-batches" in Plan(microbatches=2).layout
 
 
 def test_every_run_has_source_and_assumptions() -> None:

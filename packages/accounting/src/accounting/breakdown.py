@@ -142,6 +142,13 @@ def readable(value: Number) -> str:
     return f"{int(value):,}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number and its noun, in the plural unless the rounded number is 1."""
+    text = f"{number:,.0f}"
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{text} {noun}{'' if text == '1' else plural}"
+
+
 def binary_size(count: float) -> str:
     """Format a number of bytes with a binary unit, such as `13.3 GiB`."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]

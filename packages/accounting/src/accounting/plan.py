@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from accounting import checks
+from accounting.breakdown import counted
 from accounting.model.records import Matrix
 from accounting.model.transformer import Transformer
 
@@ -139,7 +140,8 @@ class Plan:
         chunks = self.pipeline * self.virtual_stages
         if chunks > model.layers:
             raise ValueError(
-                f"expected pipeline x virtual_stages <= {model.layers} layers, got {chunks}"
+                f"expected pipeline x virtual_stages <= {counted(model.layers, 'layer')}, got "
+                f"{chunks}"
             )
         if self.pipeline > 1 and model.embedding_dim != model.d_model:
             raise ValueError(
@@ -160,7 +162,8 @@ class Plan:
         count = model.experts.count if model.experts else 0
         if self.expert > 1 and (not count or count % self.expert):
             raise ValueError(
-                f"expected expert to divide the {count} experts of the model, got {self.expert}"
+                f"expected expert to divide the {counted(count, 'expert')} of the model, got "
+                f"{self.expert}"
             )
 
     def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
@@ -196,11 +199,11 @@ class Plan:
     @property
     def layout(self) -> str:
         """Return the plan as one line of text."""
-        chunks = f" in {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
+        chunks = f" in {counted(self.virtual_stages, 'chunk')}" if self.virtual_stages > 1 else ""
         return (
             f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
             f"{chunks}), context {self.context}, expert {self.expert}, ZeRO {self.zero}, "
-            f"{self.microbatches} micro-batches, recompute {self.recompute}"
+            f"{counted(self.microbatches, 'micro-batch')}, recompute {self.recompute}"
         )
 
 

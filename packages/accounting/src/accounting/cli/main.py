@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from accounting import checks
-from accounting.breakdown import binary_size
+from accounting.breakdown import binary_size, counted
 from accounting.cli.questions import amount, differences, read_model, stored_dtype
 from accounting.cli.serving import serving
 from accounting.hardware import HARDWARE
@@ -111,7 +111,7 @@ def _plan(words: Sequence[str]) -> int:
 
 def _show_progress(computed: int, plans: int) -> None:
     if computed % 20 == 0:
-        print(f"\r{computed:,} of at most {plans:,} plans", end="\r", file=sys.stderr)
+        print(f"\r{computed:,} of at most {counted(plans, 'plan')}", end="\r", file=sys.stderr)
 
 
 def _serve(words: Sequence[str]) -> int:
@@ -149,7 +149,7 @@ def _serve(words: Sequence[str]) -> int:
     if not fits:
         needed = result["devices_needed"]
         remedy = (
-            f"{needed:,.0f} of them have room"
+            f"{counted(needed, 'device')} would have room"
             if needed
             else "no number that divides the heads has room; pass smaller dtypes or fewer tokens"
         )

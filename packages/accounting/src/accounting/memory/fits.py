@@ -74,8 +74,9 @@ def fits(
     the output's `.loss`, or otherwise the sum of its first tensor. The output is released before
     the backward, as in `loss(module(sample)).backward()`. A loop that keeps the output in a
     variable, such as the logits of a language model, needs its bytes in addition. `autocast` is the
-    dtype of mixed precision. `rounding` is the granularity of the allocator, 512 bytes on CUDA.
-    Tensors that are plain attributes of the module have the label `attributes`.
+    dtype of mixed precision, `torch.bfloat16` or `torch.float16`. `rounding` is the granularity of
+    the allocator, 512 bytes on CUDA. Tensors that are plain attributes of the module have the label
+    `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
     or runs an operator whose memory is hidden, such as a fused LSTM. Also raises `ValueError` for
@@ -89,8 +90,8 @@ def fits(
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(sample)):
         raise TypeError(f"expected sample to be a tensor or arguments with one, got {sample!r:.60}")
     checks.instance("module", module, nn.Module, "an nn.Module")
-    if autocast is not None:
-        checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
+    # torch disables autocast for other dtypes, with a warning.
+    checks.choice("autocast", autocast, (None, torch.bfloat16, torch.float16))
     if any(map(nn.parameter.is_lazy, module.parameters())):
         raise ValueError(
             "expected a module without lazy parameters; call it once to materialize them"

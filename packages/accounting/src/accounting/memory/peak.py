@@ -45,7 +45,7 @@ def peak_memory(
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
     `ValueError` for plans with other parallelism than `data`, for micro-batches of several data
-    ranks without ZeRO-3, and for selective recomputation.
+    ranks without ZeRO-3, for selective recomputation, and for linear layers in fp8.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends. During the backward the ends and the whole gradient of
@@ -69,6 +69,12 @@ def peak_memory(
         raise ValueError(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
             "training_memory for it"
+        )
+    if work.kind.compute != work.kind.activations:
+        raise ValueError(
+            f"expected linear layers in the dtype of the activations in peak_memory, got "
+            f"{work.kind.compute} with {work.kind.activations} in the recipe {work.kind.name}; the "
+            "copies and scales of such layers are not modeled; use training_memory as an estimate"
         )
     step = _Step(model, plan, work)
     moments = [*step.head(), *step.blocks(), *step.tied_table(), step.optimizer(foreach)]

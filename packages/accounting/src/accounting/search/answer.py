@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, binary_size
+from accounting.breakdown import Breakdown, binary_size, counted
 from accounting.flops import flops
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
@@ -96,7 +96,7 @@ class Answer:
             f"MFU        {self.mfu}",
             f"intervals  {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
-            f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
+            f"{counted(self.failures.failures, 'failure')}, goodput {self.failures.goodput:.1%}",
             f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
             f"energy     {self.megawatt_hours} MWh for the devices",
         ]
@@ -227,9 +227,9 @@ def _indivisible(space: Space) -> str:
             f"{batch - excess + fewest}, or change the number of devices"
         )
     return (
-        f"No degrees divide {space.devices} devices, batch={batch}, {space.model.layers} layers "
-        f"and {space.model.heads} heads; free a fixed field, or change the batch or the number of "
-        "devices"
+        f"No degrees divide {counted(space.devices, 'device')}, batch={batch}, "
+        f"{counted(space.model.layers, 'layer')} and {counted(space.model.heads, 'head')}; free a "
+        "fixed field, or change the batch or the number of devices"
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from accounting import checks
+from accounting.breakdown import counted
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
@@ -105,7 +106,8 @@ def plans_that_fit(
                 break
             raise TimeoutError(
                 f"expected a plan that fits within {time_limit} s, got none among {computed:,} of "
-                f"{space.count:,} plans; pass a larger time_limit or fix fields of the plan"
+                f"{counted(space.count, 'plan')}; pass a larger time_limit or fix fields of the "
+                "plan"
             )
         fitting_plan = _computed(space, candidate, usable)
         if fitting_plan is not None:

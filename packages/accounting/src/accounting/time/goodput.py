@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from accounting import checks
+from accounting.breakdown import counted
 
 #: 54 days of Llama 3 405B on 16,384 devices: 419 unexpected interruptions (Grattafiori et al. 2024,
 #: section 3.3.4). The times of a checkpoint and of a restart are assumptions.
@@ -55,8 +56,9 @@ def goodput(
     segment = interval_hours + checkpoint_hours
     if (restart_hours + segment) / hours_between_failures > 600:
         raise ValueError(
-            f"failures_per_device_hour is {failures_per_device_hour:g} on {devices:,} devices, one "
-            f"every {hours_between_failures:.3g} hours; a segment of {segment:.3g} hours never ends"
+            f"failures_per_device_hour is {failures_per_device_hour:g} on "
+            f"{counted(devices, 'device')}, one every {hours_between_failures:.3g} hours; a segment "
+            f"of {segment:.3g} hours never ends"
         )
     lost = math.exp(restart_hours / hours_between_failures)
     segment_hours = hours_between_failures * lost * math.expm1(segment / hours_between_failures)

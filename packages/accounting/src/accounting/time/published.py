@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown
+from accounting.breakdown import Breakdown, counted
 from accounting.hardware import Hardware, find
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
@@ -338,6 +338,6 @@ def _basis(group: Group | None) -> str:
 def _coverage_text(group: Group | None) -> str:
     covered, runs, sources = coverage(group)
     return (
-        f"{covered} of {runs} runs of {sources} published sources lie in the interval of the other "
-        "sources when their source is held out whole"
+        f"{covered} of {counted(runs, 'run')} of {counted(sources, 'published source')} lie in the "
+        "interval of the other sources when their source is held out whole"
     )
