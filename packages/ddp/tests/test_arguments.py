@@ -118,7 +118,9 @@ def pass_invalid_arguments() -> list[str]:
         errors.append(str(error))
     sparse_buffer = nn.Linear(2, 2)
     sparse_buffer.register_buffer("adjacency", torch.eye(3).to_sparse())
-    for module in (sparse_buffer, nn.Sequential(DDP(nn.Linear(2, 2)))):
+    other_dtype = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    other_dtype.weight.grad_dtype = torch.float32
+    for module in (sparse_buffer, nn.Sequential(DDP(nn.Linear(2, 2))), other_dtype):
         try:
             DDP(module)
         except ValueError as error:
@@ -134,7 +136,7 @@ def pass_invalid_arguments() -> list[str]:
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, mixed, short, expanded, sparse_buffer, nested, sparse = outcome.value
+    zero, nan, mixed, short, expanded, sparse_buffer, nested, dtype, sparse = outcome.value
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
@@ -143,6 +145,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     assert "shape (11,), torch.float32" in short
     assert "'adjacency' to be a dense tensor, got torch.sparse_coo" in sparse_buffer
     assert "got '0' of type DDP; wrap its .module" in nested
+    assert "grad_dtype=torch.float32; pass gradient_dtype" in dtype
     assert "sparse=False" in sparse
 
 

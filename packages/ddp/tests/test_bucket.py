@@ -45,7 +45,7 @@ def test_views_are_in_the_buffer_and_do_not_overlap(model):
     for value, view in enumerate(bucket.views):
         view.fill_(value)
     bucket.missing.add(0)
-    bucket.write_flags(is_participating=True, has_stepped=True)
+    bucket.write_flags(is_participating=True, has_stepped=True, is_suspect=False)
     expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
     assert bucket.gradients.tolist() == expected
     assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)

@@ -5,7 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -82,6 +82,37 @@ def change_copy_on_one_rank(wrap: Callable) -> nn.Module:
     return copied.module
 
 
+def replace_module(wrap: Callable) -> nn.Module:
+    model = wrap(net())
+    train(model)
+    model.module = net()
+    train(model)
+    return model.module
+
+
+def limit_norms_in_forward(wrap: Callable) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 1))
+    model = wrap(module)
+    model(torch.tensor([dist.get_rank()])).sum().backward()
+    return module
+
+
+def step_in_gradient_hooks(wrap: Callable, *, num_layers: int = 3) -> nn.Module:
+    module = net()[-num_layers:]
+    model = wrap(module)
+    for parameter in module.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(partial(step_alone, optimizer))
+    model(torch.ones(3, 5 if num_layers == 3 else 4) * (1 + dist.get_rank())).sum().backward()
+    return module
+
+
+def step_alone(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
 SITUATIONS = {
     "unfreeze": unfreeze,
     "replace parameters": replace_parameters,
@@ -89,6 +120,10 @@ SITUATIONS = {
     "read buffers": read_buffers_after_step,
     "skip optimizer step": skip_optimizer_step,
     "changed copy": change_copy_on_one_rank,
+    "replace module": replace_module,
+    "limit norms": limit_norms_in_forward,
+    "step in hooks": step_in_gradient_hooks,
+    "step in hooks of one layer": partial(step_in_gradient_hooks, num_layers=1),
 }
 
 
@@ -126,6 +161,10 @@ def outcomes_of_all_situations() -> list[dict[str, tuple[str, str]]]:
         ("read buffers", "equal"),
         ("skip optimizer step", "refused: the weights were changed"),
         ("changed copy", "refused: the models differ across ranks"),
+        ("replace module", "equal"),
+        ("limit norms", "refused: the weights differ across ranks"),
+        ("step in hooks", "refused: the weights differ across ranks"),
+        ("step in hooks of one layer", "refused: the weights differ across ranks"),
     ],
 )
 def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: str) -> None:
@@ -358,6 +397,25 @@ def average_into_all_memory_of_the_caller() -> list[tuple]:
             separate = average_into_memory_of_the_caller(keep, is_accumulated, **options)
             results.append((keep is keep_nothing, by_default, separate))
     return results
+
+
+def move_gradients() -> list[str]:
+    """Move `.grad` to other memory, which nobody else references; return the warnings."""
+    model = DDP(net())
+    x = torch.ones(3, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data.clone()
+        model(x).sum().backward()
+        model.double()
+        model(x.double()).sum().backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_moved_gradients_do_not_warn() -> None:
+    assert run_ranks(move_gradients, 1) == [[]]
 
 
 def test_memory_of_the_caller_receives_the_mean_or_a_warning_is_issued() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Bucket, make_bucket
-from ddp.communication import AttributeErrors
+from ddp.communication import AttributeErrors, run_collective
 from ddp.options import Options
 from ddp.process_group import ReduceGroup
 
@@ -102,15 +103,10 @@ class BucketAssignment:
 
     def _broadcast_order(self, order: Sequence[int]) -> list[int]:
         """Return the `order` of rank 0. This is a collective."""
-        device = self._parameters[0].device
-        indices = torch.tensor(order, device=device)
+        indices = torch.tensor(order, device=self._parameters[0].device)
+        broadcast = partial(dist.broadcast, group=self._group.process_group, group_src=0)
         description = "the agreement on the order of buckets"
-        group = self._group.process_group
-        with self._attribute_errors(description, None):
-            work = dist.broadcast(indices, group=group, group_src=0, async_op=True)
-        assert work is not None, "only ranks of the group have a reducer"
-        with self._attribute_errors(description, work if device.type == "cpu" else None):
-            work.wait()
+        run_collective(broadcast, indices, description, self._attribute_errors)
         agreed: list[int] = indices.tolist()
         return agreed
 

@@ -2,11 +2,12 @@
 
 # Note [Bucket layout]
 # ~~~~~~~~~~~~~~~~~~~~
-#     [ gradients | participating | stepped | has NaN | one flag per parameter: 1 if missing ]
+#     [ gradients | participating | stepped | suspect | one flag per parameter: 1 if missing ]
 #
 # The flags are summed together with the gradients. From the sums every rank knows, without another
 # collective, whether all ranks participated, took the same optimizer steps and had the same
-# gradients. Only if the sums differ from the expected ones do the ranks exchange names.
+# gradients. A rank with NaN in a gradient, or whose weights changed during the pass, is suspect.
+# Only if the sums differ from the expected ones do the ranks exchange reports.
 #
 # `parameter.grad` is a view of the buffer, so the all-reduce works on the gradient itself. Complex
 # gradients are stored as pairs of real numbers.
@@ -202,6 +203,7 @@ class Bucket:
 
     def release(self) -> None:
         """Replace each `.grad` that is a view of the buffer by a copy."""
+        self._forget_moved_grads()
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
@@ -218,12 +220,19 @@ class Bucket:
 
         Views of the buffer do not count. Returns None if there is no such parameter.
         """
+        self._forget_moved_grads()
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 continue
             if not self.holds_grad(slot) and is_aliased(parameter):
                 return self.names[slot]
         return None
+
+    def _forget_moved_grads(self) -> None:
+        # `module.double()` replaces the memory of `.grad`, which is no longer a view then.
+        for slot, parameter in enumerate(self.parameters):
+            if parameter.grad is self._grad_views[slot] and not self.holds_grad(slot):
+                self._grad_views[slot] = self.views[slot].detach()
 
     def clear(self) -> None:
         """Reset the state of the step."""
@@ -240,16 +249,16 @@ class Bucket:
                 if bool(view.isnan().any()):
                     self.nan_slots.add(slot)
 
-    def write_flags(self, *, is_participating: bool, has_stepped: bool) -> None:
+    def write_flags(self, *, is_participating: bool, has_stepped: bool, is_suspect: bool) -> None:
         """Write this rank's flags behind the gradients."""
         self.flags.copy_(self._usual_flags[has_stepped])
-        if self.missing or self.nan_slots or not is_participating:
-            rank_flags = (is_participating, has_stepped and is_participating, bool(self.nan_slots))
+        if self.missing or is_suspect or not is_participating:
+            rank_flags = (is_participating, has_stepped and is_participating, is_suspect)
             missing = [slot in self.missing for slot in range(len(self.views))]
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if the summed flags show that every rank had all gradients and no NaN."""
+        """Return True if every rank had all gradients and the same steps, and none is suspect."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)

@@ -42,6 +42,30 @@ class Collective:
     launches_in_callbacks: bool = False
 
 
+def wait_for_work(
+    work: Any, description: str, attribute_errors: AttributeErrors, *, is_on_cpu: bool
+) -> None:
+    """Wait for a launched collective, unless it has completed and `work` is None."""
+    if work is None:
+        return
+    # NCCL's wait with a timeout would block the host, and its watchdog aborts hanging calls.
+    can_poll = is_on_cpu and isinstance(work, dist.Work)
+    with attribute_errors(description, work if can_poll else None):
+        work.wait()
+
+
+def run_collective(
+    function: Callable[..., Any],
+    tensor: Tensor,
+    description: str,
+    attribute_errors: AttributeErrors,
+) -> None:
+    """Call `function(tensor, async_op=True)`, and wait for the collective that it launches."""
+    with attribute_errors(description, None):
+        work = function(tensor, async_op=True)
+    wait_for_work(work, description, attribute_errors, is_on_cpu=tensor.device.type == "cpu")
+
+
 def all_reduce_buffer(bucket: Bucket, group: ReduceGroup) -> Collective:
     """Launch one all-reduce of the whole buffer, in place."""
     work = group.all_reduce(bucket.buffer, async_op=True)
@@ -91,12 +115,9 @@ class BucketReduction:
         """Wait for the running collective, then launch the next one if there is one."""
         collective = self.collectives[-1]
         wait_start = time.perf_counter()
-        # NCCL's wait with a timeout would block the host, and its watchdog aborts hanging calls.
-        can_poll = self._is_on_cpu and isinstance(collective.work, dist.Work)
-        if collective.work is not None:
-            polled = collective.work if can_poll else None
-            with self._attribute_errors(self._description, polled):
-                collective.work.wait()
+        wait_for_work(
+            collective.work, self._description, self._attribute_errors, is_on_cpu=self._is_on_cpu
+        )
         now = time.perf_counter()
         self.exposed_seconds += now - wait_start
         self.completion_times.setdefault(len(self.collectives), now)

@@ -272,7 +272,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
 
     def _create_process_state(self) -> None:
         self.meter = Meter()
-        self._replica = Replica(self, self.module, self._options, self._ignored, self._group)
+        self._replica = Replica(self, self._options, self._ignored, self._group)
         if self._comm_hook is not None:
             self._replica.use_comm_hook(self._comm_hook)
 

@@ -198,20 +198,7 @@ def check_module(module: nn.Module, ignored: set[str], *, copies_buffers: bool) 
             "parameters to train before wrapping the module"
         )
     for name, parameter in parameters:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"parameter {name!r} is uninitialized; run a forward pass before wrapping the "
-                "module, so that lazy modules infer their shapes"
-            )
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device; call module.to_empty first"
-            )
-        if hasattr(parameter, "device_mesh"):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates plain "
-                "tensors"
-            )
+        _check_parameter(name, parameter)
     _check_can_be_copied(parameters)
     if copies_buffers:
         _check_can_be_copied((n, b) for n, b in module.named_buffers() if n not in ignored)
@@ -220,6 +207,27 @@ def check_module(module: nn.Module, ignored: set[str], *, copies_buffers: bool) 
         raise ValueError(
             f"expected all parameters on one type of device, got {sorted(device_types)}; move the "
             "module to one of them"
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raise `RuntimeError` or `ValueError` for a parameter that cannot be replicated."""
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise RuntimeError(
+            f"parameter {name!r} is uninitialized; run a forward pass before wrapping the "
+            "module, so that lazy modules infer their shapes"
+        )
+    if parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+        raise ValueError(
+            f"expected a gradient of {name!r} in the parameter's dtype {parameter.dtype}, got "
+            f"grad_dtype={parameter.grad_dtype}; pass gradient_dtype to send it in another dtype"
+        )
+    if parameter.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device; call module.to_empty first")
+    if hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates plain "
+            "tensors"
         )
 
 

@@ -40,9 +40,11 @@ from ddp.reducer import Reducer
 class Wrapper(Protocol):
     """Attributes of `DDP` that its replica reads. The replica references the wrapper weakly."""
 
+    module: nn.Module
     meter: Meter
     require_backward_grad_sync: bool
     _join_config: Any
+    _modules: dict[str, Any]
 
 
 class Replica:
@@ -62,12 +64,10 @@ class Replica:
     def __init__(
         self,
         wrapper: Wrapper,
-        module: nn.Module,
         options: Options,
         ignored: Collection[str],
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self.module = module
         self.options = options
         self.ignored = ignored
         self.comm_hook: CommHook | None = None
@@ -114,7 +114,7 @@ class Replica:
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         broadcast_tensors(copied, process_group, self.failures, "the broadcast of the weights")
-        self.tracked = TrackedParameters(self.module, self.ignored)
+        self.tracked = TrackedParameters(self._ddp._modules, self.ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
             self.group,
@@ -189,6 +189,11 @@ class Replica:
         return extensions
 
     @property
+    def module(self) -> nn.Module:
+        """The wrapped module, which the caller may replace."""
+        return self._ddp.module
+
+    @property
     def device(self) -> torch.device:
         """The device of the first parameter, used for small collectives."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
@@ -216,6 +221,8 @@ class Replica:
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
+        # Dynamo cannot trace the version counters.
+        self.agreement.record_weights([] if torch.compiler.is_compiling() else self.tracked.all)
         if self.options.sync_buffers and self.buffers.needs_checksum:
             self.buffers.record_checksum(self.tracked.named_buffers().values())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.communication import run_collective
 from ddp.compression.comm_hook import CommHook, GradBucket
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.process_group import ReduceGroup
@@ -28,8 +30,8 @@ def average_sparse(
     in torch's DDP, a communication hook receives each sparse gradient as a separate bucket. If the
     sum has no rows, a `.grad` of None stays None.
     """
+    all_reduce = partial(dist.all_reduce, group=group.process_group)
     for index, (name, parameter) in enumerate(parameters.items()):
-        description = f"the sum of the sparse gradient of {name!r}"
         gradient = _zero_gradient(parameter)
         if is_participating and parameter.grad is not None:
             gradient = _coalesced_gradient(parameter.grad) * scale
@@ -38,9 +40,8 @@ def average_sparse(
             bucket = GradBucket(index, [parameter], gradient, (), is_last=is_last)
             gradient = hook.reduce_sparse(bucket)
         else:
-            with failures.attribute_errors(description):
-                work = dist.all_reduce(gradient, group=group.process_group, async_op=True)
-            failures.wait(work, description, poll=gradient.device.type == "cpu")
+            description = f"the sum of the sparse gradient of {name!r}"
+            run_collective(all_reduce, gradient, description, failures.attribute_errors)
         if parameter.grad is not None or not gradient.is_sparse or gradient._nnz():
             parameter.grad = gradient
 

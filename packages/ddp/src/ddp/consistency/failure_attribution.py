@@ -81,15 +81,6 @@ class FailureAttribution(Extension):
             attributed.ranks = ranks
             raise attributed from error
 
-    def wait(self, work: Any, description: str, *, poll: bool) -> None:
-        """Wait for a collective; raise `RuntimeError` with the rank that prevents its completion.
-
-        With `poll=False` the backend alone detects failures of peers.
-        """
-        if work is not None:
-            with self.attribute_errors(description, work if poll else None):
-                work.wait()
-
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
         """Exchange values with all ranks and return the `value` of every rank.
 

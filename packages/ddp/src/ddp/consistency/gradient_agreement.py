@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp.bucket import RANK_FLAGS, Bucket
-from ddp.communication import BucketReduction
+from ddp.communication import BucketReduction, run_collective
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.model_agreement import checksum, gather_objects
 from ddp.extensions import Extension, Step
@@ -21,7 +22,7 @@ MAX_EXACT_RANKS = 256
 
 
 class WeightsDiffer(RuntimeError):
-    """Some ranks changed their weights and others did not, so the replicas are not equal."""
+    """The weights of the ranks are not equal."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,23 @@ class GradientAgreement(Extension):
         #: Sum of the parameters' version counters at the start of the last step.
         self._versions: int | None = None
         self._has_stepped = False
+        #: All trained parameters, and the sum of their version counters before a forward pass.
+        self._weights: Sequence[nn.Parameter] = ()
+        self._weight_versions = 0
+
+    def record_weights(self, weights: Sequence[nn.Parameter]) -> None:
+        """Record the weights before a forward pass, to detect a change during the two passes.
+
+        `nn.Embedding(max_norm=...)` changes weights in the forward pass, and an optimizer in a hook
+        changes them in the backward pass. Both depend on the batch of one rank.
+        """
+        self._weights = weights
+        self._weight_versions = _sum_versions(weights)
 
     def on_step_start(self, step: Step) -> None:
         """Detect if an optimizer changed the parameters since the last step."""
         parameters = step.parameters
-        versions = sum(parameter._version for parameter in parameters)
+        versions = _sum_versions(parameters)
         self._has_stepped = self._versions is not None and versions != self._versions
         if parameters is not self._parameters:
             self._has_stepped = False
@@ -74,7 +87,14 @@ class GradientAgreement(Extension):
         """Write the flags of the bucket."""
         if self._check_nan:
             bucket.find_nan()
-        bucket.write_flags(is_participating=step.is_participating, has_stepped=self._has_stepped)
+        is_suspect = bool(bucket.nan_slots)
+        if bucket.is_last and step.is_participating:
+            is_suspect |= _sum_versions(self._weights) != self._weight_versions
+        bucket.write_flags(
+            is_participating=step.is_participating,
+            has_stepped=self._has_stepped,
+            is_suspect=is_suspect,
+        )
 
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Store in `step.unused` the indices of parameters for which no rank has a gradient.
@@ -99,11 +119,12 @@ class GradientAgreement(Extension):
                     missing[index] = flag
         missing_on_some = {index for index, flag in missing.items() if flag != num_active}
         is_inexact = self._group.world_size > MAX_EXACT_RANKS and bool(missing)
-        has_nan = any(bucket_flags[2] for bucket_flags in flags)
-        some_stepped = num_stepped not in (0, num_active)
+        # Ranks may also have different weights if only some of them took an optimizer step.
+        is_suspect = any(bucket_flags[2] for bucket_flags in flags)
+        is_suspect |= num_stepped not in (0, num_active)
         is_refused = bool(missing_on_some) and not self._find_unused_parameters
-        if is_inexact or has_nan or some_stepped or is_refused:
-            step.unused |= self._compare_reports(step, missing, with_weights=some_stepped)
+        if is_inexact or is_suspect or is_refused:
+            step.unused |= self._compare_reports(step, missing, with_weights=is_suspect)
         else:
             step.unused |= missing.keys() - missing_on_some
 
@@ -121,10 +142,8 @@ class GradientAgreement(Extension):
         if not buckets:
             return
         flags = torch.cat([bucket.flags.float() for bucket in buckets])
-        description = "the sum of the flags"
-        with self._failures.attribute_errors(description):
-            work = dist.all_reduce(flags, group=self._group.process_group, async_op=True)
-        self._failures.wait(work, description, poll=flags.device.type == "cpu")
+        all_reduce = partial(dist.all_reduce, group=self._group.process_group)
+        run_collective(all_reduce, flags, "the sum of the flags", self._failures.attribute_errors)
         sizes = [len(bucket.flags) for bucket in buckets]
         for bucket, summed in zip(buckets, flags.split(sizes), strict=True):
             bucket.flags.copy_(summed)
@@ -162,7 +181,7 @@ class GradientAgreement(Extension):
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(with_nan)),
             self._has_stepped,
-            checksum(self._parameters) if with_weights else 0,
+            checksum(self._weights or self._parameters) if with_weights else 0,
         )
 
 
@@ -172,15 +191,15 @@ def check_same_gradients(
     """Compare the reports of all ranks; return the names of parameters that no rank used.
 
     This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
-    every rank if a gradient contains NaN, if weights changed on some ranks only and differ now, or
-    if a parameter has a gradient on some ranks only and `find_unused_parameters` is False.
+    every rank if a gradient contains NaN, if the reported weights differ, or if a parameter has a
+    gradient on some ranks only and `find_unused_parameters` is False.
     """
     reports: dict[int, GradientReport] = {}
     for rank, gathered in enumerate(gather_objects(report, group)):
         if gathered is not None:
             reports[rank] = gathered
     _check_nan(reports)
-    _check_steps(reports)
+    _check_weights(reports)
     unused = set.intersection(*(set(other.missing) for other in reports.values()))
     if not find_unused_parameters:
         _check_missing(reports, unused)
@@ -196,12 +215,18 @@ def _check_nan(reports: dict[int, GradientReport]) -> None:
             )
 
 
-def _check_steps(reports: dict[int, GradientReport]) -> None:
-    stepped = [rank for rank, report in reports.items() if report.has_stepped]
-    # Equal weights mean that a rank changed its weights temporarily and restored them.
-    have_equal_weights = len({report.weights for report in reports.values()}) == 1
-    if not stepped or len(stepped) == len(reports) or have_equal_weights:
+def _check_weights(reports: dict[int, GradientReport]) -> None:
+    # Equal weights mean that a rank changed its weights temporarily and restored them, or that all
+    # ranks made the same change.
+    if len({report.weights for report in reports.values()}) == 1:
         return
+    stepped = [rank for rank, report in reports.items() if report.has_stepped]
+    if len(stepped) in (0, len(reports)):
+        raise WeightsDiffer(
+            "the weights differ across ranks, because the forward or the backward pass changed "
+            "them, as nn.Embedding(max_norm=...) or an optimizer in a gradient hook does; change "
+            "weights after backward(), in the same way on every rank"
+        )
     others = [rank for rank in reports if rank not in stepped]
     raise WeightsDiffer(
         f"the weights were changed between this backward pass and the previous one on ranks "
@@ -220,6 +245,10 @@ def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None
             f"{_shorten(partly)} got no gradient on rank {rank}, but did on rank {other}; use it "
             "on every rank, or pass find_unused_parameters=True to count a missing gradient as zero"
         )
+
+
+def _sum_versions(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter._version for parameter in parameters)
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.communication import run_collective
 from ddp.consistency.failure_attribution import FailureAttribution
 
 #: Tensors are broadcast together up to this many bytes.
@@ -86,14 +88,13 @@ def broadcast_tensors(
     """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
     # A graph that is retained for a second backward pass may have saved buffers. Without this guard
     # that pass would fail, although torch's DDP changes buffers in the same way.
+    broadcast = partial(dist.broadcast, group=group, group_src=source)
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for batch in _batches(tensors):
             # Bytes can represent every dtype, including bool and float8.
             pieces = [_as_bytes(tensor) for tensor in batch]
             flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
-            with failures.attribute_errors(description):
-                work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
-            failures.wait(work, description, poll=flat.device.type == "cpu")
+            run_collective(broadcast, flat, description, failures.attribute_errors)
             if dist.get_rank(group) == source:
                 continue
             sizes = [tensor.nbytes for tensor in batch]

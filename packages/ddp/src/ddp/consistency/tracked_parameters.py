@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -23,16 +23,20 @@ from ddp.process_group import ReduceGroup
 
 
 class TrackedParameters:
-    """The trained parameters of `module` by name, without those in `ignored`.
+    """The trained parameters of the wrapped module by name, without those in `ignored`.
 
     Modules change after they are wrapped: layers are unfrozen, `load_state_dict(assign=True)`
     replaces parameters, heads are added, and `half()` changes dtypes. The wrapper is not notified,
     so each forward pass compares the identities and three attributes of the parameters with those
     that were recorded last.
+
+    Args:
+        wrapper_modules: submodules of the wrapper by name. Its entry "module" may be replaced.
+        ignored: names of parameters and buffers that are neither averaged nor copied.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
-        self._module = module
+    def __init__(self, wrapper_modules: Mapping[str, Any], ignored: Collection[str]) -> None:
+        self._wrapper_modules = wrapper_modules
         self._ignored = ignored
         #: The parameters that the module had when the modules of all ranks were last compared.
         self._compared = WeakTensorKeyDictionary()
@@ -100,11 +104,16 @@ class TrackedParameters:
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
 
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._wrapper_modules["module"]
+        return module
+
     def _record_modules(self) -> None:
         # A submodule without trained parameters may have been added. Its buffers are synchronized
         # from now on, and its parameters may be unfrozen later.
         modules = list(self._module.modules())
-        self._child_dicts = [module._modules for module in modules]
+        self._child_dicts = [self._wrapper_modules, *(module._modules for module in modules)]
         self._parameter_dicts = [module._parameters for module in modules]
         self._buffer_dicts = [module._buffers for module in modules]
         self._last = self._snapshot()
