@@ -127,6 +127,17 @@ def test_columns_of_other_quantities_do_not_replace_single_letters(other):
         np.testing.assert_allclose(getattr(runs, ours), right)
 
 
+def test_rival_with_blank_cells_must_agree_in_the_others():
+    blank = np.arange(72) % 2 == 0
+    for others, message in ((N, ""), (1.5 * N, "may each be the parameters")):
+        table = {"n_params": N, "size": np.where(blank, np.nan, others), **REST}
+        if message:
+            with pytest.raises(ValueError, match=message):
+                load_runs(table)
+        else:
+            assert "with which 'size' agrees" in load_runs(table).explanation
+
+
 def test_single_letter_must_agree_with_the_column_that_is_read():
     with pytest.raises(ValueError, match=r"'tokens', 'D'\] may each be the tokens"):
         load_runs({"N": N, "D": D, "tokens": 3 * D, "loss": LOSS})
@@ -249,6 +260,10 @@ def test_row_in_another_unit_is_refused_with_its_cell(column, factor):
     table[column][7] *= factor
     with pytest.raises(ValueError, match=rf"row 8.*'{column}'|'{column}' is .* in row 8"):
         load_runs(table)
+    few = {k: v[6:9] for k, v in table.items()}
+    if factor < 1e3:
+        with pytest.raises(ValueError, match=rf"'{column}' is .* in row 2|row 2 .*'{column}' is"):
+            load_runs(few)
     named = {"N (M)": table["N"] / 1e6, "D (B)": table["D"] / 1e9, "loss": LOSS[:12]}
     with pytest.raises(ValueError, match="row 8"):
         load_runs(named)

@@ -144,6 +144,13 @@ def test_same_runs_in_any_container(source):
         np.testing.assert_allclose(getattr(runs, ours), BASE[name])
 
 
+def test_several_lists_of_records_are_refused_and_one_is_explained():
+    records = [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]
+    assert "the records are those of 'runs'" in load_runs({"runs": records, "n": 3}).explanation
+    with pytest.raises(ValueError, match=r"\['runs', 'results'\] are several lists of records"):
+        load_runs({"runs": records, "results": records[:2]})
+
+
 @pytest.mark.parametrize("library", ["pandas", "polars", "polars.lazy", "pyarrow"])
 def test_data_frames_of_any_library_are_tables(library):
     module = pytest.importorskip(library.split(".")[0], reason=f"{library} is not installed here")
@@ -352,6 +359,46 @@ def test_run_that_stopped_before_its_planned_steps_is_left_out(step, plan):
     assert len(load_runs([row | {step: row[step] / 3} for row in rows])) == 4
 
 
+def test_steps_that_equal_the_plan_in_few_rows_are_refused_and_in_no_row_explained():
+    rows = [
+        {"N": n, "tokens": 1e10, "step": s, "max_steps": 1000, "loss": 3 - n / 1e10}
+        for n, s in ((1e8, 1000), (2e8, 400), (4e8, 300))
+    ]
+    with pytest.raises(ValueError, match="'step' is 'max_steps' in only 1 of 3 rows"):
+        load_runs(rows)
+    assert len(load_runs(rows, ignore="max_steps")) == 3
+    explanation = load_runs(rows[1:]).explanation
+    assert "'step' is not compared with 'max_steps': no row has equal numbers" in explanation
+
+
+@pytest.mark.parametrize("name", ["progress", "train/progress", "percent_complete"])
+@pytest.mark.parametrize("cells", [[1, 0.4, 0.99], [100, 40, 98.5], ["100%", "1%", "100 %"]])
+def test_run_whose_progress_is_not_complete_is_left_out(name, cells):
+    with pytest.warns(ScalingWarning, match=rf"'{name}' is below 1\d* in rows 2: 1 runs that"):
+        assert load_runs(BASE | {name: cells}).rows == (1, 3)
+    with pytest.raises(ValueError, match=rf"'{name}' is at most 0.4, so no run has reached its en"):
+        load_runs(BASE | {name: [0.4, 0.3, 0.4]})
+    for other in (["good", "bad", "good"], [1, 1.0, "1"]):
+        assert len(load_runs(BASE | {name: other})) == 3
+
+
+def test_tokens_that_differ_from_steps_times_the_batch_are_refused_with_both_readings():
+    steps = {"steps": np.divide(BASE["D"], 2**20), "batch_tokens": [2**20] * 3}
+    assert "'D', with which 'steps * batch_tokens' agrees" in load_runs(BASE | steps).explanation
+    half = steps | {"steps": steps["steps"] / 2}
+    with pytest.raises(
+        ValueError, match=r"\['D', 'steps \* batch_tokens'\] may each be the tokens"
+    ):
+        load_runs(BASE | half)
+    for name, tokens in (("D", BASE["D"]), ("steps * batch_tokens", np.divide(BASE["D"], 2))):
+        np.testing.assert_allclose(load_runs(BASE | half, columns={"tokens": name}).tokens, tokens)
+    seen = {"N": BASE["N"], "loss": BASE["loss"], "tokens_seen": BASE["D"]}
+    assert "not 'steps * batch_tokens': the name says so" in load_runs(seen | half).explanation
+    # The steps of wandb's logger are not those of the training.
+    logged = {"_step": half["steps"], "batch_tokens": half["batch_tokens"]}
+    np.testing.assert_allclose(load_runs(BASE | logged).tokens, BASE["D"])
+
+
 def test_run_that_stopped_before_its_planned_epochs_is_left_out():
     """Exports of transformers' Trainer have max_steps = -1, and planned epochs."""
     plan = {"num_train_epochs": 3, "max_steps": -1}
@@ -368,7 +415,10 @@ def test_run_that_stopped_before_its_planned_epochs_is_left_out():
 
 @pytest.mark.parametrize(
     ("column", "mark", "unmarked"),
-    [("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)],
+    [
+        *(("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)),
+        *(("excluded_from_fit", True, False), ("keep", False, True), ("use_in_fit", "no", "yes")),
+    ],
 )
 def test_marked_rows_are_refused_with_both_readings(column, mark, unmarked):
     rows = [
@@ -674,7 +724,9 @@ def test_other_columns_may_prove_that_tokens_count_all_epochs():
     ):
         with (
             warnings.catch_warnings(action="ignore"),
-            pytest.raises(ValueError, match="may count the tokens of all epochs, or"),
+            pytest.raises(
+                ValueError, match="of all epochs, or those of one|may each be the tokens"
+            ),
         ):
             load_runs(table | columns)
 
@@ -779,6 +831,14 @@ def test_method_that_was_compared_at_each_budget_is_a_setting():
         assert len(load_runs(rows[:-1])) == 4
     with pytest.raises(ValueError, match="not every size and number of tokens was run with each"):
         load_runs(rows[1:])
+
+
+def test_repetitions_and_rows_that_are_not_searched_are_explained():
+    rows = [{"N": n, "D": 20 * n, "loss": 3 - n / 1e10 + k / 9} for n in (1e8, 2e8) for k in (0, 1)]
+    choice = "2 runs with the size, tokens and settings of others are repetitions"
+    assert choice in load_runs(rows).explanation
+    many = load_runs({"N": [1e8] * 5001, "D": [2e9] * 5001, "loss": np.linspace(2, 3, 5001)})
+    assert "only 5000 rows are searched for unknown settings" in many.explanation
 
 
 def test_settings_that_are_written_differently_are_one_setting():
@@ -1031,6 +1091,13 @@ def test_part_of_a_loss_is_not_read_as_the_loss(name):
         load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
 
 
+def test_loss_per_byte_or_character_is_described_and_not_preferred():
+    for name, unit in (("loss_per_byte", "byte"), ("val_loss/char", "char"), ("byte loss", "byte")):
+        table = {"N": BASE["N"], "D": BASE["D"], name: np.divide(BASE["loss"], 4)}
+        assert f"(nats per {unit})" in load_runs(table).explanation
+    np.testing.assert_allclose(load_runs(BASE | {"byte_loss": [1, 1, 1]}).loss, BASE["loss"])
+
+
 def test_perplexity_per_byte_is_not_described_as_per_token():
     table = {"N": BASE["N"], "D": BASE["D"], "byte_perplexity": np.exp(BASE["loss"])}
     assert "(nats, of perplexity per byte)" in load_runs(table).explanation
@@ -1127,10 +1194,15 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
     ]
     with pytest.raises(ValueError, match="'dataset' names 3 sets of runs"):
         load_runs(three)
-    assert len(load_runs([row | {"dataset": i} for i, row in enumerate(three)])) == 9
+    named = load_runs([row | {"dataset": i} for i, row in enumerate(three)])
+    assert len(named) == 9
+    assert "column 'dataset' names runs, not several data sets" in named.explanation
+    with pytest.raises(ValueError, match="'dataset' names 8 sets of runs"):
+        load_runs([row | {"dataset": max(i, 1)} for i, row in enumerate(three)])
     # An architecture may be the name of a size.
-    sizes = [row | {"dataset": "c4", "arch": f"gpt-{row['N']:g}"} for row in three]
-    assert len(load_runs(sizes)) == 9
+    sizes = load_runs([row | {"dataset": "c4", "arch": f"gpt-{row['N']:g}"} for row in three])
+    assert len(sizes) == 9
+    assert "column 'arch' names sizes or budgets" in sizes.explanation
 
 
 def generated_table(random):
@@ -1229,7 +1301,18 @@ def test_name_is_recognized_with_its_unit(name, ours, unit):
     [
         *("tokens_per_second", "throughput/tflops_per_second", "flops_per_token", "mfu", "d_model"),
         *("tokens_per_param", "router_z_loss", "aux_loss", "loss_std", "lr", "val_tokens"),
-        *("unique_tokens", "", "D/N", "tokens/params", "N/D", "token/param", "flops/params"),
+        *(
+            "unique_tokens",
+            "local_tokens",
+            "rank_tokens",
+            "fwd_flops",
+            "",
+            "D/N",
+            "tokens/params",
+            "N/D",
+            "token/param",
+            "flops/params",
+        ),
         *("data_GB", "throughput/theoretical_flops"),
     ],
 )

@@ -19,6 +19,7 @@ from scaling.equality import ComparesArrays
 from scaling.tables.cells import list_some
 from scaling.tables.columns import COMPUTE_TOLERANCE, compare_columns, parse_columns
 from scaling.tables.counts import (
+    compare_with_steps,
     require_active_parameters,
     require_tokens_of_all_epochs,
     require_tokens_of_text,
@@ -36,7 +37,7 @@ from scaling.tables.selection import (
 from scaling.tables.source import read_table
 from scaling.tables.states import (
     keep_finished,
-    reached_planned_steps,
+    reached_the_end,
     require_no_marks,
     require_no_summaries,
 )
@@ -196,8 +197,9 @@ def load_runs(
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
     is_history = keep_last_rows(reading, history)
+    compare_with_steps(reading, columns)
     require_tokens_of_all_epochs(reading, columns, is_history)
-    reading.select(reached_planned_steps(reading.table, reading.exclusions))
+    reading.select(reached_the_end(reading.table, reading.exclusions, reading.choices))
     require_one_data_set(reading)
     keep_best_settings(reading)
     complete(reading)
@@ -233,7 +235,7 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
             description = ""
         if k == "parameters" and column and not description:
             description = "taken as given: total or non-embedding, the name does not say"
-        if k == "loss" and "bits" not in description:
+        if k == "loss" and "bits" not in description and "nats" not in description:
             description = f"nats, of {description}" if description else "nats"
         line = f"  {k:<11}{origin:<24}{values.min():.4g} to {values.max():.4g}"
         lines.append(f"{line}  ({description})" if description else line)

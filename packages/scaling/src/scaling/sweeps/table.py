@@ -27,7 +27,7 @@ from scaling.tables.selection import ROWS_PER_SETTING
 from scaling.tables.source import read_table
 from scaling.tables.states import (
     keep_finished,
-    reached_planned_steps,
+    reached_the_end,
     require_no_marks,
     require_no_summaries,
 )
@@ -137,7 +137,7 @@ def _read(
         raise ValueError("; ".join(["the table holds no runs", *exclusions]))
     require_no_summaries(table)
     require_no_marks(table)
-    table = table.select(reached_planned_steps(table, exclusions))
+    table = table.select(reached_the_end(table, exclusions, []))
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions

@@ -92,16 +92,16 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
 
     Raise `ValueError` if the rival has plausible numbers that differ.
     """
-    other_values = _parse_or_none(reading, quantity, rival)
-    if other_values is None:
+    other_values = _parse_plausible(reading, quantity, rival)
+    if np.isnan(other_values).all():
         return f"{quantity} by {column.name!r}: {rival.name!r} holds no such numbers"
-    if rival.is_letter and np.median(other_values) < SMALLEST_MEDIAN[quantity]:
+    if rival.is_letter and np.nanmedian(other_values) < SMALLEST_MEDIAN[quantity]:
         return f"{quantity} by {column.name!r}: {rival.name!r} is too small to be that"
     values = reading.values[quantity]
     allowed = COMPUTE_TOLERANCE if quantity == "compute" else ROUNDING
     difference = np.abs(np.log(other_values / values))
     if (difference > math.log1p(allowed)).any():
-        i = int(np.argmax(difference))
+        i = int(np.nanargmax(difference))
         raise ValueError(
             f"{ambiguity(quantity, [column.name, rival.name])}: in row {reading.rows[i]} they are"
             f" {values[i]:.5g} and {other_values[i]:.5g}"
@@ -122,8 +122,8 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
     is_ordered = (
         not is_active or "non-embedding" in column.kinds or "non-embedding" not in other.kinds
     )
-    other_values = _parse_or_none(reading, quantity, other)
-    if other_values is not None and is_ordered:
+    other_values = _parse_plausible(reading, quantity, other)
+    if is_ordered:
         values = reading.values[quantity]
         wrong = other_values < values if is_active else other_values > values
         if wrong.any():
@@ -138,9 +138,8 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
     return f"{reason}: with embeddings; pass columns={{{quantity!r}: {other.name!r}}} for without"
 
 
-def _parse_or_none(reading: Reading, quantity: str, column: Column) -> Array | None:
-    """Return the numbers of a column; None if a cell is not positive and finite."""
-    try:
-        return parse_columns(reading, {quantity: column})[quantity]
-    except ValueError:
-        return None
+def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
+    """Return the numbers of a column; nan for cells that are not positive and finite."""
+    unit = reading.units.get(quantity, column.unit)
+    numbers = parse_numbers(reading.table.cells(column.name), unit)
+    return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)

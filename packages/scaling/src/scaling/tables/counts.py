@@ -13,7 +13,7 @@ from scaling.tables.cells import blank_cells, parse_numbers
 from scaling.tables.columns import COMPUTE_TOLERANCE
 from scaling.tables.derived import TIMES, factor_kind, products_of_tokens
 from scaling.tables.grouping import SAME_TOKENS
-from scaling.tables.names import WORDS, split_words, text_unit
+from scaling.tables.names import WORDS, ambiguity, split_words, text_unit
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
@@ -127,7 +127,10 @@ def _counts_epochs(name: str) -> bool:
     """Return True if a column has a number of epochs."""
     words = split_words(name)
     is_other = "per" in words or bool({*words} & {*WORDS["no_factors"]})
-    return "".join(words).removesuffix("count").endswith(("epoch", "epochs")) and not is_other
+    return (
+        "".join(words).removesuffix("count").endswith(("epoch", "epochs", "passes"))
+        and not is_other
+    )
 
 
 def _evidence_of_all_epochs(reading: Reading, epochs: Array) -> str:
@@ -140,12 +143,48 @@ def _evidence_of_all_epochs(reading: Reading, epochs: Array) -> str:
         expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * tokens
         if _shows_all_epochs(reading.values["compute"] / expected, epochs, COMPUTE_TOLERANCE):
             return f"{reading.columns['compute'].name!r} is 6 N D in every row"
-    for factors in products_of_tokens(list(reading.table.columns)):
-        trained = np.prod([parse_numbers(reading.table.cells(f)) for f in factors], axis=0)
-        name = TIMES.join(factors)
-        if _names_all_epochs(name) and _shows_all_epochs(trained / tokens, epochs, SAME_TOKENS):
+    for name, ratio in _product_ratios(reading).items():
+        if _shows_all_epochs(ratio, epochs, SAME_TOKENS):
             return f"{name!r} is equal in every row"
     return ""
+
+
+def compare_with_steps(reading: Reading, named: Container[str]) -> None:
+    """Raise `ValueError` if D is a column that differs from steps times the batch in tokens.
+
+    `named` has the quantities whose columns the caller has named. A name such as `tokens_seen`
+    excludes the other reading, because a planned number of steps may not have been reached.
+    """
+    column = reading.columns.get("tokens")
+    if column is None or "tokens" in named or TIMES in column.name:
+        return
+    for name, ratio in _product_ratios(reading).items():
+        differs = np.abs(np.log(ratio)) > np.log1p(SAME_TOKENS)
+        if not differs.any():
+            reading.choices.append(f"tokens by {column.name!r}, with which {name!r} agrees")
+        elif _names_all_epochs(column.name):
+            reading.choices.append(f"tokens by {column.name!r}, not {name!r}: the name says so")
+        else:
+            i = int(np.argmax(differs))
+            tokens = reading.values["tokens"][i]
+            raise ValueError(
+                f"{ambiguity('tokens', [column.name, name])}: in row {reading.rows[i]} they are"
+                f" {tokens:.5g} and {tokens * ratio[i]:.5g}"
+            )
+
+
+def _product_ratios(reading: Reading) -> dict[str, Array]:
+    """Return each product that counts all epochs by its name, divided by the tokens that are read.
+
+    Factors that are not positive numbers give nan.
+    """
+    ratios = {}
+    for factors in products_of_tokens(list(reading.table.columns)):
+        numbers = np.prod([parse_numbers(reading.table.cells(f)) for f in factors], axis=0)
+        name = TIMES.join(factors)
+        if _names_all_epochs(name):
+            ratios[name] = np.where(numbers > 0, numbers, np.nan) / reading.values["tokens"]
+    return ratios
 
 
 def _names_all_epochs(name: str) -> bool:

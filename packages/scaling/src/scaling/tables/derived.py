@@ -76,10 +76,11 @@ def factor_kind(name: str) -> str:
     """Return the kind of factor that a column name stands for, or "" if it is not a factor.
 
     The kinds are the keys of `PRODUCT_NAMES`, such as "steps" for `train/global_step`. The kind is
-    that of the longest known suffix of the name. Names with a word such as "warmup" have none.
+    that of the longest known suffix of the name. Names with a word such as "warmup" have none, and
+    neither has wandb's `_step`, which may count calls of its logger.
     """
     words = split_words(name)
-    if {*words} & {*WORDS["no_factors"]}:
+    if {*words} & {*WORDS["no_factors"]} or name.split(".")[-1] == "_step":
         return ""
     stems = ["".join(words[start:]) for start in range(len(words))]
     for stem in stems:

@@ -348,6 +348,9 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
     is_precision = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))
     if not is_precision and {"bits", "bitspertoken", "bpt"} & {*words, joined}:
         return "bits, converted to nats", math.log(2)
+    for unit in ("byte", "character", "char", "word"):
+        if {unit, f"{unit}s"} & {*words} or f"per{unit}" in joined:
+            return f"nats per {unit}", 1.0
     return "", 1.0
 
 
@@ -391,6 +394,11 @@ def is_planned_steps(name: str) -> bool:
 def is_planned_epochs(name: str) -> bool:
     """Return True if a column of this name contains the planned number of epochs of a training."""
     return _ends_with(name, {*WORDS["planned_epochs"]})
+
+
+def is_progress(name: str) -> bool:
+    """Return True if a column of this name contains the fraction of a training that is done."""
+    return _ends_with(name, {*WORDS["progress"]})
 
 
 def is_current_epoch(name: str) -> bool:

@@ -130,7 +130,7 @@ def _require_ratio_of_rows(reading: Reading) -> None:
     for part in parts:
         i = int(part[0])
         # A few random sizes and tokens also have such gaps, but rarely beyond so few of the rows.
-        if len(part) * 10 > len(ratio) or low <= ratio[i] <= high:
+        if len(part) > max(1, len(ratio) / 10) or low <= ratio[i] <= high:
             continue
         first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)
         confirmed = ", ".join(f"{k!r}: 1" for k in present)

@@ -56,11 +56,14 @@ def require_one_data_set(reading: Reading) -> None:
             continue
         codes = reading.table.codes([name])
         count = int(codes.max()) + 1
-        # Names that are mostly different identify runs instead of data sets.
-        if count == 1 or count > len(codes) / 2:
+        if count == 1:
             continue
+        # Names that are all different, or mostly different labels, identify runs.
+        names_runs = count == len(codes) or (word in WORDS["labels"] and count > len(codes) / 2)
         # Columns such as `experiment_name` may repeat the size of the model in words.
-        if word in WORDS["labels"] and _labels_a_quantity(reading, codes):
+        if names_runs or (word in WORDS["labels"] and _labels_a_quantity(reading, codes)):
+            named = "runs" if names_runs else "sizes or budgets"
+            reading.choices.append(f"column {name!r} names {named}, not several data sets")
             continue
         seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
@@ -188,9 +191,15 @@ def _require_known_settings(
     for each of the first `len(groups)` rows, the index of its group: the runs with the same design
     and equal known settings.
     """
+    if len(groups) < len(reading.table):
+        reading.choices.append(f"only {len(groups)} rows are searched for unknown settings")
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
         return
+    num_repetitions = len(groups) - len(is_repeated)
+    reading.choices.append(
+        f"{num_repetitions} runs with the size, tokens and settings of others are repetitions"
+    )
     table = reading.table.select(np.arange(len(groups)))
     unknown = []
     for name in _possible_settings(reading):

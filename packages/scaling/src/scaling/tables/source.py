@@ -75,10 +75,13 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
     """
     if not content:
         return from_records([])
-    for key in RECORD_KEYS:
-        records = content.get(key)
-        if isinstance(records, list) and records and isinstance(records[0], Mapping):
-            return from_records(records)
+    lists = [key for key in RECORD_KEYS if _are_records(content.get(key))]
+    if len(lists) > 1:
+        raise ValueError(f"{lists} are several lists of records: pass one of them")
+    for key in lists:
+        table = from_records(content[key])
+        table.choices.append(f"the records are those of {key!r}")
+        return table
     values = list(content.values())
     if all(isinstance(v, Mapping) for v in values):
         if any(is_known_name(name) for name in content):
@@ -90,6 +93,10 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
     if not any(isinstance(v, list | tuple | np.ndarray) or hasattr(v, "__len__") for v in values):
         return from_records([content])
     return _from_columns(content)
+
+
+def _are_records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _from_columns(content: Mapping[str, Any]) -> Table:

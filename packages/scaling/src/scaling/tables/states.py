@@ -21,6 +21,7 @@ from scaling.tables.names import (
     is_current_step,
     is_planned_epochs,
     is_planned_steps,
+    is_progress,
     split_words,
 )
 from scaling.tables.table import Table
@@ -54,14 +55,16 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
     return table
 
 
-def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_]:
+def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> NDArray[np.bool_]:
     """Return flags of the runs that did not stop early; append a message about the other runs.
 
-    The last step of a run is compared with its planned number of steps, such as `max_steps`. A
-    column of steps that agrees with the plan in fewer than half of the rows counts other steps, as
-    wandb's `_step` may do, and is not compared. Without a plan of steps, epochs are compared.
+    The last step of a run is compared with its planned number of steps, such as `max_steps`.
+    Without a plan of steps, epochs are compared. A column such as `progress` is compared with 1 or
+    100. A column of steps that agrees with the plan in no row counts other steps, as wandb's
+    `_step` may do; it is not compared, which is appended to `choices`. Raise `ValueError` if it
+    agrees in fewer than half of the rows.
     """
-    reached = np.ones(len(table), bool)
+    reached = _reached_full_progress(table, messages)
     # A planned number of steps overrides a number of epochs, as in transformers.
     for is_plan, is_counter in (
         (is_planned_steps, is_current_step),
@@ -74,10 +77,18 @@ def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_
             planned = parse_numbers(table.cells(plan))
             progress = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
             agrees = np.abs(progress - 1) <= STEP_TOLERANCE
-            if agrees.mean() < 0.5:
+            if np.isfinite(progress).any() and not agrees.any():
+                choices.append(f"{name!r} is not compared with {plan!r}: no row has equal numbers")
+            if not agrees.any():
                 continue
-            is_compared = True
             stopped = progress < 1 - STEP_TOLERANCE
+            if agrees.mean() < 0.5:
+                raise ValueError(
+                    f"column {name!r} is {plan!r} in only {agrees.sum()} of {len(table)} rows: the"
+                    " other runs may have stopped early, or the columns count different steps;"
+                    f" drop the runs that stopped early, or pass ignore=[{plan!r}]"
+                )
+            is_compared = True
             if stopped.any():
                 messages.append(
                     f"column {name!r} is below {plan!r} in rows {list_some(table.rows[stopped])}:"
@@ -89,19 +100,51 @@ def reached_planned_steps(table: Table, messages: list[str]) -> NDArray[np.bool_
     return reached
 
 
+def _reached_full_progress(table: Table, messages: list[str]) -> NDArray[np.bool_]:
+    """Return flags of the runs whose `progress`, a fraction or a percentage, is complete.
+
+    Raise `ValueError` if no run is complete, because the numbers may then be either.
+    """
+    reached = np.ones(len(table), bool)
+    for name in filter(is_progress, table.columns):
+        texts = [str(cell).strip() for cell in table.cells(name)]
+        progress = parse_numbers([text.removesuffix("%") for text in texts])
+        if np.isnan(progress).all():
+            continue
+        ends = [100.0] if any(text.endswith("%") for text in texts) else [1.0, 100.0]
+        largest = np.nanmax(progress)
+        complete = [end for end in ends if abs(largest / end - 1) <= STEP_TOLERANCE]
+        if not complete:
+            raise ValueError(
+                f"column {name!r} is at most {largest:g}, so no run has reached its end, or the"
+                f" column is not the progress of the runs: read all rows with ignore=[{name!r}]"
+            )
+        stopped = ~(progress >= complete[0] * (1 - STEP_TOLERANCE))
+        if stopped.any():
+            messages.append(
+                f"column {name!r} is below {complete[0]:g} in rows"
+                f" {list_some(table.rows[stopped])}: {stopped.sum()} runs that stopped early are"
+                " left out"
+            )
+            reached &= ~stopped
+    return reached
+
+
 def is_true(cell: Any) -> bool:
     """Return True if a cell is a flag that is set, such as yes or 1."""
     return _normalize(cell) in TRUE
 
 
 def require_no_marks(table: Table) -> None:
-    """Raise `ValueError` if a column such as `outlier` marks some of the rows."""
+    """Raise `ValueError` if a column such as `outlier` or `keep` marks some of the rows."""
     for name in table.columns:
-        if "".join(split_words(name)[-1:]) not in WORDS["marks"]:
+        words = split_words(name)
+        is_bad_mark = bool({*words} & {*WORDS["marks"]})
+        if not is_bad_mark and "".join(words[-1:]) not in WORDS["good_marks"]:
             continue
         cells = table.cells(name)
         texts = [_normalize(cell) for cell in cells]
-        marked = [text in TRUE for text in texts]
+        marked = [(text in TRUE) == is_bad_mark for text in texts]
         if {*texts} <= {*TRUE, *FALSE, ""} and any(marked) and not all(marked):
             unmarked = cells[marked.index(False)]
             raise ValueError(
