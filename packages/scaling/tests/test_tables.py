@@ -384,7 +384,10 @@ def test_run_whose_progress_is_not_complete_is_left_out(name, cells):
 
 def test_tokens_that_differ_from_steps_times_the_batch_are_refused_with_both_readings():
     steps = {"steps": np.divide(BASE["D"], 2**20), "batch_tokens": [2**20] * 3}
-    assert "'D', with which 'steps * batch_tokens' agrees" in load_runs(BASE | steps).explanation
+    assert (
+        "'D' are those of all epochs: 'steps * batch_tokens' is equal"
+        in load_runs(BASE | steps).explanation
+    )
     half = steps | {"steps": steps["steps"] / 2}
     with pytest.raises(
         ValueError, match=r"\['D', 'steps \* batch_tokens'\] may each be the tokens"
@@ -393,7 +396,7 @@ def test_tokens_that_differ_from_steps_times_the_batch_are_refused_with_both_rea
     for name, tokens in (("D", BASE["D"]), ("steps * batch_tokens", np.divide(BASE["D"], 2))):
         np.testing.assert_allclose(load_runs(BASE | half, columns={"tokens": name}).tokens, tokens)
     seen = {"N": BASE["N"], "loss": BASE["loss"], "tokens_seen": BASE["D"]}
-    assert "not 'steps * batch_tokens': the name says so" in load_runs(seen | half).explanation
+    assert "'tokens_seen' are those of all epochs: the name" in load_runs(seen | half).explanation
     # The steps of wandb's logger are not those of the training.
     logged = {"_step": half["steps"], "batch_tokens": half["batch_tokens"]}
     np.testing.assert_allclose(load_runs(BASE | logged).tokens, BASE["D"])
@@ -707,8 +710,8 @@ def test_other_columns_may_prove_that_tokens_count_all_epochs():
     proofs = {
         "'compute' is 6 N D": {"compute": 6 * n * d},
         "'steps \\* batch_tokens' is equal": {"steps": d / 2**20, "batch_tokens": [2**20] * 3},
-        "'tokens_seen' count all epochs: the name": {"tokens_seen": d},
-        "'total_tokens' count all epochs: the name": {"total_tokens": d},
+        "'tokens_seen' are those of all epochs: the name": {"tokens_seen": d},
+        "'total_tokens' are those of all epochs: the name": {"total_tokens": d},
     }
     for choice, columns in proofs.items():
         renamed = {k: v for k, v in table.items() if k != "D"} if "name" in choice else table
@@ -724,9 +727,7 @@ def test_other_columns_may_prove_that_tokens_count_all_epochs():
     ):
         with (
             warnings.catch_warnings(action="ignore"),
-            pytest.raises(
-                ValueError, match="of all epochs, or those of one|may each be the tokens"
-            ),
+            pytest.raises(ValueError, match=r"or those of one|may each be the tokens"),
         ):
             load_runs(table | columns)
 
@@ -735,7 +736,7 @@ def test_tokens_that_rise_within_the_runs_of_a_history_count_all_epochs():
     rows = [row | {"epoch": row["_step"] / 2} for row in history_rows("run")]
     with pytest.warns(ScalingWarning, match="9 earlier ones"):
         runs = load_runs(rows)
-    assert "tokens by 'tokens' count all epochs: they rise within runs" in runs.explanation
+    assert "tokens by 'tokens' are those of all epochs: they rise within runs" in runs.explanation
 
 
 def test_total_parameters_of_a_mixture_of_experts_are_refused():

@@ -19,7 +19,6 @@ from scaling.equality import ComparesArrays
 from scaling.tables.cells import list_some
 from scaling.tables.columns import COMPUTE_TOLERANCE, compare_columns, parse_columns
 from scaling.tables.counts import (
-    compare_with_steps,
     require_active_parameters,
     require_tokens_of_all_epochs,
     require_tokens_of_text,
@@ -197,7 +196,6 @@ def load_runs(
     reading.choices += [f"rows where {k!r} is {v!r}" for k, v in (where or {}).items()]
     reading.choices += compare_columns(reading, matched)
     is_history = keep_last_rows(reading, history)
-    compare_with_steps(reading, columns)
     require_tokens_of_all_epochs(reading, columns, is_history)
     reading.select(reached_the_end(reading.table, reading.exclusions, reading.choices))
     require_one_data_set(reading)

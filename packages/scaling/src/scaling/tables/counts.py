@@ -16,7 +16,7 @@ from scaling.tables.grouping import SAME_TOKENS
 from scaling.tables.names import WORDS, ambiguity, split_words, text_unit
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 #: Possible tokens per byte of text. A byte is at most one token, and 7 % more if the unit
 #: is GiB. Usual tokenizers make one token of three to five bytes of English.
@@ -89,102 +89,67 @@ def require_tokens_of_all_epochs(reading: Reading, named: Container[str], is_his
     """Raise `ValueError` if D may count the tokens of one epoch, and runs have other epochs than 1.
 
     `named` has the quantities whose columns the caller has named, which confirms them. A size of
-    text is read only if it is named, so its name confirms nothing. In a history, the tokens of a
-    run rise, so they count the training.
+    text is read only if it is named, so its name confirms nothing.
     """
     column = reading.columns.get("tokens")
     if column is None or ("tokens" in named and not text_unit(column.name)):
         return
-    for name in reading.table.columns:
-        if not _counts_epochs(name) or name in column.name.split(TIMES):
-            continue
-        epochs = parse_numbers(reading.table.cells(name))
-        # Epochs that are counted from 0 start with 0, which is the first one.
-        epochs[(epochs == 0) | blank_cells(reading.table.columns[name])] = 1
-        others = np.flatnonzero(~(np.abs(epochs - 1) <= SAME_TOKENS))
-        if not len(others):
-            continue
-        evidence = (
-            "they rise within runs" if is_history else _evidence_of_all_epochs(reading, epochs)
-        )
-        choice = f"tokens by {column.name!r} count all epochs: {evidence}"
-        if evidence:
-            reading.choices += [choice] if choice not in reading.choices else []
-            continue
-        row = reading.rows[others[0]]
-        confirm = f"columns={{'tokens': {column.name!r}}}"
-        if text_unit(column.name):
-            confirm = f"ignore=[{name!r}]"
-        raise ValueError(
-            f"column {column.name!r} may count the tokens of all epochs, or those of one epoch,"
-            f" because {name!r} is {reading.table.cells(name)[others[0]]!r} in row {row}: for all"
-            f" epochs pass {confirm}, and for one epoch pass columns={{'tokens':"
-            f" {TIMES.join([name, column.name])!r}}}"
-        )
-
-
-def _counts_epochs(name: str) -> bool:
-    """Return True if a column has a number of epochs."""
-    words = split_words(name)
-    is_other = "per" in words or bool({*words} & {*WORDS["no_factors"]})
-    return (
-        "".join(words).removesuffix("count").endswith(("epoch", "epochs", "passes"))
-        and not is_other
-    )
-
-
-def _evidence_of_all_epochs(reading: Reading, epochs: Array) -> str:
-    """Return the reason why the tokens of every row count all of its epochs, or ""."""
-    name = reading.columns["tokens"].name
-    if _names_all_epochs(name):
-        return "the name says so"
-    tokens = reading.values["tokens"]
-    if {"parameters", "compute"} <= {*reading.values}:
-        expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * tokens
-        if _shows_all_epochs(reading.values["compute"] / expected, epochs, COMPUTE_TOLERANCE):
-            return f"{reading.columns['compute'].name!r} is 6 N D in every row"
-    for name, ratio in _product_ratios(reading).items():
-        if _shows_all_epochs(ratio, epochs, SAME_TOKENS):
-            return f"{name!r} is equal in every row"
-    return ""
-
-
-def compare_with_steps(reading: Reading, named: Container[str]) -> None:
-    """Raise `ValueError` if D is a column that differs from steps times the batch in tokens.
-
-    `named` has the quantities whose columns the caller has named. A name such as `tokens_seen`
-    excludes the other reading, because a planned number of steps may not have been reached.
-    """
-    column = reading.columns.get("tokens")
-    if column is None or "tokens" in named or TIMES in column.name:
+    reason = _reason_for_all_epochs(reading, column.name, is_history)
+    if reason:
+        reading.choices.append(f"tokens by {column.name!r} are those of all epochs: {reason}")
         return
-    for name, ratio in _product_ratios(reading).items():
-        differs = np.abs(np.log(ratio)) > np.log1p(SAME_TOKENS)
-        if not differs.any():
-            reading.choices.append(f"tokens by {column.name!r}, with which {name!r} agrees")
-        elif _names_all_epochs(column.name):
-            reading.choices.append(f"tokens by {column.name!r}, not {name!r}: the name says so")
-        else:
-            i = int(np.argmax(differs))
-            tokens = reading.values["tokens"][i]
+    for name in reading.table.columns:
+        words = split_words(name)
+        is_epochs = "".join(words).removesuffix("count").endswith(("epoch", "epochs", "passes"))
+        is_other = "per" in words or {*words} & {*WORDS["no_factors"]}
+        if not is_epochs or is_other or name in column.name.split(TIMES):
+            continue
+        cells = reading.table.cells(name)
+        epochs = parse_numbers(cells)
+        # Epochs that are counted from 0 start with 0, which is the first one.
+        is_one = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
+        others = np.flatnonzero(~is_one & ~blank_cells(reading.table.columns[name]))
+        if len(others):
+            confirm = f"columns={{'tokens': {column.name!r}}}"
+            if text_unit(column.name):
+                confirm = f"ignore=[{name!r}]"
             raise ValueError(
-                f"{ambiguity('tokens', [column.name, name])}: in row {reading.rows[i]} they are"
-                f" {tokens:.5g} and {tokens * ratio[i]:.5g}"
+                f"column {column.name!r} may count the tokens of all epochs, or those of one epoch,"
+                f" because {name!r} is {cells[others[0]]!r} in row {reading.rows[others[0]]}: for"
+                f" all epochs pass {confirm}, and for one epoch pass columns={{'tokens':"
+                f" {TIMES.join([name, column.name])!r}}}"
             )
 
 
-def _product_ratios(reading: Reading) -> dict[str, Array]:
-    """Return each product that counts all epochs by its name, divided by the tokens that are read.
+def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
+    """Return the reason why the tokens of every row are those of all epochs, or "".
 
-    Factors that are not positive numbers give nan.
+    Raise `ValueError` if they differ from steps times the batch in tokens.
     """
-    ratios = {}
+    if _names_all_epochs(name):
+        return "the name says so"
+    if is_history:
+        return "they rise within runs"
+    tokens = reading.values["tokens"]
     for factors in products_of_tokens(list(reading.table.columns)):
+        product = TIMES.join(factors)
         numbers = np.prod([parse_numbers(reading.table.cells(f)) for f in factors], axis=0)
-        name = TIMES.join(factors)
-        if _names_all_epochs(name):
-            ratios[name] = np.where(numbers > 0, numbers, np.nan) / reading.values["tokens"]
-    return ratios
+        if not _names_all_epochs(product) or text_unit(name) or not (numbers > 0).all():
+            continue
+        differs = np.abs(np.log(numbers / tokens)) > np.log1p(SAME_TOKENS)
+        if not differs.any():
+            return f"{product!r} is equal in every row"
+        i = int(np.argmax(differs))
+        raise ValueError(
+            f"{ambiguity('tokens', [name, product])}: in row {reading.rows[i]} they are"
+            f" {tokens[i]:.5g} and {numbers[i]:.5g}"
+        )
+    if {"parameters", "compute"} <= {*reading.values}:
+        expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * tokens
+        off = np.abs(np.log(reading.values["compute"] / expected)) > np.log1p(COMPUTE_TOLERANCE)
+        if not off.any():
+            return f"{reading.columns['compute'].name!r} is 6 N D in every row"
+    return ""
 
 
 def _names_all_epochs(name: str) -> bool:
@@ -193,14 +158,3 @@ def _names_all_epochs(name: str) -> bool:
         return True
     joined = "".join(split_words(name))
     return "data" not in joined and any(word in joined for word in WORDS["trained"])
-
-
-def _shows_all_epochs(ratio: Array, epochs: Array, tolerance: float) -> bool:
-    """Return True if numbers agree in every row with the tokens of all epochs, and only with them.
-
-    `ratio` is 1 if the tokens count all epochs, and the number of epochs if they count one.
-    """
-    width = np.log1p(tolerance)
-    agrees = np.abs(np.log(ratio)) <= width
-    agrees_with_one = np.abs(np.log(ratio / epochs)) <= width
-    return bool(agrees.all() and not agrees_with_one.all())

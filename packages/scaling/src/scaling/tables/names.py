@@ -7,7 +7,7 @@ may also state a unit, that embeddings are not counted, or that the loss is in b
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
@@ -369,7 +369,7 @@ def is_setting_name(name: str) -> bool:
     """Return True if a name ends with a setting, such as a learning rate or an optimizer."""
     # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
-    return _ends_with(name, known)
+    return ends_with(name, known)
 
 
 def is_method_name(name: str) -> bool:
@@ -377,33 +377,13 @@ def is_method_name(name: str) -> bool:
     words = split_words(name)
     while words[-1:] and words[-1] in WORDS["method_fillers"]:
         words = words[:-1]
-    return any("".join(words[i:]) in WORDS["methods"] for i in range(len(words)))
-
-
-def is_rate_name(name: str) -> bool:
-    """Return True if a name ends with a known name of the learning rate."""
-    return _ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"})
+    return ends_with(" ".join(words), WORDS["methods"])
 
 
 def is_planned_steps(name: str) -> bool:
     """Return True if a column of this name contains the planned number of steps of a training."""
     words = split_words(name)
-    return _ends_with(name, {*WORDS["planned_steps"]}) and not {*words} & {*WORDS["no_factors"]}
-
-
-def is_planned_epochs(name: str) -> bool:
-    """Return True if a column of this name contains the planned number of epochs of a training."""
-    return _ends_with(name, {*WORDS["planned_epochs"]})
-
-
-def is_progress(name: str) -> bool:
-    """Return True if a column of this name contains the fraction of a training that is done."""
-    return _ends_with(name, {*WORDS["progress"]})
-
-
-def is_current_epoch(name: str) -> bool:
-    """Return True if a column of this name contains the last epoch that a run has logged."""
-    return split_words(name)[-1:] == ["epoch"]
+    return ends_with(name, WORDS["planned_steps"]) and not {*words} & {*WORDS["no_factors"]}
 
 
 def is_current_step(name: str) -> bool:
@@ -413,7 +393,8 @@ def is_current_step(name: str) -> bool:
     return words[-1:] in (["step"], ["iter"], ["iteration"]) and not {*words} & other
 
 
-def _ends_with(name: str, stems: set[str]) -> bool:
+def ends_with(name: str, stems: Container[str]) -> bool:
+    """Return True if the last words of a name, without separators, are one of the stems."""
     words = split_words(name)
     return any("".join(words[i:]) in stems for i in range(len(words)))
 

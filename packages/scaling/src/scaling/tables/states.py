@@ -7,7 +7,7 @@ either finished or stopped. Rows that summarize other rows, such as a mean over 
 
 import itertools
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,13 @@ from scaling.tables.cells import is_blank, list_some, parse_numbers
 from scaling.tables.names import (
     STATES,
     WORDS,
-    is_current_epoch,
+    ends_with,
     is_current_step,
-    is_planned_epochs,
     is_planned_steps,
-    is_progress,
     split_words,
 )
 from scaling.tables.table import Table
+from scaling.units import Array
 
 #: The name of an enumeration before a state, as in `RunStatus.FINISHED`.
 ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]")
@@ -62,72 +61,75 @@ def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> ND
     Without a plan of steps, epochs are compared. A column such as `progress` is compared with 1 or
     100. A column of steps that agrees with the plan in no row counts other steps, as wandb's
     `_step` may do; it is not compared, which is appended to `choices`. Raise `ValueError` if it
-    agrees in fewer than half of the rows.
+    agrees in fewer than half of the rows, or if no `progress` is complete.
     """
-    reached = _reached_full_progress(table, messages)
-    # A planned number of steps overrides a number of epochs, as in transformers.
-    for is_plan, is_counter in (
-        (is_planned_steps, is_current_step),
-        (is_planned_epochs, is_current_epoch),
-    ):
-        is_compared = False
-        plans = filter(is_plan, table.columns)
-        counters = [*filter(is_counter, table.columns)]
-        for plan, name in itertools.product(plans, counters):
-            planned = parse_numbers(table.cells(plan))
-            progress = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
-            agrees = np.abs(progress - 1) <= STEP_TOLERANCE
-            if np.isfinite(progress).any() and not agrees.any():
-                choices.append(f"{name!r} is not compared with {plan!r}: no row has equal numbers")
-            if not agrees.any():
-                continue
-            stopped = progress < 1 - STEP_TOLERANCE
-            if agrees.mean() < 0.5:
-                raise ValueError(
-                    f"column {name!r} is {plan!r} in only {agrees.sum()} of {len(table)} rows: the"
-                    " other runs may have stopped early, or the columns count different steps;"
-                    f" drop the runs that stopped early, or pass ignore=[{plan!r}]"
-                )
-            is_compared = True
-            if stopped.any():
-                messages.append(
-                    f"column {name!r} is below {plan!r} in rows {list_some(table.rows[stopped])}:"
-                    f" {stopped.sum()} runs that stopped early are left out"
-                )
-                reached &= ~stopped
-        if is_compared:
-            break
+    progress = [*_progress_of(table, is_planned_steps, is_current_step, choices)]
+    if not progress:
+        progress = [*_progress_of(table, _is_planned_epochs, _is_current_epoch, choices)]
+    progress += _progress_columns(table)
+    reached = np.ones(len(table), bool)
+    for name, plan, fraction in progress:
+        stopped = fraction < 1 - STEP_TOLERANCE
+        if stopped.any():
+            messages.append(
+                f"column {name!r} is below {plan} in rows {list_some(table.rows[stopped])}:"
+                f" {stopped.sum()} runs that stopped early are left out"
+            )
+            reached &= ~stopped
     return reached
 
 
-def _reached_full_progress(table: Table, messages: list[str]) -> NDArray[np.bool_]:
-    """Return flags of the runs whose `progress`, a fraction or a percentage, is complete.
+def _progress_of(
+    table: Table,
+    is_plan: Callable[[str], bool],
+    is_counter: Callable[[str], bool],
+    choices: list[str],
+) -> Iterator[tuple[str, str, Array]]:
+    """Yield columns that count up to a plan, with the plan and the fraction that is done."""
+    plans = filter(is_plan, table.columns)
+    counters = [*filter(is_counter, table.columns)]
+    for plan, name in itertools.product(plans, counters):
+        planned = parse_numbers(table.cells(plan))
+        fraction = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
+        agrees = np.abs(fraction - 1) <= STEP_TOLERANCE
+        if agrees.mean() >= 0.5:
+            yield name, repr(plan), fraction
+        elif agrees.any():
+            raise ValueError(
+                f"column {name!r} is {plan!r} in only {agrees.sum()} of {len(table)} rows: the"
+                " other runs may have stopped early, or the columns count different steps; drop"
+                f" the runs that stopped early, or pass ignore=[{plan!r}]"
+            )
+        elif np.isfinite(fraction).any():
+            choices.append(f"{name!r} is not compared with {plan!r}: no row has equal numbers")
 
-    Raise `ValueError` if no run is complete, because the numbers may then be either.
-    """
-    reached = np.ones(len(table), bool)
-    for name in filter(is_progress, table.columns):
-        texts = [str(cell).strip() for cell in table.cells(name)]
-        progress = parse_numbers([text.removesuffix("%") for text in texts])
-        if np.isnan(progress).all():
+
+def _progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
+    """Yield columns such as `progress`, a fraction or a percentage, as `_progress_of` does."""
+    for name in table.columns:
+        if not ends_with(name, WORDS["progress"]):
             continue
-        ends = [100.0] if any(text.endswith("%") for text in texts) else [1.0, 100.0]
-        largest = np.nanmax(progress)
+        texts = [str(cell).strip() for cell in table.cells(name)]
+        done = parse_numbers([text.removesuffix("%") for text in texts])
+        if np.isnan(done).all():
+            continue
+        ends = [100] if any(text.endswith("%") for text in texts) else [1, 100]
+        largest = np.nanmax(done)
         complete = [end for end in ends if abs(largest / end - 1) <= STEP_TOLERANCE]
         if not complete:
             raise ValueError(
                 f"column {name!r} is at most {largest:g}, so no run has reached its end, or the"
                 f" column is not the progress of the runs: read all rows with ignore=[{name!r}]"
             )
-        stopped = ~(progress >= complete[0] * (1 - STEP_TOLERANCE))
-        if stopped.any():
-            messages.append(
-                f"column {name!r} is below {complete[0]:g} in rows"
-                f" {list_some(table.rows[stopped])}: {stopped.sum()} runs that stopped early are"
-                " left out"
-            )
-            reached &= ~stopped
-    return reached
+        yield name, str(complete[0]), np.nan_to_num(done / complete[0])
+
+
+def _is_planned_epochs(name: str) -> bool:
+    return ends_with(name, WORDS["planned_epochs"])
+
+
+def _is_current_epoch(name: str) -> bool:
+    return split_words(name)[-1:] == ["epoch"]
 
 
 def is_true(cell: Any) -> bool:
