@@ -10,7 +10,7 @@ from typing import NamedTuple
 from accounting.hardware import Link
 from accounting.precision import bytes_of
 from accounting.search.space import Candidate, Layout, Space
-from accounting.search.stage_sizes import StageSizes, StageTable
+from accounting.search.stage_sizes import StageParameters, StageSizes, StageTable
 from accounting.time.collective import ring_wire, seconds
 from accounting.time.communication import state_calls
 from accounting.time.efficiency import BANDWIDTH_FRACTION
@@ -77,8 +77,7 @@ class TimeBound:
             context = self._axis(stage, "context", layout.context, layout)
             sends = self._axis(stage, "pipeline", layout.pipeline, layout)
             states = self._states(
-                stage.parameters.dense,
-                stage.parameters.routed,
+                stage.parameters,
                 layout._replace(recompute="none"),
                 expert,
                 zero,
@@ -133,19 +132,21 @@ class TimeBound:
         return Traffic(time, wire)
 
     def _compute_states(
-        self, dense: int, routed: int, layout: Layout, expert: int, zero: int
+        self, parameters: StageParameters, layout: Layout, expert: int, zero: int
     ) -> list[Traffic]:
         """Return the traffic of each collective of data parallelism."""
-        all_calls = state_calls(zero, layout.pipeline, layout.microbatches, self._space.reshards)
         traffic = []
+        ends, reshards = parameters.ends * (zero == 3), self._space.reshards
         # Ranks with the same experts are `expert` times as far apart.
-        for count, ranks, stride in (
-            (dense, layout.replicas, layout.tensor),
-            (routed / expert, layout.replicas // expert, layout.tensor * expert),
+        far = layout.replicas // expert, layout.tensor * expert
+        for count, ranks, stride, is_resharded in (
+            (parameters.dense - ends, layout.replicas, layout.tensor, reshards),
+            (ends, layout.replicas, layout.tensor, False),
+            (parameters.routed / expert, *far, reshards),
         ):
             if ranks == 1 or not count:
                 continue
-            for call in all_calls:
+            for call in state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
                 link = self._link(stride, ranks, call.operation)
                 call_bytes = count * self._sizes[call.payload]
                 time = seconds(call.operation, ranks, call.calls, call_bytes, link)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.memory.states import device_parameters
+from accounting.memory.states import device_parameters, fsdp_groups
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
@@ -80,7 +80,10 @@ class StateCalls(NamedTuple):
 def state_calls(
     zero: int, pipeline: int, microbatches: int, reshard_after_forward: bool
 ) -> list[StateCalls]:
-    """Return the collectives of data parallelism for a ZeRO stage."""
+    """Return the collectives of data parallelism for a ZeRO stage.
+
+    FSDP2 does not reshard its root, the weights outside the blocks, after a forward.
+    """
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     reductions = microbatches if zero >= 2 else 1
     gathers = reductions * (2 if reshard_after_forward else 1)
@@ -106,12 +109,16 @@ def _states(
     Data parallelism reduces gradients; with ZeRO it also gathers weights.
     """
     dense, routed = device_parameters(model, plan, stage)
-    all_calls = state_calls(plan.zero, plan.pipeline, plan.microbatches, plan.reshard_after_forward)
-    for suffix, count, ranks in (
-        ("", dense, plan.replicas),
-        (" of experts", routed, plan.expert_replicas),
+    ends = fsdp_groups(model, plan, stage).ends if plan.zero == 3 else 0
+    reshards = plan.reshard_after_forward
+    for suffix, count, ranks, is_resharded in (
+        ("", dense - ends, plan.replicas, reshards),
+        (" of the ends", ends, plan.replicas, False),
+        (" of experts", routed, plan.expert_replicas, reshards),
     ):
-        for name, operation, calls, payload in all_calls:
+        for name, operation, calls, payload in state_calls(
+            plan.zero, plan.pipeline, plan.microbatches, is_resharded
+        ):
             size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)
     if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):

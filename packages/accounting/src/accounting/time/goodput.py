@@ -57,8 +57,8 @@ def goodput(
     if (restart_hours + segment) / hours_between_failures > 600:
         raise ValueError(
             f"failures_per_device_hour is {failures_per_device_hour:g} on "
-            f"{counted(devices, 'device')}, one every {hours_between_failures:.3g} hours; a segment "
-            f"of {segment:.3g} hours never ends"
+            f"{counted(devices, 'device')}, one every {hours_between_failures:.3g} hours; a "
+            f"segment of {segment:.3g} hours never ends"
         )
     lost = math.exp(restart_hours / hours_between_failures)
     segment_hours = hours_between_failures * lost * math.expm1(segment / hours_between_failures)
