@@ -38,7 +38,7 @@ def direct_reduce_scatter(
     async_op: bool = False,
     tag: int = TAG,
 ) -> Work | None:
-    """Do `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
+    """Run `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
 
     With n ranks, rank r sends block j of `input` to rank j, and adds the received blocks in rank
     order, so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
@@ -70,7 +70,7 @@ def direct_all_gather(
     async_op: bool = False,
     tag: int = TAG,
 ) -> Work | None:
-    """Do `torch.distributed.all_gather_into_tensor` with n-1 sends of `input` per rank.
+    """Run `torch.distributed.all_gather_into_tensor` with n-1 sends of `input` per rank.
 
     Blocks are received directly into `output`. `input` may be this rank's block of `output`. Raise
     ValueError for sizes or dtypes that do not match.

@@ -42,7 +42,7 @@ Loss = Callable[[nn.Module], Tensor]
 class Moment:
     """Bytes by kind at one moment of a step, and the peak since the previous moment.
 
-    `activations` is only measured after the forward, and 0 at other moments.
+    `activations` is only measured after the forward pass, and 0 at other moments.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Moment:
 class MemoryReport:
     """Memory of one rank at four moments.
 
-    The moments are after initialization, after forward, before the optimizer step and after it.
+    The moments are after initialization, after the forward pass, and before and after the
+    optimizer's step.
     """
 
     predicted: tuple[Moment, ...]

@@ -344,7 +344,7 @@ FINISHED = _FinishedWork()
 def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
     """Copy the first rank's buffers to all other ranks of `group`; every rank must call it.
 
-    FSDP does this before a forward, as torch's DDP does. At stages 1 and 2 the module is not
+    FSDP does this before a forward pass, as torch's DDP does. At stages 1 and 2 the module is not
     wrapped: `model.register_forward_pre_hook(lambda *_: broadcast_buffers(model))` does the same.
     """
     Communicator(group).broadcast_buffers(module)

@@ -60,11 +60,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Four prices and the samples of a measurement, which take precedence over the prices.
+    """The alpha-beta model: four prices per unit, and the samples of a measurement.
 
-    The default prices are those of a loopback interface. Times between two measured sizes are
-    interpolated in logarithms. Times below the smallest size are constant (latency), and times
-    above the largest size are proportional to the size (bandwidth).
+    Samples take precedence over prices. The default prices are those of a loopback interface. Times
+    between two measured sizes are interpolated in logarithms. Times below the smallest size are
+    constant (latency), and times above the largest size are proportional to the size (bandwidth).
     """
 
     message_seconds: float = 1.5e-4
@@ -75,7 +75,7 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
-        """Return the nonnegative prices that minimize the relative errors (least squares).
+        """Return the model whose nonnegative prices minimize the relative errors (least squares).
 
         Pass several sizes and algorithms: the samples of a ring alone, for example, do not
         distinguish messages from operations. scipy uses the active-set method of Lawson and Hanson,
@@ -129,7 +129,7 @@ class CostModel:
         """Return the algorithm with the lowest predicted time.
 
         If gloo's own collective was measured and can run (`native`), only algorithms that were
-        faster in most rounds compete with it.
+        faster in at least three quarters of the rounds compete with it.
         """
         algorithms = candidates(collective, hosts)
         if native and self._samples_by_size(collective, NATIVE, hosts):

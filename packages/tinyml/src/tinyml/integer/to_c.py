@@ -46,7 +46,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
 
     `main` reads inputs of `NAME_INPUT` int8 values (channels, rows, columns) from standard input
     and writes `NAME_OUTPUT` values for each. Compile with -DNAME_NO_MAIN to leave `main` out.
-    `name` must not be one of C or of `kernels.c`, such as "main" or "pool".
+    `name` must not be a name of C or of `kernels.c`, such as "main" or "pool".
     """
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")

@@ -41,7 +41,7 @@ def sensitivity(
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Sensitivity:
-    """Scan every layer separately over `amounts`, on a copy of the model.
+    """Return the metric of the model with one layer compressed, for every layer and amount.
 
     `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. Batches
     are weighted by their length. `compress(weight, amount)` returns the trial weight: pruned to a

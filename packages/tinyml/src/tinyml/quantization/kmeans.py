@@ -91,7 +91,7 @@ _MOST_POINTS_WITHOUT_SUMMARY = 1024
 
 @torch.no_grad()
 def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Run Lloyd's algorithm to its fixed point, from the optimum for a summary of the values.
+    """Run Lloyd's algorithm from the optimum for a summary of the values to its fixed point.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is
     optimal. Otherwise it is the means of about 1024 intervals. Return the centroids (min(k,

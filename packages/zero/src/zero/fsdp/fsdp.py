@@ -43,18 +43,18 @@ class FSDP(UnitSchedule):
         computed.
     device: the device on which modules on the meta device are allocated, one sharded module at a
         time; by default, the device of the collectives.
-    initialize: the function that then fills a module's tensors; by default its
-        `reset_parameters()`.
+    initialize: the function that fills a module's tensors after their allocation; by default
+        its `reset_parameters()`.
     group: a process group, or a DeviceMesh of one dimension.
-    reshard_after_forward: False keeps layers unsharded until their backward, so they are gathered
-        only once.
+    reshard_after_forward: False keeps layers unsharded until their backward pass, so they are
+        gathered only once.
     prefetch: the number of layers that are gathered ahead of the running layer.
     ignored_params: parameters that are not sharded, averaged or synchronized.
-    forward_sync_buffers: copy rank 0's buffers to all ranks before a forward, unless the previous
-        forward ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
+    forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
+        previous one ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
     elementwise_optimizers: further optimizer classes that treat every element independently and may
-        step shards. A trial verifies this at the first step. While any other class of optimizer
-        steps, each parameter is full on one rank.
+        step shards. A trial verifies this at the first step. During a step of any other class, each
+        parameter is full on one rank.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
@@ -130,7 +130,7 @@ class FSDP(UnitSchedule):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the average over ranks.
 
-        The end of backward does this already; another call has no effect.
+        The end of the backward pass does this already; another call has no effect.
         """
         if self._in_backward:
             self._end_backward()
@@ -154,7 +154,7 @@ class FSDP(UnitSchedule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local, unsharded gradients; use it for all but the last backward of a step."""
+        """Accumulate local, unsharded gradients in all backward passes but the last of a step."""
         synced = [unit for unit in self.units if unit.gradients.sync]
         for unit in synced:
             unit.gradients.sync = False

@@ -85,7 +85,8 @@ class FSDPModule:
     """The methods that `fully_shard` adds to a module.
 
     `set_is_last_backward` and `set_reshard_after_backward` only change when torch communicates.
-    Here every backward ends by itself and frees the parameters, so both do nothing.
+    Every backward pass of this package completes without them and frees the parameters, so both do
+    nothing.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -118,22 +119,22 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether the next backwards average gradients, or accumulate them locally if False."""
+        """Set whether the next backward passes average gradients or accumulate them locally."""
         for unit in _units_of(self, recurse):
             unit.gradients.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether forward frees the parameters, or keeps them until backward if False."""
+        """Set whether the forward pass frees the parameters; False keeps them for the backward."""
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing, because every backward ends without this call."""
+        """Do nothing, because every backward pass completes without this call."""
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: parameters are freed after every backward, which does not affect results."""
+        """Do nothing: every backward pass frees the parameters, which does not affect results."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch at least `len(modules)` modules, in the order of the last forward."""

@@ -59,7 +59,7 @@ from zero.process_groups import Collective, Communicator, Group
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
-    Gradients are averaged during backward. After backward, `.grad` is an AveragedGradient, which
+    Gradients are averaged during the backward pass. After it, `.grad` is an AveragedGradient, which
     stores this rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the
     same result with it as with the full gradient.
 
@@ -291,7 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local gradients; use it for every backward of a step except the last."""
+        """Accumulate local gradients in all backward passes but the last of a step."""
         before = self.reducer.enabled
         self.reducer.enabled = False
         try:
