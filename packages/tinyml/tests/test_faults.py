@@ -11,9 +11,11 @@ from tinyml import (
     IntegerModel,
     LoRA,
     Masks,
+    SoftPrompt,
     add_lora,
     convert,
     gptq,
+    kmeans,
     kmeans_quantize,
     lora_state_dict,
     prepare_qat,
@@ -24,6 +26,7 @@ from tinyml import (
     save_gguf,
     save_lora,
     sensitivity,
+    size_of,
     sort_channels,
 )
 from tinyml.quantization.fastest_linear import FastestLinear
@@ -269,3 +272,48 @@ def test_a_state_dict_of_another_compression_is_refused(into):
     saved = STORED[into](two_layers(1))
     model.load_state_dict(saved.state_dict())
     assert torch.equal(model(inputs), saved(inputs))
+
+
+def of_layer(function):
+    """Return `function` on a model with a hidden layer whose weight is sparse, and dense inputs."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse(), requires_grad=False)
+    return function(model, torch.randn(3, 8))
+
+
+def of_inputs(function):
+    """Return `function` on a dense model and sparse inputs."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    return function(model, torch.randn(3, 8).to_sparse())
+
+
+WITH_INPUTS = {
+    "gptq": lambda model, x: gptq(model, [x]),
+    "IntegerModel": lambda model, x: IntegerModel(model, [x]),
+    "prune_channels": lambda model, x: prune_channels(model, 0.5, x),
+    "sort_channels": sort_channels,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [(of_inputs, function) for function in WITH_INPUTS.values()]
+    + [(of_layer, function) for function in WITH_INPUTS.values()]
+    + [(of_layer, lambda model, _, function=f: function(model)) for f in COMPRESS.values()]
+    + [
+        (of_layer, lambda model, _: prepare_qat(model)),
+        (of_layer, lambda model, _: quantize(model, activations="dynamic")),
+        (of_layer, lambda model, _: add_lora(model, 2, parameters=["0.weight"])),
+        (of_layer, lambda model, _: LoRA(model[0], 2)),
+        (of_layer, lambda model, x: sensitivity(model, [(x, x)], lambda *_: 0.0)),
+        (of_layer, lambda model, _: size_of(model)),
+        (of_layer, lambda model, _: save(model, "never")),
+        (of_layer, lambda model, _: save_gguf(model, "never", "Q8_0")),
+        (of_inputs, lambda _, x: kmeans(x, 4)),
+        (of_inputs, lambda _, x: SoftPrompt(2, 8)(x[None])),
+        (of_inputs, lambda model, x: IntegerModel(model, [x.to_dense()])(x)),
+    ],
+)
+def test_sparse_tensors_are_refused_with_the_reason(make, function):
+    with pytest.raises(ValueError, match="without sparse tensors, got a tensor of layout"):
+        make(function)

@@ -170,3 +170,12 @@ def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
     error = squared_error(weights, centroids[codes.int()])
     assert error < squared_error(weights, their_centroids[torch.from_numpy(theirs.labels_)])
     assert_at_least("tinyml: k-means of scikit-learn over ours", 2, (middle - start) / ours)
+
+
+def test_integers_are_clustered_in_float64_and_complex_numbers_are_refused():
+    large = 2**40 + torch.tensor([0, 1, 100, 101])
+    centroids, codes = kmeans(large, 2)
+    assert (centroids - 2**40).tolist() == [0.5, 100.5]
+    assert codes.tolist() == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="expected real values"):
+        kmeans(torch.ones(3, dtype=torch.complex64), 2)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinyml import (
     add_lora,
+    convert,
     gptq,
     kmeans_quantize,
     load,
@@ -113,6 +114,47 @@ def test_a_dynamic_linear_follows_conversions_with_the_same_codes_and_scales(dty
     converted = small.to(dtype)
     expected = model.to(dtype)(inputs.to(dtype))
     assert (converted(inputs.to(dtype)) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-100, 1e100])
+def test_float64_weights_are_rounded_in_float64(size):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 32)).double(), torch.randn(70, 64).double()
+    model[0].weight.data *= size
+    rows = model[0].weight.detach()
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    expected = (rows / scale).round() * scale
+    dynamic = quantize(model, 8, activations="dynamic")
+    for small in (quantize(model, 8), convert(prepare_qat(model, 8)), dynamic):
+        assert small[0].weight.dtype == torch.float64
+        torch.testing.assert_close(small[0].weight, expected, rtol=1e-15, atol=0)
+    converted = copy.deepcopy(dynamic).float().double()
+    assert torch.equal(converted[0].weight, dynamic[0].weight)
+    for group_size in (None, 16):  # with groups, the scales are fitted to the updated weights
+        small = gptq(model, [inputs], 8, group_size=group_size)
+        stored = small[0].parametrizations.weight[0]
+        assert not torch.equal(stored.scale, stored.scale.float().double())
+        error = (small[0].weight - rows).view(len(stored.scale), -1).abs().amax(1, keepdim=True)
+        assert (error < 8 * stored.scale).all()
+        assert small[0].weight.any()
+    large = inputs / size * 1e60  # above the largest float32
+    dynamic[0].bias.zero_()
+    exact = nn.functional.linear(large, dynamic[0].weight)
+    assert (dynamic(large) - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("convert_first", [False, True])
+def test_scales_keep_their_type_in_a_file(convert_first, tmp_path):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(32, 16)), torch.randn(3, 32).double()
+    plain = copy.deepcopy(model).double()
+    if convert_first:
+        model = model.double()
+    small = quantize(model, activations="dynamic").double()
+    save(small, tmp_path / "small")
+    loaded = load(plain, tmp_path / "small")
+    assert torch.equal(loaded[0].weight, small[0].weight)
+    assert torch.equal(loaded(inputs), small(inputs))
 
 
 def test_half_precision_weights_lose_no_more_than_their_own_rounding():

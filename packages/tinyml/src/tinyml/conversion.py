@@ -26,7 +26,7 @@ from tinyml.layers import (
     weight_identity,
     weight_of,
 )
-from tinyml.validation import first_names
+from tinyml.validation import check_strided, first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -112,8 +112,10 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     return sharing
 
 
-def check_unwrapped(model: nn.Module) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raise `ValueError` if a module is wrapped by `torch.compile` or for data parallelism.
+
+    Also raise it for sparse tensors.
 
     A wrapper prefixes the names of the wrapped module, which readers of files do not expect. A
     compiled module also runs the wrapped layer after its replacement, and
@@ -127,6 +129,7 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"{type(module).__name__} at {name or 'the root'}; pass the module inside, and "
                 "wrap the result"
             )
+    check_strided("a model", *model.parameters(), *model.buffers())
 
 
 class Replacement(nn.Module):
@@ -153,7 +156,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
     Raise `ValueError` if the model has other replaced layers, because their dense weights are lost.
     """
-    check_unwrapped(model)
+    check_supported(model)
     model = copy.deepcopy(model, memo)
     replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)

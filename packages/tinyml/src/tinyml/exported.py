@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from tinyml.conversion import plain_copy
 from tinyml.pruning.size_attributes import SizeReads
+from tinyml.validation import check_strided
 
 _MODEL = "model."
 #: Elementwise operators whose only tensor argument is the input.
@@ -67,6 +68,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
     `reads` records which sizes in the graph come from attributes of modules. Raise `ValueError` if
     the model cannot be exported.
     """
+    check_strided("inputs", *tensors_in(inputs))
     wrapped = _TensorsOnly(plain_copy(model), reads).eval()
     try:
         with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():

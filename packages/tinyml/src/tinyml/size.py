@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tinyml.validation import check_strided
+
 #: The integer type of each size in bytes.
 _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,6 +46,7 @@ class Size:
 @torch.no_grad()
 def size_of(model: nn.Module) -> Size:
     """Return the bytes of every parameter and buffer of `model`."""
+    check_strided("a model", *model.parameters(), *model.buffers())
     by_name: dict[str, int] = {}
     sparse: dict[str, int] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

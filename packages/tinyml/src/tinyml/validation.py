@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 #: A function that receives the finished layer's name, the finished count and the total count.
@@ -38,12 +39,23 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
+def check_strided(what: str, *tensors: Tensor) -> None:
+    """Raise `ValueError` if a tensor has a layout other than strided, such as a sparse one."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"expected {what} without sparse tensors, got a tensor of layout {tensor.layout}; "
+                "call to_dense() on it"
+            )
+
+
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 
-    Raise `ValueError` if there are none, or if `batches` is a single batch.
+    Raise `ValueError` if there are none, if `batches` is a single batch, or if a tensor is sparse.
     """
     read_batches = [] if isinstance(batches, Tensor | Mapping) else list(batches)
     if not read_batches:
         raise ValueError("expected a list with at least one batch of inputs to calibrate on")
+    check_strided("batches", *(t for t in tree_leaves(read_batches) if isinstance(t, Tensor)))
     return read_batches

@@ -18,7 +18,7 @@ from tinyml.adapters.parameter_lora import (
     new_adapter,
     parameter_adapters,
 )
-from tinyml.conversion import Replacement, check_unwrapped, replace_modules
+from tinyml.conversion import Replacement, check_supported, replace_modules
 from tinyml.layers import is_instance_of, protected_modules
 from tinyml.validation import suggestion
 
@@ -89,7 +89,7 @@ def insert_adapters(
     All adapters are created before the first is installed. A layer that the model contains twice
     has one adapter in both positions, because its weight is merged once.
     """
-    check_unwrapped(model)
+    check_supported(model)
     children = list(children)
     owners = {model.get_submodule(module) for module, _ in parameters}
     if not owners.isdisjoint(children):
@@ -188,7 +188,7 @@ def _has_adapters(name: str) -> str:
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return a state dict with the factors of the adapters, without their scaling alpha / r."""
-    check_unwrapped(model)
+    check_supported(model)
     adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()

@@ -8,7 +8,7 @@ import operator
 import torch
 from torch import Tensor, nn
 
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, check_strided
 
 
 class LowRankUpdate:
@@ -36,6 +36,7 @@ class LowRankUpdate:
         of a 16-bit weight are float32. Raise `ValueError` if the rank does not fit in the matrices,
         or if alpha or the weight is not finite.
         """
+        check_strided("an adapted weight", weight)
         outputs, inputs = sizes
         rank = operator.index(rank)
         if not 1 <= rank <= min(sizes):

@@ -26,7 +26,7 @@ from tinyml.adapters.parameter_lora import (
     new_adapter,
     parameter_adapters,
 )
-from tinyml.conversion import check_unwrapped
+from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
 from tinyml.validation import check_finite, first_names
@@ -46,7 +46,7 @@ _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters of `model` into `folder`; each file is replaced atomically."""
-    check_unwrapped(model)
+    check_supported(model)
     adapters = adapters_of(model)
     if "" in adapters:
         raise ValueError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tinyml.validation import check_strided
+
 IGNORED = -100  # the target that torch's cross entropy leaves out
 
 
@@ -30,6 +32,7 @@ class SoftPrompt(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Map (batch, seq, dim) to (batch, length + seq, dim)."""
+        check_strided("embeddings", embeddings)
         prompt = self.embeddings.to(embeddings.dtype).expand(len(embeddings), -1, -1)
         return torch.cat([prompt, embeddings], dim=1)
 

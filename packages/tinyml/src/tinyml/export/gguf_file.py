@@ -29,6 +29,7 @@ from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, state_tensors
 from tinyml.layers import is_conv1d, layers_of, weight_of
+from tinyml.quantization.grid import wide
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
 
@@ -174,7 +175,7 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
 
 def _rounded(name: str, weight: Tensor, kind: Kind) -> Bytes:
     """Return the blocks of the dense weight of the layer `name`."""
-    rows = weight.detach().float().cpu().numpy()
+    rows = wide(weight.detach()).cpu().numpy()
     if kind == "Q4_K":
         return _large_blocks(name, rows.reshape(-1, 8, 32))
     rows = rows.reshape(-1, 32)

@@ -212,7 +212,11 @@ def _fastest_linear(
 ) -> nn.Module:
     """Return the stored layer of 8 or 4 bits that replaces a linear layer."""
     if codes.endswith(_INT8):
-        return Int8Linear(layer, may_stay_float=may_stay_float)
+        replacement = Int8Linear(layer, may_stay_float=may_stay_float)
+        # `.to(dtype)` does not change the type of the scale, so the layer may have another one.
+        stored = state[f"{codes.removesuffix(_INT8)}scale"]
+        replacement.scale = replacement.scale.to(stored.dtype)
+        return replacement
     grid = _compressed(codes, layer, state)
     assert isinstance(grid, GridWeight)
     return Int4Linear(grid, layer.bias)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tinyml.conversion import check_unwrapped
+from tinyml.conversion import check_supported
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict; raise `ValueError` if a value is not a tensor with data."""
-    check_unwrapped(model)
+    check_supported(model)
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor) or value.is_meta:

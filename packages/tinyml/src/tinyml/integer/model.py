@@ -20,7 +20,7 @@ from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
 from tinyml.integer.steps import Pool, Reshape, Step
 from tinyml.quantization.grid import grid_of
-from tinyml.validation import check_finite, require_batches
+from tinyml.validation import check_finite, check_strided, require_batches
 
 
 class IntegerModel(nn.Module):
@@ -70,6 +70,7 @@ class IntegerModel(nn.Module):
     def quantize(self, inputs: Tensor) -> Tensor:
         """Return float inputs as int8 codes; raise `ValueError` if they contain NaN."""
         self._check_shape(inputs)
+        check_strided("inputs", inputs)
         if inputs.isnan().any():
             raise ValueError("expected inputs without nan, which has no code")
         return self.input.codes(inputs)

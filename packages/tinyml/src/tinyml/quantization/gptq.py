@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import (
+    check_supported,
     evaluation_mode,
     install_weight,
     plain_copy,
@@ -38,7 +39,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.calibration import visit_layers
-from tinyml.quantization.grid import Grid, as_rows, grid_of
+from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import Progress, check_bits, first_names, require_batches
 
@@ -73,6 +74,7 @@ def gptq(
     check_bits(bits, "a grid has")
     if not 0 <= damping < math.inf:
         raise ValueError(f"expected a finite damping of at least 0, got {damping}")
+    check_supported(model)
     aliases = _weight_aliases(model)
     model = plain_copy(model, dict(aliases))
     layers = layers_of(model, (nn.Linear,), protect)
@@ -85,7 +87,7 @@ def gptq(
     def round_layer(name: str, hessian: Tensor | None) -> None:
         layer = layers[name]
         weight = weight_of(layer)
-        rows = as_rows(outputs_first(layer, weight).float(), group_size)
+        rows = as_rows(wide(outputs_first(layer, weight)), group_size)
         grid = grid_for(rows, weight.dtype)
         if hessian is None:
             codes = grid.quantize(rows)
@@ -96,7 +98,7 @@ def gptq(
                 grid,
                 damping=damping,
                 activation_order=activation_order,
-                refit=None if group_size is None else lambda r: grid_for(r.float(), weight.dtype),
+                refit=None if group_size is None else lambda r: grid_for(r.to(rows), weight.dtype),
             )
         codes = codes.view(rows.shape)
         stored = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from tinyml.layers import outputs_first, weight_of
 from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import grid_of, wide
 from tinyml.quantization.products import Int8Weights
+from tinyml.size import as_integers
 from tinyml.validation import check_finite
-
-#: The least magnitude of a token's largest input for which the scale is a normal number.
-_LEAST = 128 * torch.finfo(torch.float32).tiny
 
 
 class Int8Linear(FastestLinear):
@@ -39,8 +37,8 @@ class Int8Linear(FastestLinear):
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
         check_finite("the weight", weight)
-        grid = grid_of(weight.float(), 8)
-        self.register_buffer("weight_codes", grid.quantize(weight.float()).to(torch.int8))
+        grid = grid_of(wide(weight), 8)
+        self.register_buffer("weight_codes", grid.quantize(wide(weight)).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
     @property
@@ -58,7 +56,7 @@ class Int8Linear(FastestLinear):
         scale = self.scale
         super()._apply(fn, recurse)
         with torch.inference_mode(mode=False):
-            self.scale = fn(scale.view(torch.int32)).view(torch.float32)
+            self.scale = fn(as_integers(scale)).view(scale.dtype)
         return self
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
@@ -70,9 +68,10 @@ class Int8Linear(FastestLinear):
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        tokens = inputs.reshape(-1, self.in_features).float()
-        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=_LEAST).div_(127)
-        sums = self._weights().product(tokens.div(scale).round_()).float()
+        tokens = wide(inputs.reshape(-1, self.in_features))
+        least = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
+        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=least).div_(127)
+        sums = self._weights().product(tokens.div(scale).round_()).to(tokens.dtype)
         # The weights' scales first: a large sum times the scale of a large input may overflow.
         return self.finished(sums.mul_(self.scale).mul_(scale), inputs)
 

@@ -21,7 +21,7 @@ from tinyml.compressed_weight import CompressedWeight
 from tinyml.conversion import compress_weights, plain_copy
 from tinyml.layers import QUANTIZABLE, layers_of, setting_per_layer, weight_of
 from tinyml.quantization.pack import pack, unpack
-from tinyml.validation import check_bits
+from tinyml.validation import check_bits, check_strided
 
 
 def kmeans_quantize(
@@ -100,10 +100,14 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if not 1 <= k <= _MOST_CLUSTERS:
         raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
+    check_strided("values", values)
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
+    if values.is_complex():
+        raise ValueError(f"expected real values, got {values.dtype}")
     # Half precision fits in float32, where sorting takes half the time.
-    flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    fits = values.is_floating_point() and values.dtype != torch.float64
+    flat = values.reshape(-1).to(torch.float32 if fits else torch.float64)
     ordered = _sorted(flat)
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])

@@ -21,7 +21,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.fastest_linear import FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.grid import as_rows, grid_of, wide
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -105,6 +105,6 @@ def _int8_layer(layer: nn.Module, may_stay_float: bool) -> Int8Linear | None:
 def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:
     """Return the weight of a layer, rounded to the nearest codes."""
     weight = weight_of(layer)
-    rows = as_rows(outputs_first(layer, weight).float(), group_size)
+    rows = as_rows(wide(outputs_first(layer, weight)), group_size)
     grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
     return GridWeight(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tinyml.compressed_weight import CompressedWeight, compressed_weight
-from tinyml.conversion import check_unwrapped, compress_weights, install_weight, plain_copy
+from tinyml.conversion import check_supported, compress_weights, install_weight, plain_copy
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
@@ -49,7 +49,7 @@ def prepare_qat(
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
     """Return a copy of a model from `prepare_qat` with integer weights."""
-    check_unwrapped(model)
+    check_supported(model)
     model = copy.deepcopy(model)
     is_rounded = False
     for layer in list(model.modules()):
