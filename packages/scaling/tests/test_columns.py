@@ -61,6 +61,15 @@ def test_non_embedding_parameters_are_recognized_and_explained(name):
         load_runs({name: 1.2 * N, "total_params": N, **REST})
 
 
+@pytest.mark.parametrize(
+    "name", ["params_with_embeddings", "n_params_incl_emb", "paramsIncludingEmbeddings"]
+)
+def test_parameters_with_embeddings_are_read_beside_those_without(name):
+    runs = load_without_warnings(**{name: 1.2 * N, "params_without_embeddings": N})
+    np.testing.assert_allclose(runs.parameters, 1.2 * N)
+    assert "(with embeddings)" in runs.explanation
+
+
 @pytest.mark.parametrize("all_of_them", ["total_params", "params", "n_params", "model_size"])
 @pytest.mark.parametrize(
     "active",

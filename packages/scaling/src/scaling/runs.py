@@ -235,7 +235,7 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
             description = "taken as given: total or non-embedding, the name does not say"
         if k == "loss" and "bits" not in description and "nats" not in description:
             description = f"nats, of {description}" if description else "nats"
-        line = f"  {k:<11}{origin:<24}{values.min():.4g} to {values.max():.4g}"
+        line = f"  {k:<11}{origin:<23} {values.min():.4g} to {values.max():.4g}"
         lines.append(f"{line}  ({description})" if description else line)
     used = {f for c in reading.columns.values() for f in (c.name, *c.name.split(TIMES))}
     if unused := [name for name in reading.table.columns if name and name not in used]:

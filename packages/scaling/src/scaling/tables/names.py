@@ -59,6 +59,7 @@ EMBEDDINGS = "(?:emb|embd|embed|embedding)s?"
 #: Kinds of parameters that a name may state, and the pattern of each.
 KINDS = (
     ("non-embedding", f"(?:non?|w/?o|without|excl?|excluding|exclude){EMBEDDINGS}"),
+    ("with embeddings", f"(?:w|with|incl?|including|include){EMBEDDINGS}"),
     ("active", "activ(?:e|ated)"),
     ("total", "total"),
 )
@@ -80,7 +81,8 @@ class Column:
     description: str = ""
     #: Higher ranks are more specific.
     rank: float = 0.0
-    #: Kinds of parameters that the column counts: "non-embedding", "active", "total".
+    #: Kinds of parameters that the column counts: "non-embedding", "with embeddings", "active",
+    #: "total".
     kinds: frozenset[str] = frozenset()
     #: True if the name is a single letter, which may also stand for layers or a width.
     is_letter: bool = False
