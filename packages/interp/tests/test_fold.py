@@ -55,6 +55,22 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
 
 
+def test_readers_of_layer_norms_have_rows_of_mean_zero() -> None:
+    """Rows of weights that read an RMS norm keep their mean, which has an effect there."""
+    model = random_gpt2(torch.float64)
+    folded = fold_decoder(model)
+    for block in folded.layers:
+        for reader in (block.attention.q, block.attention.k, block.attention.v, block.mlp.up):
+            assert reader.weight.mean(1).abs().max() < 1e-12
+    assert folded.unembed.weight.mean(1).abs().max() < 1e-12
+    torch.manual_seed(0)
+    llama = random_decoder("llama", vocabulary=31, d_model=12, layers=1, heads=3).double()
+    torch.nn.init.ones_(llama.layers[0].norm1.weight)
+    torch.testing.assert_close(
+        fold_decoder(llama).layers[0].attention.q.weight, llama.layers[0].attention.q.weight
+    )
+
+
 def test_converting_a_folded_copy_keeps_the_original() -> None:
     model = random_gpt2(torch.float32)
     expected = model(TOKENS)

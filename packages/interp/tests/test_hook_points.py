@@ -71,7 +71,7 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
     torch.testing.assert_close(decoder(TOKENS), ablated)
     assert not torch.allclose(ablated, expected)
     deep = random_decoder("llama", vocabulary=37, d_model=24, layers=12, heads=6)
-    kinds = r"has hook_embed(, blocks\.\*\.[a-z._]+){12}$"
+    kinds = r"has hook_embed(, blocks\.\*\.[a-z0-9._]+){14}, ln_final.hook_scale$"
     for model, hook, message in (
         (deep, "hook", kinds),
         (decoder, "blocks.0.attn.hook_rot_q", r"no hook is named 'blocks\.0.*; .*hook_z"),

@@ -93,7 +93,7 @@ def test_hooks_and_patches_equal_transformer_lens() -> None:
     names = hook_points(decoder, ["**"], "transformer_lens")
     with record(decoder, *names, names="transformer_lens") as seen:
         decoder(CLEAN)
-    assert len(seen) == len(names) == 25
+    assert len(seen) == len(names) == 31
     for name in names:
         torch.testing.assert_close(seen[name], cache[name], msg=lambda m, n=name: f"{n}: {m}")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)

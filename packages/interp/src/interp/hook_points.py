@@ -6,12 +6,69 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from interp.decoder.modules.block import DecoderBlock
 from interp.decoder.modules.mlp import DecoderMLP
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation of a hook name, a function of the tensor at a site."""
+
+    site: str
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the activation."""
+        return tensor
+
+    def write(self, value: Tensor, tensor: Tensor) -> Tensor:
+        """Return the tensor at the site for a new value of the activation."""
+        return value
+
+
+@dataclass(frozen=True)
+class Heads(Activation):
+    """Queries, keys, values or z, (batch, seq, heads, d_head)."""
+
+    heads: int
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Split the features into heads."""
+        return tensor.unflatten(-1, (self.heads, -1))
+
+    def write(self, value: Tensor, tensor: Tensor) -> Tensor:
+        """Join the heads."""
+        return value.flatten(-2)
+
+
+@dataclass(frozen=True)
+class Scale(Activation):
+    """The number by which a norm divides each position of its input, (batch, seq, 1)."""
+
+    norm: nn.Module
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the root of the mean square, after centering if the norm is a layer norm."""
+        square = center(self.norm, tensor).square().mean(-1, keepdim=True)
+        return (square + cast(float, self.norm.eps)).sqrt()
+
+    def write(self, value: Tensor, tensor: Tensor) -> Tensor:
+        """Return the tensor unchanged; raise ValueError if the scale was changed."""
+        if not torch.equal(value, self.read(tensor)):
+            raise ValueError(
+                f"the scale of the norm that reads {self.site!r} cannot be changed; change the "
+                "residual stream instead"
+            )
+        return tensor
+
+
+def center(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return `x` without its mean if the norm is a layer norm, and `x` otherwise."""
+    return x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
 
 
 @dataclass(frozen=True)
@@ -49,14 +106,11 @@ def bind_hook(
     return call_with_hook
 
 
-def hook_points(
-    model: nn.Module, patterns: Iterable[str], names: str
-) -> dict[str, tuple[str, int]]:
-    """Return (site, number of heads) by hook name, for all hook names that match the patterns.
+def hook_points(model: nn.Module, patterns: Iterable[str], names: str) -> dict[str, Activation]:
+    """Return the activations by hook name, for all hook names that match the patterns.
 
-    The number is 0 if the activation is not split into heads. Raises ValueError for a pattern
-    without a match, for `names` other than "transformer_lens", and for a model that is not a
-    `Decoder`.
+    Raises ValueError for a pattern without a match, for `names` other than "transformer_lens", and
+    for a model that is not a `Decoder`.
     """
     blocks = getattr(model, "blocks", None)
     # Decoder is not imported, because the module that defines it imports `interp.tap`.
@@ -68,8 +122,8 @@ def hook_points(
             f"names={names!r} of a {type(model).__name__} are unknown; pass names="
             "'transformer_lens' and a Decoder, as from describe()"
         )
-    known = _all_points(cast(Iterable[DecoderBlock], blocks))
-    points: dict[str, tuple[str, int]] = {}
+    known = _all_points(model)
+    points: dict[str, Activation] = {}
     for pattern in patterns:
         regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
         matches = [name for name in known if re.fullmatch(regex, name)]
@@ -80,23 +134,33 @@ def hook_points(
     return points
 
 
-def _all_points(blocks: Iterable[DecoderBlock]) -> dict[str, tuple[str, int]]:
-    points = {"hook_embed": ("embed_norm", 0)}
-    for i, block in enumerate(blocks):
+def _all_points(decoder: Any) -> dict[str, Activation]:
+    points = {"hook_embed": Activation("embed_norm")}
+    if decoder.position is not None and not decoder.settings.positions_in_attention:
+        points["hook_pos_embed"] = Activation("position")
+    for i, block in enumerate(decoder.blocks):
         name, attention = f"blocks.{i}", block.attention
-        points[f"{name}.hook_resid_pre"] = f"{name}:input", 0
+        points[f"{name}.hook_resid_pre"] = Activation(f"{name}:input")
+        points |= _scale(f"{name}.ln1", f"{name}.norm1", block.norm1)
         for part in "qkv":
             heads = attention.heads if part == "q" else attention.kv_heads
-            points[f"{name}.attn.hook_{part}"] = f"{name}.attention.{part}", heads
-        points[f"{name}.attn.hook_pattern"] = f"{name}.attention.pattern", 0
-        points[f"{name}.attn.hook_z"] = f"{name}.attention.o:input", attention.heads
-        points[f"{name}.hook_attn_out"] = f"{name}.attention_out", 0
+            points[f"{name}.attn.hook_{part}"] = Heads(f"{name}.attention.{part}", heads)
+        points[f"{name}.attn.hook_pattern"] = Activation(f"{name}.attention.pattern")
+        points[f"{name}.attn.hook_z"] = Heads(f"{name}.attention.o:input", attention.heads)
+        points[f"{name}.hook_attn_out"] = Activation(f"{name}.attention_out")
         if not block.parallel:
-            points[f"{name}.hook_resid_mid"] = f"{name}.mid", 0
+            points[f"{name}.hook_resid_mid"] = Activation(f"{name}.mid")
+        points |= _scale(f"{name}.ln2", f"{name}.norm2", block.norm2)
         if isinstance(block.mlp, DecoderMLP):
             read = "up" if block.mlp.gate is None else "gate"
-            points[f"{name}.mlp.hook_pre"] = f"{name}.mlp.{read}", 0
-            points[f"{name}.mlp.hook_post"] = f"{name}.mlp.down:input", 0
-        points[f"{name}.hook_mlp_out"] = f"{name}.mlp_out", 0
-        points[f"{name}.hook_resid_post"] = name, 0
-    return points
+            points[f"{name}.mlp.hook_pre"] = Activation(f"{name}.mlp.{read}")
+            points[f"{name}.mlp.hook_post"] = Activation(f"{name}.mlp.down:input")
+        points[f"{name}.hook_mlp_out"] = Activation(f"{name}.mlp_out")
+        points[f"{name}.hook_resid_post"] = Activation(name)
+    return points | _scale("ln_final", "norm", decoder.norm)
+
+
+def _scale(name: str, module: str, norm: nn.Module) -> dict[str, Activation]:
+    if isinstance(norm, nn.Identity):
+        return {}
+    return {f"{name}.hook_scale": Scale(f"{module}:input", norm)}

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from interp.hook_points import bind_hook, hook_points
+from interp.hook_points import Activation, bind_hook, hook_points
 
 #: A tensor, or a function from the old value to the new value. With `names="transformer_lens"`, the
 #: function may have a second argument `hook`.
@@ -48,8 +48,8 @@ def record(
     seen: dict[str, Tensor] = {}
     versions: dict[str, int] = {}
 
-    def record_activation(site: str, heads: int, tensor: Tensor) -> None:
-        tensor = tensor.unflatten(-1, (heads, -1)) if heads else tensor
+    def record_activation(site: str, point: Activation, tensor: Tensor) -> None:
+        tensor = point.read(tensor)
         seen.pop(site, None)
         seen[site] = tensor.detach().clone() if detach else tensor
         if not detach:
@@ -57,7 +57,7 @@ def record(
 
     points = _points(model, sites, names)
     with installed_hooks(
-        model, {site: partial(record_activation, n, heads) for n, (site, heads) in points.items()}
+        model, {point.site: partial(record_activation, n, point) for n, point in points.items()}
     ):
         yield seen
     changed = [site for site in versions if site in seen and seen[site]._version != versions[site]]
@@ -92,36 +92,37 @@ def patch(
     """
     reached: set[str] = set()
 
-    def replace(site: str, heads: int, new: Replacement, old: Tensor) -> Tensor:
-        reached.add(site)
-        old = old.unflatten(-1, (heads, -1)) if heads else old
+    def replace(point: Activation, new: Replacement, tensor: Tensor) -> Tensor:
+        reached.add(point.site)
+        old = point.read(tensor)
         # Functions may change their argument in place, which must not change the model's tensors.
         value = new(old.clone()) if callable(new) else new
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"the patch of {site!r} returned a {type(value).__name__}; return a tensor"
+                f"the patch of {point.site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
             # Cloned, because the model may change the activation in place.
             value = value.to(old).expand_as(old).clone()
-            return value.flatten(-2) if heads else value
         except RuntimeError as error:
             raise ValueError(
-                f"the patch of {site!r} is {tuple(value.shape)}; it replaces {tuple(old.shape)}"
+                f"the patch of {point.site!r} is {tuple(value.shape)}; it replaces "
+                f"{tuple(old.shape)}"
             ) from error
+        return point.write(value, tensor)
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     for pattern, new in replacements.items():
-        for name, (site, heads) in _points(model, (pattern,), names).items():
-            if site in hooks:
+        for name, point in _points(model, (pattern,), names).items():
+            if point.site in hooks:
                 raise ValueError(
-                    f"{pattern!r} and an earlier pattern both replace {site!r}; pass one "
+                    f"{pattern!r} and an earlier pattern both replace {point.site!r}; pass one "
                     "replacement per site, or nest two patches"
                 )
             value = new
             if names is not None and callable(new):
                 value = bind_hook(new, name)
-            hooks[site] = partial(replace, site, heads, value)
+            hooks[point.site] = partial(replace, point, value)
     with installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
@@ -134,10 +135,10 @@ def patch(
 
 def _points(
     model: nn.Module, patterns: tuple[str, ...], names: str | None
-) -> dict[str, tuple[str, int]]:
-    """Return (site, number of heads) by matching name; 0 means that heads are not split."""
+) -> dict[str, Activation]:
+    """Return the activations of all sites, or hook names, that match."""
     if names is None:
-        return {site: (site, 0) for site in expand_sites(model, patterns)}
+        return {site: Activation(site) for site in expand_sites(model, patterns)}
     return hook_points(model, patterns, names)
 
 

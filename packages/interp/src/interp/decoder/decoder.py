@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         x = self.embed_norm(self.embed(input_ids))
         if self.position is None:
             return x, None, positions
-        new = torch.arange(input_ids.shape[1], device=input_ids.device)
+        new = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         if positions is not None:
             new = positions[:, -input_ids.shape[1] :]
         position = self.position(new)
@@ -315,7 +315,7 @@ class Decoder(nn.Module):
             forward(self, prompt)
         parts = {"embed": seen["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
-            parts["position"] = seen["position"].expand(parts["embed"].shape)
+            parts["position"] = seen["position"]
         for i, block in enumerate(self.layers):
             o = block.attention.o
             if isinstance(block.attention_out, nn.Identity):

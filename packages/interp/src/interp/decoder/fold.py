@@ -18,7 +18,8 @@ from interp.decoder.modules.attention import DecoderAttention, Latent
 def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
     """Move the norm's weight and bias into `readers`, the modules that read its output.
 
-    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b).
+    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b). The output of a layer
+    norm n has mean 0, so the mean of each row of W * weight has no effect and is subtracted.
     """
     gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if gain is None:
@@ -27,7 +28,9 @@ def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
         if shift is not None:
             added = reader.weight @ shift
             _set(reader, "bias", added if reader.bias is None else reader.bias + added)
-        _set(reader, "weight", reader.weight * gain)
+        weight = reader.weight * gain
+        is_centered = isinstance(norm, nn.LayerNorm)
+        _set(reader, "weight", weight - weight.mean(1, keepdim=True) if is_centered else weight)
     _set(norm, "weight", torch.ones_like(gain))
     if shift is not None:
         _set(norm, "bias", torch.zeros_like(shift))

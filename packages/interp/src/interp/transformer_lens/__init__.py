@@ -1,0 +1,14 @@
+"""TransformerLens's model, cache and patching functions over a `Decoder`, for its notebooks.
+
+    model = HookedDecoder(fold_decoder(describe(gpt2)), tokenizer)
+    logits, cache = model.run_with_cache("A text")
+    cache["pattern", 5]
+
+Names and results equal those of TransformerLens. Everything else raises an error with its name.
+"""
+
+from interp.transformer_lens.activation_cache import ActivationCache
+from interp.transformer_lens.hooked_decoder import HookedDecoder
+from interp.transformer_lens.names import get_act_name
+
+__all__ = ["ActivationCache", "HookedDecoder", "get_act_name"]

@@ -1,0 +1,182 @@
+"""Recorded activations, and decompositions of the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.mlp import NoMLP
+from interp.hook_points import center
+from interp.transformer_lens.names import get_act_name
+from interp.transformer_lens.weights import head_results
+
+#: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
+PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
+#: Components (components, batch, pos, d_model), or a pair of components and labels.
+Stack = Tensor | tuple[Tensor, list[str]]
+
+
+class ActivationCache(Mapping[Any, Tensor]):
+    """Activations by hook name, by ("pattern", layer) or by ("scale", layer, "ln1").
+
+    A negative layer counts from the end. In the methods, `layer` is the layer whose input is
+    decomposed; None, -1 and the number of layers mean the input of the final norm. `options` are
+    `pos_slice`, `apply_ln` (see `apply_ln_to_stack`), and `return_labels`, which adds the labels of
+    the components to the result.
+    """
+
+    def __init__(self, cache_dict: dict[str, Tensor], decoder: Decoder) -> None:
+        self.cache_dict = cache_dict
+        self.decoder = decoder
+
+    def __getitem__(self, key: Any) -> Tensor:
+        name = key
+        if not isinstance(key, str):
+            short, layer, *layer_type = key
+            if layer is not None and layer < 0:
+                layer += len(self.decoder.layers)
+            name = get_act_name(short, layer, *layer_type)
+        name = name if name in self.cache_dict else get_act_name(name)
+        if name not in self.cache_dict:
+            raise KeyError(
+                f"{name!r} was not recorded; keys() are the recorded names: names_filter and "
+                "stop_at_layer leave names out, and set_use_attn_result(True) adds hook_result"
+            )
+        return self.cache_dict[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cache_dict)
+
+    def __len__(self) -> int:
+        return len(self.cache_dict)
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """Remove the batch dimension of a single prompt in place; return the cache."""
+        for name, value in self.cache_dict.items():
+            if len(value) != 1:
+                raise ValueError(
+                    f"{name!r} is {tuple(value.shape)}; only a batch of one prompt can be removed"
+                )
+            self.cache_dict[name] = value[0]
+        return self
+
+    def accumulated_resid(
+        self, layer: int | None = None, *, incl_mid: bool = False, **options: Any
+    ) -> Stack:
+        """Return the residual streams before each layer up to `layer`.
+
+        At the end of the model, `apply_ln` applies the final norm to each stream.
+        """
+        last = self._layer(layer)
+        streams = {}
+        for i in range(min(last + 1, len(self.decoder.layers))):
+            streams[f"{i}_pre"] = self["resid_pre", i]
+            if incl_mid and i < last:
+                streams[f"{i}_mid"] = self["resid_mid", i]
+        if last == len(self.decoder.layers):
+            streams["final_post"] = self["resid_post", -1]
+            if options.pop("apply_ln", False):
+                norm = self.decoder.norm
+                streams = {name: norm(stream) for name, stream in streams.items()}
+        return self._stack(streams, layer, **options)
+
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        *,
+        mode: str = "all",
+        incl_embeds: bool = True,
+        **options: Any,
+    ) -> Stack:
+        """Return the embeddings and the outputs of all earlier layers, which sum to the stream.
+
+        `mode` is "all", "attn" (no MLPs) or "mlp" (no attention).
+        """
+        parts = {}
+        if incl_embeds:
+            parts["embed"] = self["embed"]
+            if (
+                self.decoder.position is not None
+                and not self.decoder.settings.positions_in_attention
+            ):
+                parts["pos_embed"] = self["pos_embed"]
+        for i in range(self._layer(layer)):
+            if mode != "mlp":
+                parts[f"{i}_attn_out"] = self["attn_out", i]
+            if mode != "attn" and not isinstance(self.decoder.layers[i].mlp, NoMLP):
+                parts[f"{i}_mlp_out"] = self["mlp_out", i]
+        return self._stack(parts, layer, **options)
+
+    def stack_head_results(self, layer: int | None = None, **options: Any) -> Stack:
+        """Return the output of each head before `layer`, computed from z.
+
+        Raises ValueError if a norm follows the heads, because their outputs are then not added to
+        the stream.
+        """
+        parts = {}
+        for i in range(self._layer(layer)):
+            block = self.decoder.layers[i]
+            if not isinstance(block.attention_out, nn.Identity):
+                raise ValueError(
+                    f"a norm follows the heads of layer {i}, so their outputs are not terms of the "
+                    "stream; use decompose_resid()"
+                )
+            results = head_results(block.attention, self["z", i].flatten(-2))
+            for head, result in enumerate(results.unbind(-2)):
+                parts[f"L{i}H{head}"] = result
+        return self._stack(parts, layer, **options)
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: Tensor,
+        layer: int | None = None,
+        *,
+        mlp_input: bool = False,
+        pos_slice: PosSlice = None,
+    ) -> Tensor:
+        """Divide components by the recorded scale of the norm that reads the input of `layer`.
+
+        A layer norm also centers each component. Weights and biases of the norm are not applied;
+        `fold_decoder` moves them into the next matrix.
+        """
+        index, name = self._layer(layer), "ln2" if mlp_input else "ln1"
+        if index == len(self.decoder.layers):
+            norm, key = self.decoder.norm, "ln_final.hook_scale"
+        else:
+            block = self.decoder.layers[index]
+            norm, key = (
+                block.norm2 if mlp_input else block.norm1,
+                f"blocks.{index}.{name}.hook_scale",
+            )
+        if isinstance(norm, nn.Identity):
+            return residual_stack
+        return center(norm, residual_stack) / _positions(self[key], pos_slice)
+
+    def _layer(self, layer: int | None) -> int:
+        return len(self.decoder.layers) if layer is None or layer == -1 else layer
+
+    def _stack(
+        self,
+        parts: Mapping[str, Tensor],
+        layer: int | None,
+        *,
+        pos_slice: PosSlice = None,
+        apply_ln: bool = False,
+        return_labels: bool = False,
+    ) -> Stack:
+        stack = torch.stack([_positions(part, pos_slice) for part in parts.values()])
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
+        return (stack, list(parts)) if return_labels else stack
+
+
+def _positions(value: Tensor, pos_slice: PosSlice) -> Tensor:
+    """Index the positions of (..., pos, features); an integer removes the dimension."""
+    if pos_slice is None:
+        return value
+    index = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
+    return value[..., index, :]

@@ -1,0 +1,66 @@
+"""The weights of a `Decoder` by TransformerLens's names, as views in its shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from interp.decoder.decoder import Decoder
+from interp.decoder.modules.attention import DecoderAttention
+from interp.decoder.modules.block import DecoderBlock
+from interp.decoder.modules.mlp import DecoderMLP
+
+
+def weights_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Return all weights by name, such as "blocks.0.attn.W_Q"; matrices multiply from the right.
+
+    A missing bias is zero. Norms, experts and latent attention are left out.
+    """
+    weights = {"embed.W_E": decoder.embed.weight}
+    if decoder.position is not None:
+        weights["pos_embed.W_pos"] = decoder.position.weight
+    for i, block in enumerate(decoder.layers):
+        weights |= {f"blocks.{i}.{name}": weight for name, weight in _block_weights(block).items()}
+    return weights | {
+        "unembed.W_U": decoder.unembed.weight.mT,
+        "unembed.b_U": _bias(decoder.unembed),
+    }
+
+
+def _block_weights(block: DecoderBlock) -> dict[str, Tensor]:
+    weights, mlp = _attention_weights(block.attention), block.mlp
+    if isinstance(mlp, DecoderMLP):
+        weights |= {"mlp.W_in": mlp.up.weight.mT, "mlp.b_in": _bias(mlp.up)}
+        weights |= {"mlp.W_out": mlp.down.weight.mT, "mlp.b_out": _bias(mlp.down)}
+        if mlp.gate is not None:
+            weights["mlp.W_gate"] = mlp.gate.weight.mT
+    return weights
+
+
+def _attention_weights(attention: DecoderAttention) -> dict[str, Tensor]:
+    """Return W_Q, W_K, W_V (heads, d_model, d_head), W_O (heads, d_head, d_model) and biases.
+
+    W_K and W_V have one matrix per key head.
+    """
+    weights = {
+        "attn.W_O": attention.o.weight.mT.unflatten(0, (attention.heads, -1)),
+        "attn.b_O": _bias(attention.o),
+    }
+    for part, linear in (("Q", attention.q), ("K", attention.k), ("V", attention.v)):
+        if isinstance(linear, nn.Linear):
+            heads = attention.heads if part == "Q" else attention.kv_heads
+            weights[f"attn.W_{part}"] = linear.weight.unflatten(0, (heads, -1)).mT
+            weights[f"attn.b_{part}"] = _bias(linear).unflatten(0, (heads, -1))
+    return weights
+
+
+def head_results(attention: DecoderAttention, mixed: Tensor) -> Tensor:
+    """Return the output of each head (..., heads, d_model) for the input of the projection `o`."""
+    weight = attention.o.weight.unflatten(1, (attention.heads, -1))
+    return torch.einsum("...hd,mhd->...hm", mixed.unflatten(-1, weight.shape[1:]), weight)
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return linear.bias
+    return linear.weight.new_zeros(linear.out_features)

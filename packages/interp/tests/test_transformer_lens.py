@@ -1,0 +1,454 @@
+"""The interface of TransformerLens's model over a `Decoder`."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from interp import describe, record
+from interp.bench import random_decoder
+from interp.decoder.fold import fold_decoder
+from interp.hook_points import HookPoint
+from interp.transformer_lens import HookedDecoder, get_act_name
+from torch import Tensor, nn
+
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+CORRUPTED = torch.tensor([[2, 7, 1, 8, 2, 8, 1], [8, 2, 8, 4, 5, 9, 0]])
+SIZES = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 6, "max_position_embeddings": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {
+        "vocab_size": 31,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 32,
+    },
+    "GPTNeoXForCausalLM": SIZES,
+    "LlamaForCausalLM": SIZES | {"num_key_value_heads": 2},
+}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
+    """Return the model of TransformerLens, and ours, with the same random weights."""
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    transformers = pytest.importorskip("transformers", reason="models of each family")
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        config_class = getattr(transformers, family).config_class
+        options = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"}
+        model = getattr(transformers, family)(config_class(**FAMILIES[family], **options)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        return model
+
+    model = build()
+    bridge = build_bridge_from_module(model, family, hf_config=model.config)
+    bridge.enable_compatibility_mode(no_processing=not is_processed)
+    decoder = describe(build())
+    models = bridge, HookedDecoder(fold_decoder(decoder) if is_processed else decoder)
+    for hooked in models:
+        hooked.set_use_attn_result(True)
+    return models
+
+
+@pytest.fixture
+def model() -> HookedDecoder:
+    torch.manual_seed(0)
+    decoder = random_decoder("gpt2", vocabulary=37, d_model=24, layers=2, heads=6).double()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return HookedDecoder(decoder, Tokenizer())
+
+
+class Tokenizer:
+    """Tokens are single letters, which follow the BOS token 0."""
+
+    bos_token_id = 0
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [ord(letter) - ord("a") + 1 for letter in text]
+        return {"input_ids": [0, *ids] if add_special_tokens else ids}
+
+    def decode(self, ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces
+        return "".join(chr(i - 1 + ord("a")) if i else "<s>" for i in ids)
+
+
+@torch.no_grad()
+def test_activations_stacks_and_losses_are_those_of_the_decoder(model: HookedDecoder) -> None:
+    """All numbers are recomputed from recorded sites and weights of the decoder."""
+    decoder = model.decoder
+    with record(decoder, "embed", "position", "norm:input", "blocks.**") as seen:
+        logits = decoder(TOKENS)
+    with record(decoder, "blocks.1:input", "blocks.1.attention.o:input") as inputs:
+        decoder(TOKENS)
+    (result, loss), cache = model.run_with_cache(TOKENS, return_type="both")
+    assert torch.equal(result, logits)
+    expected = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), TOKENS[:, 1:])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model(TOKENS, return_type="loss"), expected)
+    assert model(TOKENS, return_type=None) is None
+    assert torch.equal(model(TOKENS[1]), logits[1:])
+    assert set(cache) == {name for name in model.hook_dict if "result" not in name}
+    assert torch.equal(cache["pattern", -1], seen["blocks.1.attention.pattern"])
+    assert torch.equal(cache["attn", 1, "attn"], cache["pattern1"])
+    assert torch.equal(cache["resid_pre", 1], inputs["blocks.1:input"])
+    stream = seen["norm:input"]
+    scale = (stream.var(-1, correction=0, keepdim=True) + decoder.settings.eps).sqrt()
+    torch.testing.assert_close(cache["scale"], scale)
+
+    parts, labels = cache.decompose_resid(return_labels=True)
+    names = ["0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
+    assert labels == ["embed", "pos_embed", *names]
+    torch.testing.assert_close(parts.sum(0), stream)
+    assert torch.equal(cache.accumulated_resid(pos_slice=-1)[-1], stream[:, -1])
+    lens = cache.accumulated_resid(apply_ln=True, pos_slice=(1, 3))
+    torch.testing.assert_close(lens[-1] @ model.W_U + model.b_U, logits[:, 1:3])
+    heads, labels = cache.stack_head_results(return_labels=True, apply_ln=True)
+    assert labels == [f"L{layer}H{head}" for layer in range(2) for head in range(6)]
+    z = inputs["blocks.1.attention.o:input"][..., 12:16]
+    head = z @ decoder.layers[1].attention.o.weight[:, 12:16].T
+    centered = head - head.mean(-1, keepdim=True)
+    torch.testing.assert_close(heads[6 + 3], centered / scale)
+
+    # A model of two matrices: the attention of head 3 from its weights.
+    normed = decoder.layers[1].norm1(inputs["blocks.1:input"])
+    q = normed @ model.W_Q[1, 3] + model.b_Q[1, 3]
+    k = normed @ model.blocks[1].attn.W_K[3] + model.b_K[1, 3]
+    scores = (q @ k.mT / 2).masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(scores.softmax(-1), cache["pattern", 1][:, 3])
+    post = decoder.layers[0].norm2(seen["blocks.0.mid"]) @ model.W_in[0] + model.b_in[0]
+    torch.testing.assert_close(post, cache["pre", 0])
+    torch.testing.assert_close(
+        cache["post", 0] @ model.W_out[0] + model.b_out[0], cache["mlp_out", 0]
+    )
+    torch.testing.assert_close(model.W_E[TOKENS] + model.W_pos[:12], cache["resid_pre", 0])
+    assert torch.equal(model.unembed.W_U, decoder.unembed.weight.T)
+
+
+@torch.no_grad()
+def test_hooks_select_replace_and_record(model: HookedDecoder) -> None:
+    calls: list[str] = []
+
+    def note(value: Tensor, hook: HookPoint) -> None:
+        calls.append(hook.name)
+
+    def zero_head(value: Tensor, hook: HookPoint, head: int) -> Tensor:
+        value[:, :, head] = 0
+        return value
+
+    expected = model(TOKENS)
+    patterns = [f"blocks.{i}.attn.hook_pattern" for i in range(2)]
+    hooks = [(lambda name: name.endswith("hook_pattern"), note)]
+    assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=hooks), expected)
+    assert calls == patterns
+    stopped = model.run_with_hooks(TOKENS, fwd_hooks=hooks, stop_at_layer=1)
+    assert calls == [*patterns, patterns[0]]
+    _, cache = model.run_with_cache(TOKENS, names_filter="blocks.1.hook_resid_pre")
+    assert torch.equal(stopped, cache["resid_pre", 1])
+    assert list(cache) == ["blocks.1.hook_resid_pre"]
+    stream, cache = model.run_with_cache(TOKENS[:1], stop_at_layer=2, remove_batch_dim=True)
+    assert torch.equal(cache["resid_post", -1], stream[0])
+    assert cache["pattern", 0].shape == (6, 12, 12)
+
+    # The outputs of two heads are zero, in three ways.
+    z, result = "blocks.0.attn.hook_z", "blocks.0.attn.hook_result"
+    heads = [partial(zero_head, head=head) for head in (1, 4)]
+    ablated = model.run_with_hooks(TOKENS, fwd_hooks=[(z, head) for head in heads])
+    assert not torch.allclose(ablated, expected)
+    model.set_use_attn_result(True)
+    with model.hooks([(result, head) for head in heads]):
+        by_result, cache = model.run_with_cache(TOKENS, names_filter=[result, z])
+    torch.testing.assert_close(by_result, ablated)
+    assert not cache["result", 0][:, :, [1, 4]].any()
+    assert cache["z", 0][:, :, [1, 4]].all()
+    for head in heads:
+        model.blocks[0].attn.hook_z.add_hook(head)
+    assert torch.equal(model(TOKENS), ablated)
+    model.hook_dict[z].ctx["value"] = 1
+    model.reset_hooks()
+    assert torch.equal(model(TOKENS), expected)
+    assert not model.blocks[0].attn.hook_z.ctx
+
+    # Scales can be seen, and not changed.
+    scale = "blocks.1.ln1.hook_scale"
+    assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=[(scale, note)]), expected)
+    with pytest.raises(ValueError, match=r"reads 'blocks.1.norm1:input' cannot be changed"):
+        model.run_with_hooks(TOKENS, fwd_hooks=[(scale, lambda value, hook: 2 * value)])
+
+
+def test_texts_are_converted_with_a_bos_token(model: HookedDecoder) -> None:
+    assert model.to_tokens("cab").tolist() == [[0, 3, 1, 2]]
+    assert model.to_tokens(["ab", "ba"], prepend_bos=False).tolist() == [[1, 2], [2, 1]]
+    assert torch.equal(model("cab"), model(torch.tensor([0, 3, 1, 2])))
+    assert model.to_string(model.to_tokens("cab")) == ["<s>cab"]
+    assert model.to_string([3, 1]) == "ca"
+    assert model.to_string(2) == "b"
+    assert model.to_str_tokens("ab") == ["<s>", "a", "b"]
+    assert model.to_str_tokens(["a", "b"], prepend_bos=False) == [["a"], ["b"]]
+    assert model.to_single_token("c") == 3
+    assert torch.equal(model.tokens_to_residual_directions("c"), model.W_U[:, 3])
+    without = HookedDecoder(model.decoder, Tokenizer(), default_prepend_bos=False)
+    assert without.to_str_tokens("ab") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.generate, "no 'generate'; .* use interp's functions with .decoder"),
+        (lambda m: m.W_gate, "no 'W_gate'"),
+        (lambda m: copy.copy(m).generate, "no 'generate'"),
+        (lambda m: m.blocks[0].attn.hook_rot_q, "'blocks.0.attn.hook_rot_q'; hook_dict has"),
+        (lambda m: m.add_hook("hook_scores", print), "no hook is named 'hook_scores'"),
+        (lambda m: m.add_hook("blocks.0.attn.hook_result", print), r"set_use_attn_result\(True\)"),
+        (lambda m: m(TOKENS, "tokens"), "'both' or None, got 'tokens'"),
+        (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
+        (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),
+        (lambda m: m.to_tokens(["a", "ab"]), r"\[2, 3\] tokens; .* padding is not supported"),
+        (lambda m: m.to_single_token("ab"), "'ab' has 2 tokens"),
+        (lambda m: HookedDecoder(m.decoder)("ab"), r"pass HookedDecoder\(decoder, tokenizer\)"),
+        (lambda m: m.run_with_cache(TOKENS, names_filter=[])[1]["q", 0], "keys.. are the recorded"),
+    ],
+)
+def test_unsupported_names_and_arguments_are_refused(
+    model: HookedDecoder, call: Callable[[HookedDecoder], Any], message: str
+) -> None:
+    with pytest.raises((ValueError, AttributeError, KeyError), match=message):
+        call(model)
+
+
+def test_tokenizers_without_bos_and_models_with_post_norms_are_refused(
+    model: HookedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "bos_token_id", None)
+    with pytest.raises(ValueError, match="no BOS token; pass prepend_bos=False"):
+        model.to_tokens("a")
+    _, cache = model.run_with_cache(TOKENS)
+    model.decoder.layers[0].attention_out = nn.LayerNorm(24).double()
+    with pytest.raises(ValueError, match=r"a norm follows the heads of layer 0.*decompose_resid"):
+        cache.stack_head_results()
+
+
+def test_short_names_are_those_of_transformer_lens() -> None:
+    names = {
+        ("embed",): "hook_embed",
+        ("hook_embed",): "hook_embed",
+        ("blocks.0.attn.hook_q",): "blocks.0.attn.hook_q",
+        ("k", 6, "a"): "blocks.6.attn.hook_k",
+        ("k6",): "blocks.6.attn.hook_k",
+        ("pre", 2): "blocks.2.mlp.hook_pre",
+        ("attn", 3): "blocks.3.attn.hook_pattern",
+        ("scale4ln1",): "blocks.4.ln1.hook_scale",
+        ("normalized", 2, "ln2"): "blocks.2.ln2.hook_normalized",
+        ("scale",): "ln_final.hook_scale",
+        ("resid_pre", 0): "blocks.0.hook_resid_pre",
+        ("attn_out", 0, "b"): "blocks.0.hook_attn_out",
+    }
+    for arguments, expected in names.items():
+        assert get_act_name(*arguments) == expected
+
+
+WEIGHTS = ["W_E", "W_U", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"]
+WEIGHTS += ["b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "b_U"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_processed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_weights_and_activations_equal_transformer_lens(family: str, is_processed: bool) -> None:
+    """The weights are equal too after the processing of `from_pretrained`."""
+    theirs, ours = pair(family, is_processed)
+    for name in WEIGHTS:
+        expected = getattr(theirs, name, None)
+        if expected is not None:
+            torch.testing.assert_close(getattr(ours, name), expected, **CLOSE)
+        elif name.startswith("b_"):
+            assert not getattr(ours, name).any()
+        else:
+            with pytest.raises(AttributeError, match=f"HookedDecoder has no '{name}'"):
+                getattr(ours, name)
+    for name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx", "dtype"):
+        assert getattr(ours.cfg, name) == getattr(theirs.cfg, name)
+    expected, their_cache = theirs.run_with_cache(CLEAN, return_type="both")
+    result, cache = ours.run_with_cache(CLEAN, return_type="both")
+    torch.testing.assert_close(result, expected, **CLOSE)
+    assert set(cache) == set(ours.hook_dict)
+    for name in cache:
+        torch.testing.assert_close(cache[name], their_cache[name], **CLOSE)
+    for tokens in (5, torch.tensor(5), torch.tensor([5]), torch.tensor([[1, 2], [3, 4]])):
+        directions = [hooked.tokens_to_residual_directions(tokens) for hooked in (ours, theirs)]
+        torch.testing.assert_close(*directions, **CLOSE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_decompositions_equal_transformer_lens(family: str) -> None:
+    caches = [hooked.run_with_cache(CLEAN)[1] for hooked in pair(family, is_processed=False)]
+    mids = [] if family == "GPTNeoXForCausalLM" else [{"incl_mid": True}]
+    stacks: list[tuple[str, dict[str, Any]]] = [
+        *(("decompose_resid", {"mode": mode}) for mode in ("all", "attn", "mlp")),
+        ("decompose_resid", {"incl_embeds": False}),
+        *(("accumulated_resid", options) for options in [{}, *mids]),
+        ("stack_head_results", {}),
+    ]
+    positions = [None, -1, (2,), (1, 6, 2), [0, 3]]
+    for (method, options), layer, where, apply_ln in itertools.product(
+        stacks, [None, -1, 1, 2], positions, [False, True]
+    ):
+        options |= {"layer": layer, "pos_slice": where, "apply_ln": apply_ln}
+        results = [getattr(cache, method)(return_labels=True, **options) for cache in caches]
+        assert results[0][1] == results[1][1]
+        torch.testing.assert_close(results[0][0], results[1][0], **CLOSE)
+    stream = torch.randn(3, *CLEAN.shape, 24)
+    for options in ({"layer": 1, "mlp_input": True}, {"layer": 0}, {}):
+        results = [cache.apply_ln_to_stack(stream, **options) for cache in caches]
+        torch.testing.assert_close(*results, **CLOSE)
+
+
+def induction_scores(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
+    """Return the numbers of the induction part of the main demo, and of ARENA's ablations."""
+    generator = torch.Generator().manual_seed(0)
+    once = torch.randint(31, (3, 8), generator=generator)
+    tokens = torch.cat([torch.zeros(3, 1, dtype=torch.long), once, once], 1)
+    scores = torch.zeros(model.cfg.n_layers, model.cfg.n_heads)
+
+    def score(pattern: Tensor, hook: Any) -> None:
+        stripe = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - once.shape[1])
+        scores[hook.layer()] = stripe.mean((0, -1))
+
+    patterns = lambda name: name.endswith("pattern")  # noqa: E731
+    model.run_with_hooks(tokens, return_type=None, fwd_hooks=[(patterns, score)])
+    losses = []
+
+    def ablate(result: Tensor, hook: Any, head: int) -> Tensor:
+        result[:, :, head] = 0.0
+        return result
+
+    for layer, head in itertools.product(range(model.cfg.n_layers), range(model.cfg.n_heads)):
+        hooks = [(name_of("result", layer), partial(ablate, head=head))]
+        losses.append(model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks))
+
+    def ablate_value(value: Tensor, hook: Any) -> Tensor:
+        value[:, :, 0] = 0.0
+        return value
+
+    def store(pattern: Tensor, hook: Any) -> None:
+        hook.ctx["score"] = pattern[0, 1].diag(1 - once.shape[1]).mean()
+
+    hooks = [(name_of("v", 0), ablate_value), (name_of("pattern", 1), store)]
+    model.run_with_hooks(tokens, fwd_hooks=hooks)
+    stored = model.blocks[1].attn.hook_pattern.ctx["score"]
+    _, cache = model.run_with_cache(tokens[:1], remove_batch_dim=True)
+    streams = [cache["embed"], cache["resid_pre", 1], cache["result", 0], cache["pattern", 1]]
+    full = model.W_E @ model.W_V[1, 0] @ model.W_O[1, 0] @ model.W_U
+    return [scores, torch.stack(losses), stored, full, *streams]
+
+
+def exploratory_analysis(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
+    """Return the numbers of the exploratory analysis: logit attribution and patching."""
+    answers = torch.tensor([[5, 7], [3, 11]])
+    logits, cache = model.run_with_cache(CLEAN)
+    right, wrong = model.tokens_to_residual_directions(answers).unbind(1)
+
+    def difference(logits: Tensor) -> Tensor:
+        chosen = logits[:, -1].gather(-1, answers)
+        return (chosen[:, 0] - chosen[:, 1]).mean()
+
+    def project(stack: Tensor) -> Tensor:
+        scaled = cache.apply_ln_to_stack(stack, layer=-1, pos_slice=-1)
+        return (scaled * (right - wrong)).sum(-1).mean(-1)
+
+    numbers = [difference(logits), project(cache["resid_post", -1][None, :, -1])]
+    for method in (cache.accumulated_resid, cache.decompose_resid, cache.stack_head_results):
+        stack, _ = method(layer=-1, pos_slice=-1, return_labels=True)
+        numbers.append(project(stack))
+
+    def restore(value: Tensor, hook: Any, index: tuple[slice | int, ...]) -> Tensor:
+        value[index] = cache[hook.name][index]
+        return value
+
+    every = slice(None)
+    patched = []
+    for layer in range(model.cfg.n_layers):
+        indices = [("resid_pre", (every, position)) for position in range(7)]
+        indices += [("attn_out", (every, 3)), ("mlp_out", (every, 6))]
+        for head in range(model.cfg.n_heads):
+            indices += [("z", (every, every, head)), ("pattern", (every, head))]
+        for part, index in indices:
+            hook = (name_of(part, layer), partial(restore, index=index))
+            patched.append(difference(model.run_with_hooks(CORRUPTED, fwd_hooks=[hook])))
+    model.blocks[1].attn.hook_z.add_hook(partial(restore_zero, head=2))
+    _, ablated = model.run_with_cache(CLEAN)
+    model.reset_hooks()
+    ratio = cache["ln_final.hook_scale"][:, -1] / ablated["ln_final.hook_scale"][:, -1]
+    return [*numbers, torch.stack(patched), ratio]
+
+
+def restore_zero(value: Tensor, hook: Any, head: int) -> Tensor:
+    value[:, :, head] = 0.0
+    return value
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("notebook", [induction_scores, exploratory_analysis])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_notebooks_have_the_numbers_of_transformer_lens(
+    family: str, notebook: Callable[..., list[Tensor]]
+) -> None:
+    """The same code runs on both models."""
+    theirs, ours = pair(family, is_processed=True)
+    from transformer_lens import utilities
+
+    expected = notebook(theirs, utilities.get_act_name)
+    for number, other in zip(notebook(ours, get_act_name), expected, strict=True):
+        torch.testing.assert_close(number, other, **CLOSE)
+
+
+@pytest.mark.exhaustive
+def test_short_names_and_texts_equal_transformer_lens() -> None:
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens import utilities
+
+    parts = ["embed", "pos_embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
+    parts += ["q", "k", "v", "z", "result", "pattern", "attn", "attn_scores", "attn_logits", "key"]
+    parts += ["query", "value", "pre", "post", "mlp_pre", "mlp_post", "scale", "normalized", "k6"]
+    parts += ["scale4ln1", "pre5", "hook_embed", "blocks.0.hook_resid_pre", "rot_q", "mlp_in"]
+    kinds = [None, "a", "m", "b", "attn", "mlp", "ln1", "ln2", "block", "blocks", "attention"]
+    for name, layer, kind in itertools.product(parts, [None, 0, 11], kinds):
+        assert get_act_name(name, layer, kind) == utilities.get_act_name(name, layer, kind)
+    tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer of transformers")
+    import transformers
+
+    words = ["<s>", "the", "cat", "sat", "mat"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<s>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", pad_token="<s>"
+    )
+    theirs, ours = pair("GPT2LMHeadModel", is_processed=False)
+    theirs.tokenizer, ours.tokenizer = tokenizer, tokenizer
+    theirs.cfg.tokenizer_prepends_bos = False
+    for prepend in (None, True, False):
+        for text in ("the cat sat", ["the cat", "sat mat"]):
+            assert torch.equal(ours.to_tokens(text, prepend), theirs.to_tokens(text, prepend))
+            assert ours.to_str_tokens(text, prepend) == theirs.to_str_tokens(text, prepend)
+            torch.testing.assert_close(
+                ours(text, prepend_bos=prepend), theirs(text, prepend_bos=prepend), **CLOSE
+            )
+    for tokens in ([1, 2], 3, torch.tensor([4, 3]), torch.tensor([[1, 2], [3, 4]])):
+        assert ours.to_string(tokens) == theirs.to_string(tokens)
+    assert ours.to_single_token("mat") == theirs.to_single_token("mat") == 4
