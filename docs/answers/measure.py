@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
+    from llmsys_suite.model import ModelConfig
     from llmsys_suite.step.case import Case
 
 ROWS = Path(__file__).parent / "rows"
@@ -236,7 +237,6 @@ def allocator() -> list[Row]:
 
 def layers() -> list[Row]:
     """Count live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
-    from llmsys_suite.measure.autocast_memory import saved_bytes
     from llmsys_suite.model import ModelConfig
     from llmsys_suite.stages import memory
 
@@ -249,7 +249,7 @@ def layers() -> list[Row]:
         stored = sum(block.nbytes for block in step.at_peak if not block.phase)
         row = {"context": context} | measured["peaks"]
         for name, autocast in (("forward_end_mib", False), ("forward_end_autocast_mib", True)):
-            saved = saved_bytes(config, memory.ROWS, autocast=autocast)
+            saved = _saved_bytes(config, memory.ROWS, autocast=autocast)
             row[name] = (stored + saved) / memory.MIB
         row["training_peak_autocast_mib"] = _autocast_step(config).peak_bytes / memory.MIB
         if context == 512:
@@ -262,11 +262,46 @@ def layers() -> list[Row]:
     return rows
 
 
+def _saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
+    """Return the bytes that a forward pass saves for the backward pass.
+
+    The dtype is float32, or bf16 under autocast. Fake tensors follow the rules of a GPU on any
+    machine. Under autocast, activations are smaller, but a bf16 copy of each weight that a product
+    has read is saved as well.
+    """
+    from accounting.memory.live import LiveMemory
+    from llmsys_suite.model import Decoder, plain_attention
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # The initialization is disabled, because it reads values, which fake tensors do not have.
+    with (
+        FakeTensorMode(),
+        torch.device("cuda"),
+        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
+    ):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(rows, config.context, dtype=torch.long)
+        memory = LiveMemory()
+        memory.add([*model.parameters(), *model.buffers(), tokens], "model or batch")
+        stored_bytes = memory.live_bytes
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            with memory:
+                loss = model.loss(tokens, tokens)
+                live_bytes = memory.live_bytes
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        del loss  # frees the graph and its saved tensors
+    return live_bytes - stored_bytes
+
+
 class _Autocast(TorchFunctionMode):
     """CUDA's autocast to bf16 for the operators of the suite's model, on any device.
 
     torch has no autocast for meta tensors, and it cannot run a backward pass of fake CUDA tensors
-    without a GPU. At the end of the forward pass, the live bytes are those of `saved_bytes`, which
+    without a GPU. At the end of the forward pass, the live bytes are those of `_saved_bytes`, which
     uses torch's own autocast.
     """
 

@@ -735,6 +735,8 @@ FAULTS: list[Fault] = [
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
     Fault("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
+    Fault("train", "bytes of the warm-up count, in the audit too", lambda run:
+        around(samples, "received_bytes", lambda original, recorded, name: original([s | {"warmup": False} for s in recorded], name)), ("fsdp",)),
     # Plan.
     Fault("plan", "parameters without the head", lambda run:
         predicts("parameters", lambda n: n - 256 * run.model.d_model)),

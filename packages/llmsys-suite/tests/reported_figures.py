@@ -30,7 +30,6 @@ LABELED = {
     "memory": {
         "the peak of inference": ("peaks.inference_peak_mib",),
         "the timeline": ("training_timeline",),
-        "mixed precision": ("mixed.saved_for_backward_mib",),
         "the number of rows": ("rows",),
     },
     "scale": {"the interval of the extrapolation": ("extrapolated.low", "extrapolated.high")},

@@ -125,7 +125,7 @@ def a_run(path, **config):
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
                               for s in ("pipeline (GPipe)", "tensor")]),
         "memory": of.Memory(rows=4, peaks=[peaks],
-                            training_timeline=line, largest="", mixed=[]),
+                            training_timeline=line, largest=""),
         "scale": of.Scale(
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),

@@ -102,14 +102,13 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks by context, a timeline, allocations, and mixed precision."""
+    """Peaks by context, a timeline and allocations."""
 
     rows: int
     peaks: Rows
     training_timeline: list[tuple[str, float]]
     #: The largest allocations at the peak of training.
     largest: str
-    mixed: Rows
 
 
 @dataclass(frozen=True)

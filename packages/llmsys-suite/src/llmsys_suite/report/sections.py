@@ -134,8 +134,7 @@ def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
         f"{top['training_peak_mib']:,.4g} MiB, or {top['checkpointed_peak_mib']:,.4g} MiB if "
         f"blocks are recomputed. Inference peaks at {top['inference_peak_mib']:,.4g} MiB."
     )
-    folded: list[tuple[str, Any]] = [("largest at the peak", memory.largest)]
-    folded += [("saved for the backward pass in mixed precision", memory.mixed)]
+    folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])
     picture = plots.timeline(f"{folder.config.size}", memory.training_timeline)
     return Section("memory", finding, shown, picture, folded)

@@ -1,7 +1,7 @@
 """Live memory of inference and training: peaks by context length, timelines, largest allocations.
 
 `accounting` traces the model on the meta device, so that any size fits on any machine, as in
-`llmsys run memory --size 2.7B`. Memory with and without autocast is traced with fake tensors.
+`llmsys run memory --size 2.7B`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from accounting import Ledger
 from accounting.memory.live import LiveMemory, make_state, training_step_memory
 
 from llmsys_suite.config import RunConfig
-from llmsys_suite.measure.autocast_memory import saved_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Memory
@@ -44,19 +43,11 @@ def run(run: Run) -> Memory | None:
     if run.rank != 0:
         return None
     profiles = {length: profile for part in gathered for length, profile in part.items()}
-    mixed = [
-        {
-            "autocast": name,
-            "saved_for_backward_mib": saved_bytes(run.model, ROWS, autocast=name != "off") / MIB,
-        }
-        for name in ("off", "bf16")
-    ]
     return Memory(
         rows=ROWS,
         peaks=[profiles[length]["peaks"] for length in contexts(config)],
         training_timeline=profiles[config.context]["drawn"]["training_timeline"],
         largest=profiles[config.context]["drawn"]["largest"],
-        mixed=mixed,
     )
 
 

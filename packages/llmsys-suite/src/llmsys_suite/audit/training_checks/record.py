@@ -78,13 +78,18 @@ class Record:
             passed: float = s["ended"] - s["began"]
             return passed - min(max(0.0, passed - s["seconds"]), s[CORE_WAIT])
 
-        return self.slowest(seconds)
+        return self.by_step(seconds, max)
 
-    def slowest(self, seconds: Callable[[Sample], float]) -> dict[str, dict[int, float]]:
-        """Return the largest of the ranks' seconds by variant and step, without warm-up steps."""
-        slowest: dict[str, dict[int, float]] = defaultdict(dict)
+    def by_step(
+        self, seconds: Callable[[Sample], float], of_ranks: Callable[[list[float]], float]
+    ) -> dict[str, dict[int, float]]:
+        """Return `of_ranks` of the ranks' seconds by variant and step, without warm-up steps."""
+        ranks: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for (name, _), rank_samples in self.steps.items():
             for s in rank_samples:
                 if not s["warmup"]:
-                    slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds(s))
-        return slowest
+                    ranks[name][s["step"]].append(seconds(s))
+        return {
+            name: {step: of_ranks(values) for step, values in steps.items()}
+            for name, steps in ranks.items()
+        }

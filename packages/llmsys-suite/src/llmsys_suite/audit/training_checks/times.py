@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 
 from llmsys_suite.audit.check import Check, Sources, clock_ratio
@@ -54,7 +54,7 @@ def reported_times(record: Record) -> Iterator[Check]:
     The spread of the ratios is recomputed from the recorded samples.
     """
     slowest = record.slowest_seconds()
-    recorded = record.slowest(itemgetter("seconds"))
+    recorded = record.by_step(itemgetter("seconds"), max)
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
     ratios = []
@@ -121,7 +121,7 @@ def peers(record: Record) -> Iterator[Check]:
         for kind, ratios in by_kind.items():
             measure = MEASURES[kind]
             yield peer.within(f"{kind} of {name}", 1.0, ratios["audit"], measure.band)
-            means = _mean_over_ranks(record, measure.seconds)
+            means = record.by_step(measure.seconds, statistics.mean)
             for other in ratios.keys() - {"audit"}:
                 # The first step, if no warm-up precedes it, creates state and connections.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
@@ -136,21 +136,6 @@ def peers(record: Record) -> Iterator[Check]:
                     low / measure.band,
                     high * measure.band,
                 )
-
-
-def _mean_over_ranks(
-    record: Record, seconds: Callable[[Sample], float]
-) -> dict[str, dict[int, float]]:
-    """Return the mean of the ranks' seconds by variant and step, without warm-up steps."""
-    by_step: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (name, _), rank_samples in record.steps.items():
-        for s in rank_samples:
-            if not s["warmup"]:
-                by_step[name][s["step"]].append(seconds(s))
-    return {
-        name: {step: statistics.mean(ranks) for step, ranks in steps.items()}
-        for name, steps in by_step.items()
-    }
 
 
 def bounds_of_median(values: list[float]) -> tuple[float, float]:
