@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +202,17 @@ def test_texts_are_converted_with_a_bos_token(model: HookedDecoder) -> None:
     assert torch.equal(model.tokens_to_residual_directions("c"), model.W_U[:, 3])
     without = HookedDecoder(model.decoder, Tokenizer(), default_prepend_bos=False)
     assert without.to_str_tokens("ab") == ["a", "b"]
+
+
+def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(from interp.transformer_lens.*?)```", readme, re.DOTALL)
+    names: dict[str, Any] = {"gpt2": model.decoder, "tokenizer": Tokenizer()}
+    names |= {"texts": ["abc", "cab"], "fold_decoder": fold_decoder, "describe": lambda gpt2: gpt2}
+    exec(snippet, names)
+    assert names["scores"].shape == (2, 6)
+    assert names["heads"].shape == (12, 2, 24)
+    assert names["loss"] != names["model"](names["texts"], return_type="loss")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
+from interp.lens import head_outputs
 from interp.transformer_lens.names import get_act_name
-from interp.transformer_lens.weights import head_results
 
 #: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
@@ -117,7 +117,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         Raises ValueError if a norm follows the heads, because their outputs are then not added to
         the stream.
         """
-        parts = {}
+        parts: dict[str, Tensor] = {}
         for i in range(self._layer(layer)):
             block = self.decoder.layers[i]
             if not isinstance(block.attention_out, nn.Identity):
@@ -125,9 +125,8 @@ class ActivationCache(Mapping[Any, Tensor]):
                     f"a norm follows the heads of layer {i}, so their outputs are not terms of the "
                     "stream; use decompose_resid()"
                 )
-            results = head_results(block.attention, self["z", i].flatten(-2))
-            for head, result in enumerate(results.unbind(-2)):
-                parts[f"L{i}H{head}"] = result
+            z, attention = self["z", i].flatten(-2), block.attention
+            parts |= head_outputs(z, attention.o.weight, heads=attention.heads, prefix=f"L{i}H")
         return self._stack(parts, layer, **options)
 
     def apply_ln_to_stack(

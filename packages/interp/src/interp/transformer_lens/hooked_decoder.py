@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import DecoderMLP, NoMLP
 from interp.hook_points import HookPoint, hook_points
+from interp.lens import head_outputs
 from interp.tap import installed_hooks, patch, record
 from interp.text import token_ids
 from interp.transformer_lens.activation_cache import ActivationCache
-from interp.transformer_lens.weights import head_results, weights_of
+from interp.transformer_lens.weights import weights_of
 
 #: A function of an activation and its hook point `hook`, which returns a new value or None.
 HookFunction = Callable[..., Tensor | None]
@@ -224,7 +225,8 @@ class HookedDecoder:
         def add_changes(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             before = results.get(layer)
             if before is None:
-                before = head_results(attention, inputs[0])
+                outputs = head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
+                before = torch.stack(list(outputs.values()), -2)
             results[layer] = call(before.clone())
             return output + (results[layer] - before).sum(-2)
 

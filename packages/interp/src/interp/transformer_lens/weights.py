@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
@@ -52,12 +51,6 @@ def _attention_weights(attention: DecoderAttention) -> dict[str, Tensor]:
             weights[f"attn.W_{part}"] = linear.weight.unflatten(0, (heads, -1)).mT
             weights[f"attn.b_{part}"] = _bias(linear).unflatten(0, (heads, -1))
     return weights
-
-
-def head_results(attention: DecoderAttention, mixed: Tensor) -> Tensor:
-    """Return the output of each head (..., heads, d_model) for the input of the projection `o`."""
-    weight = attention.o.weight.unflatten(1, (attention.heads, -1))
-    return torch.einsum("...hd,mhd->...hm", mixed.unflatten(-1, weight.shape[1:]), weight)
 
 
 def _bias(linear: nn.Linear) -> Tensor:
