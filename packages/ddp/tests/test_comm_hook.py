@@ -131,7 +131,7 @@ def test_invalid_hooks_are_refused() -> None:
         assert "bucket annotation" in annotated
         assert "return annotation" in returns
         assert "must return a torch.futures.Future" in tensor
-        assert "like the bucket's buffer()" in short
+        assert "like the buffer() of its bucket" in short
         assert "only be called once" in twice
         assert "pass one of them" in both
 

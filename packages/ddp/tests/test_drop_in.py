@@ -133,6 +133,17 @@ def adds_a_head() -> bool:
     return True
 
 
+def removes_a_layer() -> bool:
+    both = Both(net())
+    both.step()
+    for module in (both.module, both.twin):
+        del module[-1]
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(3):
+        both.step()
+    return True
+
+
 def adds_a_frozen_layer() -> bool:
     both = Both(net())
     both.step()
@@ -205,6 +216,7 @@ CHANGES = [
     "assigns",
     "adds_a_head",
     "adds_a_frozen_layer",
+    "removes_a_layer",
     "changes_dtype",
     "replaces_data",
 ]

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.consistency.uneven_inputs import highest_rank
 from ddp.consistency.unused_parameters import UnusedParameters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
@@ -66,8 +65,8 @@ class TestedDDP(DDP):
         synchronize = hook.post_hook
 
         def post_hook(is_last_joiner):
-            group, device = self._replica.group, self._replica.device
-            self._authoritative_rank = highest_rank(group, device, is_candidate=is_last_joiner)
+            candidates = self._replica.participating_ranks(is_participating=is_last_joiner)
+            self._authoritative_rank = candidates[-1]
             synchronize(is_last_joiner)
 
         hook.post_hook = post_hook

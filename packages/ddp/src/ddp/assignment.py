@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp.bucket import Bucket, make_bucket
 from ddp.communication import AttributeErrors, run_collective
@@ -65,10 +65,12 @@ class BucketAssignment:
         assignment = assign_buckets(self._parameters, self.order, self._bucket_bytes)
         if assignment == [bucket.indices for bucket in self.buckets]:
             return
-        accumulated = self._detach()
+        accumulated: list[int] = []
+        self.slots.clear()
+        while self.buckets:
+            accumulated += self.buckets.pop().release()
         self._allocate(assignment)
-        for index, gradient in accumulated.items():
-            self._parameters[index].grad = gradient
+        for index in accumulated:
             bucket, slot = self.slots[index]
             bucket.move_in(slot)
 
@@ -87,19 +89,6 @@ class BucketAssignment:
             self.buckets.append(bucket)
             for slot, index in enumerate(indices):
                 self.slots[index] = (bucket, slot)
-
-    def _detach(self) -> dict[int, Tensor]:
-        """Drop all buckets; return copies of the gradients that were views of them."""
-        accumulated: dict[int, Tensor] = {}
-        while self.buckets:
-            bucket = self.buckets.pop()
-            for slot, index in enumerate(bucket.indices):
-                del self.slots[index]
-                if bucket.holds_grad(slot):
-                    accumulated[index] = bucket.views[slot].clone()
-                    bucket.parameters[slot].grad = None
-            del bucket
-        return accumulated
 
     def _broadcast_order(self, order: Sequence[int]) -> list[int]:
         """Return the `order` of rank 0. This is a collective."""

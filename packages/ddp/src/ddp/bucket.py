@@ -118,7 +118,7 @@ class Bucket:
 
     def copy_in(self, slot: int, scale: float) -> None:
         """Copy a scaled gradient into the buffer, and make `.grad` a view of the buffer."""
-        torch.mul(self._checked_gradient(slot), scale, out=self.views[slot])
+        torch.mul(self._checked_gradients([slot])[0], scale, out=self.views[slot])
         if self.gradient_as_view:
             self.set_grad_view(slot)
 
@@ -178,7 +178,7 @@ class Bucket:
         has_gradient = self.parameters[slot].grad is not None
         if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
             self.preserve_aliased_grads()
-            self.views[slot].copy_(self._checked_gradient(slot))
+            self.views[slot].copy_(self._checked_gradients([slot])[0])
             self.set_grad_view(slot)
 
     def set_grad_view(self, slot: int) -> None:
@@ -201,12 +201,15 @@ class Bucket:
             else:
                 parameter.grad.copy_(self.views[slot])
 
-    def release(self) -> None:
-        """Replace each `.grad` that is a view of the buffer by a copy."""
+    def release(self) -> list[int]:
+        """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
         self._forget_moved_grads()
+        released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
+                released.append(self.indices[slot])
+        return released
 
     def holds_grad(self, slot: int) -> bool:
         """Return True if `.grad` of the parameter is a view of the buffer."""
@@ -274,53 +277,46 @@ class Bucket:
         return usual, stepped
 
     def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of `slots`, with the checks of `_checked_gradient`.
-
-        The checks are repeated here, because a call for each small gradient takes longer.
-        """
+        """Return the gradients of `slots` without a graph; raise an error if one does not fit."""
         gradients: list[Tensor] = []
-        # Autograd records the hooks of a pass with create_graph=True.
-        is_recording = torch.is_grad_enabled()
         for slot in slots:
             gradient = self.parameters[slot].grad
             if (
-                is_recording
-                or gradient is None
+                gradient is None
                 or gradient.layout is not torch.strided
                 or gradient.shape != self._shapes[slot]
             ):
-                gradient = self._checked_gradient(slot)
+                raise self._gradient_error(slot)
+            # Autograd records the hooks of a pass with create_graph=True.
+            if gradient.requires_grad:
+                warnings.warn(
+                    "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` "
+                    "has no graph either; compute second derivatives with torch.autograd.grad",
+                    stacklevel=2,
+                )
+                gradient = gradient.detach()
             gradients.append(gradient)
         return gradients
 
-    def _checked_gradient(self, slot: int) -> Tensor:
-        """Return the gradient of a slot without a graph; raise an error if it does not fit."""
+    def _gradient_error(self, slot: int) -> Exception:
+        """Return the error for a gradient that does not fit its slot."""
         gradient = self.parameters[slot].grad
         name = self.names[slot]
         if gradient is None:
-            raise RuntimeError(
+            return RuntimeError(
                 f"expected a gradient of {name!r}, got None: a hook on the parameter removed it "
                 "before it was averaged; set .grad to None after backward() instead"
             )
         if gradient.layout is not torch.strided:
-            raise TypeError(
+            return TypeError(
                 f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
                 "layer with sparse=False, or use nn.Embedding(sparse=True)"
             )
-        if gradient.shape != self._shapes[slot]:
-            raise RuntimeError(
-                f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "
-                f"that it had when it was wrapped, got {tuple(gradient.shape)}; wrap the changed "
-                "model in a new DDP"
-            )
-        if gradient.requires_grad:
-            warnings.warn(
-                "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` has "
-                "no graph either; compute second derivatives with torch.autograd.grad",
-                stacklevel=2,
-            )
-            return gradient.detach()
-        return gradient
+        return RuntimeError(
+            f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "
+            f"that it had when it was wrapped, got {tuple(gradient.shape)}; wrap the changed "
+            "model in a new DDP"
+        )
 
 
 def make_bucket(

@@ -69,7 +69,7 @@ def run_collective(
 def all_reduce_buffer(bucket: Bucket, group: ReduceGroup) -> Collective:
     """Launch one all-reduce of the whole buffer, in place."""
     work = group.all_reduce(bucket.buffer, async_op=True)
-    return Collective(work, tensor_bytes(bucket.gradients), tensor_bytes(bucket.flags))
+    return Collective(work, bucket.gradients.nbytes, bucket.flags.nbytes)
 
 
 class BucketReduction:
@@ -211,8 +211,3 @@ class RunningReductions:
         done = self.launched
         self.launched = []
         return done
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

@@ -151,7 +151,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if self._options.device is not None:
-            args, kwargs = _move((args, kwargs), self._options.device)
+            move = partial(Tensor.to, device=self._options.device)
+            args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._replica.prepare_forward()
@@ -298,11 +299,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         state = {name: value for name, value in self.__dict__.items() if name not in excluded}
         result.__setstate__(copy.deepcopy(state, memo) | shared)
         return result
-
-
-def _move(inputs: Any, device: torch.device) -> Any:
-    """Return nested inputs on `device`."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
 # `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is then True, so that checkpoints

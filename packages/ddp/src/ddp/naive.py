@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.communication import tensor_bytes
 from ddp.consistency.gradient_agreement import GradientReport, check_same_gradients
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
@@ -86,7 +85,7 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
     # A backend sums elements in memory order, which may differ across ranks; use logical order.
     is_dense = tensor.layout is torch.strided
     summed = tensor.contiguous() if is_dense else tensor
-    gradient_bytes = tensor_bytes(summed if is_dense else summed._values())
+    gradient_bytes = summed.nbytes if is_dense else summed._values().nbytes
     sent = time.perf_counter()
     group.all_reduce(summed, async_op=False)
     done = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Protocol, cast
@@ -13,7 +14,6 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
-from ddp.autograd.uncompiled import call_uncompiled
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
@@ -28,7 +28,6 @@ from ddp.consistency.model_agreement import (
     named_state,
 )
 from ddp.consistency.tracked_parameters import TrackedParameters
-from ddp.consistency.uneven_inputs import count_participants, highest_rank
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
 from ddp.metering.meter import Meter
@@ -106,11 +105,10 @@ class Replica:
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
         self.failures = FailureAttribution(process_group)
-        if check_model:
-            with self.failures.attribute_errors("the comparison of the models"):
+        with self.failures.attribute_errors("the comparison of the models"):
+            if check_model:
                 check_same_model(self.module, self.options.shared, process_group, self.ignored)
-        if check_weights:
-            with self.failures.attribute_errors("the comparison of the weights"):
+            if check_weights:
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         broadcast_tensors(copied, process_group, self.failures, "the broadcast of the weights")
@@ -217,14 +215,19 @@ class Replica:
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
         if self.tracked.have_changed():
-            call_uncompiled(self._adopt_changed_parameters)
+            adopt = self._adopt_changed_parameters
+            # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
+            # takes seconds, so it is left out of processes that do not compile.
+            if "torch._dynamo" in sys.modules:
+                adopt = torch.compiler.disable(adopt)
+            adopt()
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
         self.agreement.record_weights([] if torch.compiler.is_compiling() else self.tracked.all)
-        if self.options.sync_buffers and self.buffers.needs_checksum:
-            self.buffers.record_checksum(self.tracked.named_buffers().values())
+        if self.options.sync_buffers:
+            self.buffers.record_checksum(self.tracked)
 
     def _fail_open_step(self) -> NoReturn:
         """Raise an error, because an earlier backward pass failed after it had opened a step."""
@@ -358,12 +361,19 @@ class Replica:
         if self.options.sync_buffers:
             self._synchronize_buffers(is_participating=is_participating)
 
+    def participating_ranks(self, *, is_participating: bool) -> list[int]:
+        """Return the ranks with `is_participating=True`. This is a collective."""
+        flags = torch.zeros(self.group.world_size, dtype=torch.int32, device=self.device)
+        flags[self.group.rank] = is_participating
+        dist.all_reduce(flags, group=self.group.process_group)
+        return [rank for rank, flag in enumerate(flags.tolist()) if flag]
+
     def _participation_scale(self, *, is_participating: bool) -> float:
         """Return the factor from a mean over all ranks to the mean that `join()` computes."""
         if self.agreement.divide_by_initial_world_size:
             return 1.0
-        count = count_participants(self.group, self.device, is_participating=is_participating)
-        return self.group.world_size / count
+        active = self.participating_ranks(is_participating=is_participating)
+        return self.group.world_size / len(active)
 
     def _synchronize_buffers(self, *, is_participating: bool) -> None:
         """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs."""
@@ -372,5 +382,5 @@ class Replica:
             return
         source = 0
         if self._ddp._join_config.enable:
-            source = highest_rank(self.group, self.device, is_candidate=is_participating)
+            source = self.participating_ranks(is_participating=is_participating)[-1]
         self.buffers.synchronize(buffers, self.group, self.failures, source)

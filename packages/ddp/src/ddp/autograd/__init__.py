@@ -1,1 +1,1 @@
-"""Hooks and callbacks of autograd, and calls that `torch.compile` does not trace."""
+"""Hooks and callbacks of autograd."""

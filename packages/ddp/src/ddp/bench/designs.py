@@ -130,7 +130,7 @@ def designs(
     `custom` may contain `all_reduce` and `allocate`, which add designs that use them. The last
     design wraps `module` itself, so that a single design needs no copy.
     """
-    makers = _makers(sizes_mb) | _custom_makers(custom)
+    makers = _makers(sizes_mb, custom)
     unknown = set(names) - set(makers)
     if unknown:
         raise ValueError(f"expected designs out of {list(makers)}, got {sorted(unknown)}")
@@ -140,7 +140,7 @@ def designs(
     return [*(make(copy.deepcopy(module)) for make in others), last(module)]
 
 
-def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
+def _makers(sizes_mb: Sequence[float], custom: dict[str, Any]) -> dict[str, Maker]:
     makers: dict[str, Maker] = {
         "none": lambda model: Design("none", model, lambda: None),
         "naive": lambda model: _without_wrapper("naive", model, all_reduce_gradients),
@@ -154,16 +154,11 @@ def _makers(sizes_mb: Sequence[float]) -> dict[str, Maker]:
     makers["bfloat16 10 MB"] = partial(
         _with_bucket_size, 10.0, prefix="bfloat16 ", gradient_dtype=torch.bfloat16
     )
-    makers["torch"] = _with_torch_ddp
-    makers["torch tuned"] = _with_tuned_torch_ddp
-    return makers
-
-
-def _custom_makers(custom: dict[str, Any]) -> dict[str, Maker]:
-    if not custom:
-        return {}
-    makers: dict[str, Maker] = {}
-    for size in CUSTOM_SIZES_MB:
+    makers["torch"] = partial(_with_torch_ddp, "torch")
+    makers["torch tuned"] = partial(
+        _with_torch_ddp, "torch tuned", gradient_as_bucket_view=True, static_graph=True
+    )
+    for size in CUSTOM_SIZES_MB if custom else ():
         makers[f"given {size:g} MB"] = partial(_with_bucket_size, size, prefix="given ", **custom)
     return makers
 
@@ -188,15 +183,9 @@ def _with_early_bucket(size_mb: float, model: nn.Module) -> Design:
     return _with_ddp(f"early {size_mb:g} MB", model, bucket_cap_mb_list=[1.0, size_mb])
 
 
-def _with_torch_ddp(model: nn.Module) -> Design:
-    return Design("torch", nn.parallel.DistributedDataParallel(model), lambda: None)
-
-
-def _with_tuned_torch_ddp(model: nn.Module) -> Design:
-    wrapped = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, static_graph=True
-    )
-    return Design("torch tuned", wrapped, lambda: None)
+def _with_torch_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
+    wrapped = nn.parallel.DistributedDataParallel(model, **arguments)
+    return Design(name, wrapped, lambda: None)
 
 
 def _synchronize_device(device: torch.device) -> None:

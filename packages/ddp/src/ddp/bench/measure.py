@@ -34,6 +34,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, designs
 from ddp.bench.rows import Link, Measured, Row, median_of_runs
+from ddp.consistency.model_agreement import gather_objects
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
@@ -131,19 +132,14 @@ def _default_workloads() -> list[str]:
 def _count_hosts() -> int:
     network = Path("/proc/self/ns/net")
     host = (socket.gethostname(), network.exists() and os.readlink(network))
-    return len(set(_gather_objects(host)))
+    return len(set(gather_objects(host)))
 
 
 def _cores_per_rank() -> float:
     """Return the cores per rank. Hosts that are emulated on one machine use the same cores."""
-    ranks = _gather_objects(socket.gethostname()).count(socket.gethostname())
+    host = socket.gethostname()
+    ranks = gather_objects(host).count(host)
     return max(1.0, (os.cpu_count() or 1) / ranks)
-
-
-def _gather_objects(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _measure(
@@ -257,7 +253,8 @@ def table(rows: list[Row]) -> str:
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns]
         for row in group:
-            cells.append(tuple(_format_cell(value) for value in row.values()))
+            values = row.values()
+            cells.append(tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
         lines = []
         for line in cells:
@@ -265,7 +262,3 @@ def table(rows: list[Row]) -> str:
             lines.append("  ".join(padded))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _format_cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

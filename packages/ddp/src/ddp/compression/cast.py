@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.bucket import Bucket
-from ddp.communication import Collective, tensor_bytes
+from ddp.communication import Collective
 from ddp.extensions import Extension
 from ddp.process_group import ReduceGroup
 
@@ -54,7 +54,7 @@ class Cast(Extension):
             return Collective(gather, 0, 0, store)
 
         gradient_bytes = bucket.gradients.numel() * self.dtype.itemsize
-        extra_bytes = tensor_bytes(rounded) - gradient_bytes
+        extra_bytes = rounded.nbytes - gradient_bytes
         return Collective(work, gradient_bytes, extra_bytes, add_and_gather, has_next=True)
 
     def _launch_all_reduce(self, bucket: Bucket, group: ReduceGroup) -> Collective:
@@ -65,4 +65,4 @@ class Cast(Extension):
         def store() -> None:
             bucket.buffer.copy_(rounded)
 
-        return Collective(work, gradient_bytes, tensor_bytes(rounded) - gradient_bytes, store)
+        return Collective(work, gradient_bytes, rounded.nbytes - gradient_bytes, store)

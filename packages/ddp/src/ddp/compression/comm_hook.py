@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.bucket import Bucket
-from ddp.communication import Collective, tensor_bytes
+from ddp.communication import Collective
 from ddp.extensions import Extension, Step
 from ddp.process_group import ReduceGroup
 
@@ -102,29 +102,14 @@ class CommHook(Extension):
         future = self._call(GradBucket.of_bucket(bucket))
 
         def store() -> None:
-            reduced = _unwrap(future.value())
             gradients = GradBucket.of_bucket(bucket).buffer()
-            if not isinstance(reduced, Tensor) or reduced.numel() != gradients.numel():
-                raise TypeError(
-                    "expected the future of the communication hook to contain one tensor of "
-                    f"{gradients.numel()} elements, like the bucket's buffer(); got "
-                    f"{_describe_value(reduced)}"
-                )
-            gradients.copy_(reduced.reshape(-1))
+            gradients.copy_(_reduced_tensor(future.value(), gradients).reshape(-1))
 
-        return Collective(
-            future, tensor_bytes(bucket.gradients), 0, store, launches_in_callbacks=True
-        )
+        return Collective(future, bucket.gradients.nbytes, 0, store, launches_in_callbacks=True)
 
     def reduce_sparse(self, bucket: GradBucket) -> Tensor:
         """Return the value of the hook's future for a sparse gradient."""
-        reduced = _unwrap(self._call(bucket).wait())
-        if not isinstance(reduced, Tensor) or reduced.shape != bucket.buffer().shape:
-            raise TypeError(
-                "expected the future of the communication hook to contain one tensor of shape "
-                f"{tuple(bucket.buffer().shape)}, like the sparse gradient; got "
-                f"{_describe_value(reduced)}"
-            )
+        reduced = _reduced_tensor(self._call(bucket).wait(), bucket.buffer())
         return reduced.coalesce() if reduced.is_sparse else reduced
 
     def _call(self, bucket: GradBucket) -> Any:
@@ -172,11 +157,16 @@ def _is_allowed(annotation: Any, *allowed: Any) -> bool:
     )
 
 
-def _unwrap(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
+def _reduced_tensor(value: Any, gradients: Tensor) -> Tensor:
+    """Return the tensor in the value of a hook's future; raise `TypeError` if it does not fit."""
+    reduced = value[0] if isinstance(value, list | tuple) else value
+    is_fitting = isinstance(reduced, Tensor) and reduced.numel() == gradients.numel()
+    if gradients.is_sparse:
+        is_fitting = is_fitting and reduced.shape == gradients.shape
+    if not is_fitting:
+        kind = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
+        raise TypeError(
+            "expected the future of the communication hook to contain one tensor of shape "
+            f"{tuple(gradients.shape)}, like the buffer() of its bucket; got {kind}"
+        )
+    return reduced

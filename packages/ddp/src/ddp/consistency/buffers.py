@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.model_agreement import broadcast_tensors, checksum
+from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.process_group import ReduceGroup
 
 
@@ -26,15 +27,11 @@ class BufferSynchronization:
         #: True after the warning about buffers that were changed between two steps.
         self._has_warned = False
 
-    @property
-    def needs_checksum(self) -> bool:
-        """True before the first forward pass of a step."""
-        # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
-        return not torch.compiler.is_compiling() and self._checksum == 0
-
-    def record_checksum(self, buffers: Iterable[Tensor]) -> None:
+    def record_checksum(self, tracked: TrackedParameters) -> None:
         """Record the buffers that the first forward pass of a step uses."""
-        self._checksum = checksum(buffers)
+        # Dynamo cannot trace the checksum, and a compiled wrapper must not break the graph.
+        if not torch.compiler.is_compiling() and self._checksum == 0:
+            self._checksum = checksum(tracked.named_buffers().values())
 
     def synchronize(
         self,
@@ -52,19 +49,15 @@ class BufferSynchronization:
             "the broadcast of the buffers",
             source=source,
         )
-        self._warn_if_changed(int(before_forward), group.rank, source)
-        self._checksum = 0
-
-    def _warn_if_changed(self, source_checksum: int, rank: int, source: int) -> None:
-        """Warn if the forward pass used other buffers on this rank than on the source rank."""
-        if self._has_warned or 0 in (self._checksum, source_checksum):
-            return
-        if self._checksum != source_checksum:
+        is_known = 0 not in (self._checksum, int(before_forward))
+        if is_known and before_forward != self._checksum and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"rank {rank}: before the forward pass of this step, the buffers differed from "
-                f"those of rank {source}, because a rank changed them after the previous step. "
-                f"torch's DDP would have copied those of rank {source} before the forward pass; "
-                "change buffers on every rank in the same way, or broadcast them after the change",
+                f"rank {group.rank}: before the forward pass of this step, the buffers differed "
+                f"from those of rank {source}, because a rank changed them after the previous "
+                f"step. torch's DDP would have copied those of rank {source} before the forward "
+                "pass; change buffers on every rank in the same way, or broadcast them after the "
+                "change",
                 stacklevel=2,
             )
+        self._checksum = 0

@@ -105,20 +105,24 @@ class GradientAgreement(Extension):
         buckets = step.buckets
         if not step.reduces_flags:
             self._sum_flags(buckets)
-        if not buckets or (step.is_participating and self._have_usual_flags(buckets)):
+        world_size = self._group.world_size
+        are_usual = all(
+            bucket.has_usual_flags(world_size, has_stepped=self._has_stepped) for bucket in buckets
+        )
+        if not buckets or (step.is_participating and are_usual):
             return
         flags = [bucket.flags.tolist() for bucket in buckets]
         num_active, num_stepped, _ = flags[0][:RANK_FLAGS]
-        if num_active < self._group.world_size and not self.divide_by_initial_world_size:
+        if num_active < world_size and not self.divide_by_initial_world_size:
             for bucket in buckets:
-                bucket.gradients.mul_(self._group.world_size / num_active)
+                bucket.gradients.mul_(world_size / num_active)
         missing: dict[int, float] = {}
         for bucket, bucket_flags in zip(buckets, flags, strict=True):
             for index, flag in zip(bucket.indices, bucket_flags[RANK_FLAGS:], strict=True):
                 if flag:
                     missing[index] = flag
         missing_on_some = {index for index, flag in missing.items() if flag != num_active}
-        is_inexact = self._group.world_size > MAX_EXACT_RANKS and bool(missing)
+        is_inexact = world_size > MAX_EXACT_RANKS and bool(missing)
         # Ranks may also have different weights if only some of them took an optimizer step.
         is_suspect = any(bucket_flags[2] for bucket_flags in flags)
         is_suspect |= num_stepped not in (0, num_active)
@@ -131,12 +135,6 @@ class GradientAgreement(Extension):
     def forget_versions(self) -> None:
         """Skip the comparison in the next step, because weights were copied from another rank."""
         self._versions = None
-
-    def _have_usual_flags(self, buckets: Sequence[Bucket]) -> bool:
-        for bucket in buckets:
-            if not bucket.has_usual_flags(self._group.world_size, has_stepped=self._has_stepped):
-                return False
-        return True
 
     def _sum_flags(self, buckets: Sequence[Bucket]) -> None:
         if not buckets:

@@ -86,9 +86,9 @@ def broadcast_tensors(
     source: int = 0,
 ) -> None:
     """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
+    broadcast = partial(dist.broadcast, group=group, group_src=source)
     # A graph that is retained for a second backward pass may have saved buffers. Without this guard
     # that pass would fail, although torch's DDP changes buffers in the same way.
-    broadcast = partial(dist.broadcast, group=group, group_src=source)
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for batch in _batches(tensors):
             # Bytes can represent every dtype, including bool and float8.
@@ -145,8 +145,8 @@ def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
     }
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the value of every rank."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of every rank of `group`, or of all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

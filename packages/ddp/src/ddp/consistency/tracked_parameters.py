@@ -8,6 +8,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -57,6 +58,8 @@ class TrackedParameters:
         }
         self.dense = {name: p for name, p in self.trained.items() if p not in sparse}
         self.sparse = {name: p for name, p in self.trained.items() if p in sparse}
+        #: Dtype and device of each averaged parameter, by the id of the parameter.
+        self._kinds = {id(parameter): _kind(parameter) for parameter in self.trained.values()}
 
     def have_changed(self) -> bool:
         """Return True if the parameters to average are no longer the recorded ones.
@@ -69,7 +72,7 @@ class TrackedParameters:
             return False
         if not all(isinstance(p, nn.Parameter) for p in now.owned):
             return False  # `torch.func.functional_call` replaces parameters during one call.
-        if self._has_new_parameter() or self._has_converted(now) or self._has_lost(now):
+        if self._must_be_adopted():
             return True
         self._record_modules()
         return False
@@ -118,28 +121,15 @@ class TrackedParameters:
         self._buffer_dicts = [module._buffers for module in modules]
         self._last = self._snapshot()
 
-    def _has_new_parameter(self) -> bool:
-        known = {id(parameter) for parameter in self.all}
+    def _must_be_adopted(self) -> bool:
+        """Return True if a parameter to average is new, converted or no longer in the module."""
+        current = {}
         for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known:
-                return True
-        return False
-
-    def _has_converted(self, now: _Snapshot) -> bool:
-        """Return True if a recorded parameter has another dtype or device."""
-        known = {id(parameter) for parameter in self.all}
-        earlier = {}
-        for parameter, attributes in zip(self._last.owned, self._last.attributes, strict=True):
-            earlier[id(parameter)] = attributes[1:]
-        for parameter, attributes in zip(now.owned, now.attributes, strict=True):
-            if id(parameter) in known and earlier.get(id(parameter)) != attributes[1:]:
-                return True
-        return False
-
-    def _has_lost(self, now: _Snapshot) -> bool:
-        """Return True if the module no longer contains a recorded parameter."""
-        owned = {id(parameter) for parameter in now.owned}
-        return any(id(parameter) not in owned for parameter in self.all)
+            if name not in self._ignored:
+                current[id(parameter)] = _kind(parameter)
+                if parameter.requires_grad and id(parameter) not in self._kinds:
+                    return True
+        return any(current.get(key) != kind for key, kind in self._kinds.items())
 
     def _snapshot(self) -> _Snapshot:
         # The snapshot references the tensors, so that their ids are not reused.
@@ -148,6 +138,10 @@ class TrackedParameters:
         attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
         children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
         return _Snapshot(owned, attributes, children)
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 @dataclass(frozen=True)

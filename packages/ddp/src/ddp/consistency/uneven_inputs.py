@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
-from ddp.process_group import ReduceGroup
 
 #: A `ddp.replica.Replica`, whose module imports this one.
 Replica = Any
@@ -32,29 +30,15 @@ class ZeroContribution(JoinHook):
         """Copy the weights of a rank that took all steps, and its buffers if these are copied."""
         ddp = self._ddp
         replica = self._replica
-        source = highest_rank(replica.group, replica.device, is_candidate=is_last_joiner)
+        candidates = replica.participating_ranks(is_participating=is_last_joiner)
         state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
         broadcast_tensors(
             list(state.values()),
             replica.group.process_group,
             replica.failures,
             "the broadcast of the final weights",
-            source=source,
+            source=candidates[-1],
         )
         replica.agreement.forget_versions()
         # `Join` leaves the flag set, but after the context all ranks take every step again.
         ddp._join_config = ddp._join_config._replace(enable=False)
-
-
-def count_participants(group: ReduceGroup, device: torch.device, *, is_participating: bool) -> int:
-    """Return the number of ranks that participate. This is a collective."""
-    count = torch.tensor([int(is_participating)], device=device)
-    dist.all_reduce(count, group=group.process_group)
-    return int(count)
-
-
-def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
-    """Return the highest rank with `is_candidate=True`, or -1. This is a collective."""
-    rank = torch.tensor([group.rank if is_candidate else -1], device=device)
-    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group.process_group)
-    return int(rank)
