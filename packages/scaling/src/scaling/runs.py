@@ -152,7 +152,7 @@ def load_runs(
 
     - rows without a loss;
     - runs that did not finish, according to a column such as `state`, `status`, `failed` or
-      `exit_code`, or to a `step` below `max_steps`;
+      `exit_code`, to a `step` below `max_steps`, or to their `progress`;
     - all but the last row of each run of a history;
     - at each N and D, all runs except those of the best setting, such as a learning rate.
 
@@ -160,8 +160,9 @@ def load_runs(
         TypeError: The source is not a table.
         ValueError: A value is missing, not a number, not positive or not finite, or a column is on
             the wrong scale. Ambiguous tables also raise it: columns with the same meaning that
-            differ, several data sets, unknown states or settings, and rows that may be checkpoints
-            or summaries. The message names the column, the row if there is one, and the remedy.
+            differ, several data sets or optimizers, unknown states or settings, tokens that may be
+            those of one epoch, and rows that may be checkpoints or summaries. The message names the
+            column, the row if there is one, and the remedy.
 
     A `ScalingWarning` also reports compute that differs from 6 N D by more than 10 %, a loss above
     14 nats, and repeated rows.

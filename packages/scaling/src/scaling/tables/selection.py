@@ -1,7 +1,7 @@
 """Exclusion of rows without a loss, and of all but the best setting of a sweep.
 
-Tables are refused if the rows use several data sets, or if a column with an unusual name may
-distinguish several settings.
+Tables are refused if the rows use several data sets, if a method such as the optimizer changes with
+the size or the tokens, or if a column with an unusual name may distinguish several settings.
 """
 
 from collections.abc import Sequence
