@@ -224,7 +224,7 @@ def shortened() -> Iterator[None]:
     """Reduce all repetitions and sizes of the stages inside the block."""
     with ExitStack() as stack:
         for module, values in (
-            (plan, {"PRODUCTS_SECONDS": 0.05}),
+            (plan, {"PRODUCTS_SECONDS": 0.2}),
             (links, {"SIZES": (1 << 20,)}),
             (parallel, {"ITERATIONS": 4}),
             (evaluation, {"WRITTEN": 2, "HELDOUT_ROWS": 8}),

@@ -130,7 +130,7 @@ def a_run(path, **config):
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
         "inspect": of.Inspect(
-            page="", ablation={"layer": 1, "head": 2, "loss": 2.5},
+            ablation={"layer": 1, "head": 2, "loss": 2.5},
             heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
                     lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}],

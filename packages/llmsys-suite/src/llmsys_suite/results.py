@@ -126,7 +126,6 @@ class Scale:
 class Inspect:
     """Logit lens, kinds of heads, attribution, and an ablation."""
 
-    page: str
     lens: Rows
     heads: Rows
     attribution: Rows

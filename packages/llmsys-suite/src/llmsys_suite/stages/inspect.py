@@ -45,7 +45,7 @@ def examine(run: Run) -> Inspect:
     repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
     heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
     patterns = attention_patterns(model, tokens)
-    page = interp.view(
+    interp.view(
         run.folder.path / "inspect.html",
         tokens=tokens,
         patterns=patterns,
@@ -58,7 +58,6 @@ def examine(run: Run) -> Inspect:
     cut = heads.best("previous")
     loss = loss_without(model, cut.layer, cut.head, tokens, targets)
     return Inspect(
-        page=page.name,
         lens=lens_rows(lens),
         heads=head_rows(heads),
         attribution=[
