@@ -13,8 +13,9 @@ import torch.distributed as dist
 from figures import assert_at_most
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure import network
+from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.measure.samples import CORE_WAIT, needed_seconds
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.train import _train, counter, timed_step
@@ -84,6 +85,17 @@ def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
         assert_at_most("suite: measuring over a step", 0.01, overhead / trained)
     phases = {"step", "forward", "backward", "communication", "optimizer"}
     assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
+
+
+def test_without_the_counter_of_waits_a_step_needs_its_wall_time(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    waited = clocks.core_wait_seconds()
+    monkeypatch.setattr(clocks, "open", missing, raising=False)
+    assert waited >= clocks.core_wait_seconds() == 0.0
+    assert needed_seconds({"seconds": 2.0, CORE_WAIT: 0.0}) == 2.0
+    assert needed_seconds({"seconds": 2.0, CORE_WAIT: 0.5}) == 1.5
 
 
 def received_by_a_late_rank(folder, variant):
