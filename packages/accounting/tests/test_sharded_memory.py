@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, Workload, fits, peak_memory
+from accounting import Plan, Transformer, Workload, fits, peak_memory, training_memory
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.ledger import Ledger
 from reference import Model, world_of
@@ -23,6 +23,7 @@ def tracked(
     mixed: bool,
     reshard: bool,
     microbatches: int = 1,
+    unsharded: bool = False,
 ) -> int:
     """Return the peak of a second step by `FSDPMemTracker`; each block and the ends are groups.
 
@@ -48,8 +49,10 @@ def tracked(
         tracker.track_inputs((tokens, targets))
         for _ in range(2):
             with tracker:  # Entering the context resets the peak.
-                for _ in range(microbatches):
+                for index in range(microbatches):
                     tracker.reset_mod_stats()
+                    is_last = index == microbatches - 1
+                    model.set_requires_gradient_sync(is_last or not unsharded)
                     F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -79,12 +82,13 @@ def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
     )
 
 
-def agrees(seed: int, microbatches: int = 1) -> None:
+def agrees(seed: int, microbatches: int = 1, unsharded: bool = False) -> None:
     shape, ranks, batch, seq, mixed, reshard = case(seed)
-    result = tracked(shape, ranks, batch, seq, mixed, reshard, microbatches)
+    result = tracked(shape, ranks, batch, seq, mixed, reshard, microbatches, unsharded)
+    options = {"reshard_after_forward": reshard, "accumulate_unsharded": unsharded}
     predicted = peak_memory(
         shape,
-        Plan(data=ranks, zero=3, reshard_after_forward=reshard, microbatches=microbatches),
+        Plan(data=ranks, zero=3, microbatches=microbatches, **options),
         batch=batch * ranks * microbatches,
         seq=seq,
         precision="fsdp_bf16" if mixed else "fp32",
@@ -128,6 +132,29 @@ def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
 )
 def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed, microbatches=2 + seed % 2)
+
+
+@pytest.mark.parametrize(
+    "seed", [7, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(8, 24))]
+)
+def test_zero_3_peak_without_gradient_sync_equals_fsdp_mem_tracker(seed: int) -> None:
+    agrees(seed, microbatches=2 + seed % 2, unsharded=True)
+
+
+def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> None:
+    shape = case(2)[0]
+    usual, unsharded = (
+        training_memory(
+            shape,
+            Plan(data=8, zero=3, microbatches=2, accumulate_unsharded=accumulates),
+            batch=16,
+            seq=16,
+        )
+        for accumulates in (False, True)
+    )
+    assert unsharded.total - usual.total == 2 * shape.size
+    with pytest.raises(ValueError, match="expected zero=3 with accumulate_unsharded"):
+        Plan(data=8, zero=2, accumulate_unsharded=True)
 
 
 @pytest.mark.exhaustive

@@ -77,17 +77,19 @@ def ring(payload: float, ranks: int) -> float:
     return 2 * (ranks - 1) * payload / ranks
 
 
-def data_parallel(count: int, ranks: int, zero: int) -> float:
+def data_parallel(count: int, ranks: int, zero: int, ends: int = 0) -> float:
     """Return the bytes of 16-bit gradients and weights that one device sends per step.
 
-    A step has one micro-batch, without gradient accumulation.
+    A step has one micro-batch. FSDP keeps the `ends`, the weights outside the blocks, gathered
+    between the forward and the backward.
     """
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:
         return ring(2 * count, ranks)  # all-reduce of the gradients
     if zero < 3:
         return half + half  # reduce-scatter of the gradients, all-gather of the new weights
-    return 3 * half  # weights gathered for the forward and for the backward, gradients scattered
+    # Weights are gathered for the forward and for the backward, and gradients are scattered.
+    return 3 * half - (ranks - 1) * 2 * ends / ranks
 
 
 def bubble(stages: int, microbatches: int) -> float:

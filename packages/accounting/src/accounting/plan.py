@@ -47,6 +47,9 @@ class Plan:
     recompute: str = "none"
     #: True if FSDP frees gathered weights after the forward and gathers them again in the backward.
     reshard_after_forward: bool = True
+    #: True if FSDP adds the gradients of all micro-batches unsharded and reduces the sum once, as
+    #: with `set_requires_gradient_sync(False)` in all micro-batches except the last.
+    accumulate_unsharded: bool = False
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, **CHOICES)
@@ -57,6 +60,10 @@ class Plan:
                 f"expert={self.expert}; experts are spread over these ranks"
             )
         self._check_schedule()
+        if self.accumulate_unsharded and self.zero < 3:
+            raise ValueError(
+                f"expected zero=3 with accumulate_unsharded=True, got zero={self.zero}"
+            )
 
     def _set_devices(self) -> None:
         """Derive `data` from `devices`, or `devices` from the degrees."""
@@ -101,6 +108,10 @@ class Plan:
     def expert_replicas(self) -> int:
         """Return the number of ranks that store the same experts."""
         return self.replicas // self.expert
+
+    def accumulates_unsharded(self) -> bool:
+        """Return True if a device stores unsharded gradients of earlier micro-batches."""
+        return self.accumulate_unsharded and self.microbatches > 1
 
     def keeps_weights_whole(self) -> bool:
         """Return True for FSDP2 in a pipeline, whose stages store unsharded weights during a step.

@@ -51,7 +51,8 @@ def peak_memory(
     one group per block and one for the ends. During the backward the ends and the whole gradient of
     the head stay unsharded. Meanwhile one block computes, the next one is gathered, and the
     previous one is reduced. Gradients are reduced after each micro-batch, as by default in FSDP2,
-    so their shards exist from the second micro-batch on.
+    so their shards exist from the second micro-batch on. `plan.accumulate_unsharded` means one
+    reduction per step, so unsharded gradients exist instead.
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
@@ -197,7 +198,8 @@ class _Step:
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:
             gradients = self.parameters
-        shard = split(gradients, self.plan.data if self.plan.zero >= 2 else 1)
+        unsharded = self.plan.accumulates_unsharded() and "optimizer" not in when
+        shard = split(gradients, self.plan.data if self.plan.zero >= 2 and not unsharded else 1)
         size = bytes_of(self.kind.gradients)
         return total(
             f"peak memory of {self.model.name}, {when}",
@@ -225,8 +227,13 @@ class _Unsharded:
         self.buffer = product("buffer of the last gather", "B", parameters=block, bytes=size)
         self.head_gradient = head_gradient(model, plan, kind)
         self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
+        # Without a reduction in each micro-batch, the fullest backward is not the last one.
+        is_reduced = not plan.accumulates_unsharded()
         self.reduced_gradients = product(
-            "gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)
+            "gradients being reduced",
+            "B",
+            parameters=block * is_reduced,
+            bytes=bytes_of(kind.gradients),
         )
 
     def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:

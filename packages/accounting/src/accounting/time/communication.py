@@ -119,6 +119,8 @@ def _states(
         for name, operation, calls, payload in state_calls(
             plan.zero, plan.pipeline, plan.microbatches, is_resharded
         ):
+            if payload == "gradients" and plan.accumulates_unsharded():
+                calls = 1
             size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)
     if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
