@@ -5,9 +5,9 @@
 #     [ gradients | participating | stepped | suspect | one flag per parameter: 1 if missing ]
 #
 # The flags are summed together with the gradients. From the sums every rank knows, without another
-# collective, whether all ranks participated, took the same optimizer steps and had the same
-# gradients. A rank with NaN in a gradient, or whose weights changed during the pass, is suspect.
-# Only if the sums differ from the expected ones do the ranks exchange reports.
+# collective, whether all ranks participated, took an optimizer step and had gradients of the same
+# parameters. A rank is suspect if `check_nan=True` found NaN, or if its weights changed after the
+# last forward pass started. The ranks exchange reports only if the sums are not the expected ones.
 #
 # `parameter.grad` is a view of the buffer, so the all-reduce works on the gradient itself. Complex
 # gradients are stored as pairs of real numbers.

@@ -49,9 +49,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         loss(model(batch)).backward()
         optimizer.step()
 
-    The constructor copies weights and buffers from rank 0 to every rank. Each synchronized backward
-    pass copies the buffers of rank 0 again. Parameters that are unfrozen, replaced or added later
-    are averaged from the next forward pass on.
+    The constructor copies weights and buffers from rank 0 to every rank. By default, each
+    synchronized backward pass copies the buffers of rank 0 again. Parameters that are unfrozen,
+    replaced or added later are averaged from the next forward pass on.
 
     Args:
         module: module to replicate.

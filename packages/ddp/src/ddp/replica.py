@@ -50,8 +50,9 @@ class Replica:
     """Per-rank state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass, and ends together with
-    that pass. The replica of a copied wrapper is not connected: it connects to the other ranks when
-    its first gradient is ready.
+    that pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
+    replica of a copied wrapper is not connected: it connects to the other ranks when its first
+    gradient is ready.
     """
 
     group: ReduceGroup

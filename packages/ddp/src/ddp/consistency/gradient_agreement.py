@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same gradients and took the same optimizer steps."""
+"""Checks that all ranks have gradients of the same parameters, and equal weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GradientAgreement(Extension):
         self._weight_versions = 0
 
     def record_weights(self, weights: Sequence[nn.Parameter]) -> None:
-        """Record the weights before a forward pass, to detect a change during the two passes.
+        """Record the weights before a forward pass, to detect changes until the last bucket.
 
         `nn.Embedding(max_norm=...)` changes weights in the forward pass, and an optimizer in a hook
         changes them in the backward pass. Both depend on the batch of one rank.
