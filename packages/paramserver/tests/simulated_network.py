@@ -157,7 +157,7 @@ class SimulatedServer:
             world.consistency,
             workers=world.founders,
             timeout=TIMEOUT,
-            continue_after_loss=True,
+            allow_missing=True,
             elastic=True,
         )
         self.core.journal = self

@@ -23,6 +23,7 @@ from paramserver import (
     partition,
     run,
 )
+from paramserver.checkpoint import read_checkpoint, write_checkpoint
 from paramserver.journal import DiskJournal
 from paramserver_training import batch
 
@@ -203,7 +204,9 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     train(Worker(noisy_model(), fleet.hosts, optimizer=INNER), 8)
     fleet.kill()
     (tmp_path / "worker").write_bytes(old)
-    with pytest.raises(ValueError, match=r"4 accepted pushes.*got one with 0.*remove .*worker to"):
+    with pytest.raises(
+        ValueError, match=r"4 accepted pushes.*got one of worker 0 with 0.*remove .*worker to"
+    ):
         fleet.start()
     fleet.kill()
     (tmp_path / "worker").unlink()
@@ -218,6 +221,22 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
         Worker(noisy_model(), [], checkpoint=tmp_path / "worker")
 
 
+def test_a_checkpoint_of_another_worker_is_refused(tmp_path):
+    parameters = dict(nn.Linear(2, 1).named_parameters())
+    server = Server(parameters, OUTER, LocalSteps(1, OUTER), workers=2, elastic=True)
+
+    def join(rank, file):
+        return Worker(nn.Linear(2, 1), server, rank=rank, optimizer=OUTER, checkpoint=file)
+
+    for rank in range(2):
+        worker = join(rank, tmp_path / f"worker-{rank}")
+        worker.pull()
+        worker.push()
+    with pytest.raises(ValueError, match=r"a checkpoint of worker 1 with .*, got one of worker 0"):
+        join(1, tmp_path / "worker-0")
+    assert join(1, tmp_path / "worker-1").position == 1
+
+
 @pytest.mark.parametrize("content", ["truncated", "text", "tensors"])
 def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
     path = tmp_path / "worker"
@@ -228,8 +247,25 @@ def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
         path.write_text("a file of another program")
     module = nn.Linear(2, 1)
     server = Server(dict(module.named_parameters()), OUTER, LocalSteps(2), workers=1, elastic=True)
-    with pytest.raises(ValueError, match=f"expected a checkpoint of a worker in {path}"):
+    with pytest.raises(ValueError, match=f"expected a checkpoint of a worker in {path}, got"):
         Worker(module, server, optimizer=OUTER, checkpoint=path)
+
+
+def test_damage_in_any_byte_of_a_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "worker"
+    write_checkpoint(path, {"position": 3, "module": {"weight": torch.arange(64.0)}})
+    content = path.read_bytes()
+    assert read_checkpoint(path)["position"] == 3
+    for byte in range(0, len(content), 5):
+        damaged = bytearray(content)
+        damaged[byte] ^= 1 << byte % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="whose checksum is wrong; restore it from a copy"):
+            read_checkpoint(path)
+    for length in range(0, len(content), 50):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="whose checksum is wrong"):
+            read_checkpoint(path)
 
 
 class Labeled(nn.Linear):

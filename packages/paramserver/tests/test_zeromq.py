@@ -664,8 +664,8 @@ def test_options_of_a_job_reach_run_and_serve(tmp_path, monkeypatch):
     command = ["serve", "mine:job", "--address", "ipc://x", "--journal", str(tmp_path)]
     for options in ((), ("--fsync",), ("--allow-missing",)):
         assert command_line.main([*command, *options]) == 2
-    given = [(job.fsync, job.allow_missing) for job in jobs]
-    assert given == [(True, True), (False, False), (True, False), (False, True)]
+    options_of_jobs = [(job.fsync, job.allow_missing) for job in jobs]
+    assert options_of_jobs == [(True, True), (False, False), (True, False), (False, True)]
 
 
 def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, capsys):

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("job", help="module:function of the job with the new number of servers")
     convert.add_argument("source", type=Path, help="folder of the journals of all servers")
     convert.add_argument("target", type=Path, help="folder of the new journals")
-    convert.set_defaults(call=_convert)
+    convert.set_defaults(call=lambda c: convert_journal(_load_job(c.job), c.source, c.target))
     arguments = parser.parse_args(argv)
     try:
         arguments.call(arguments)
@@ -93,10 +93,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         fsync=job.fsync or arguments.fsync,
         allow_missing=job.allow_missing or arguments.allow_missing,
     )
-    public, secret = _read_key_pair(arguments.keys)
+    public, secret = _read_key_pair(arguments)
     workers = dict(map(_read_worker_key, arguments.peer))
-    if bool(secret) != bool(workers):
-        raise ValueError("expected --keys and --peer together, got only one of them")
     keys = Keys(public, secret, workers=workers) if secret else None
     if arguments.journal:
         require_journals(arguments.journal, job.servers, [arguments.server])
@@ -112,9 +110,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _join(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
-    public, secret = _read_key_pair(arguments.keys)
-    if bool(secret) != bool(arguments.peer):
-        raise ValueError("expected --keys and --peer together, got only one of them")
+    public, secret = _read_key_pair(arguments)
     keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
     with join_servers(
         job, arguments.rank, arguments.address, keys=keys, checkpoint=arguments.checkpoint
@@ -144,20 +140,16 @@ def _recover(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def _convert(arguments: argparse.Namespace) -> None:
-    convert_journal(_load_job(arguments.job), arguments.source, arguments.target)
-
-
-def _read_key_pair(path: Path | None) -> tuple[str, str]:
-    """Return the public and the secret key in the file `path`, or two empty strings for None."""
-    if path is None:
-        return "", ""
-    keys = path.read_text().split()
+def _read_key_pair(arguments: argparse.Namespace) -> tuple[str, str]:
+    """Return the public and the secret key in the file of --keys, or two empty strings."""
+    keys = arguments.keys.read_text().split() if arguments.keys else ["", ""]
     if len(keys) != 2:
         raise ValueError(
-            f"expected a public and a secret key in {path}, got {len(keys)} texts; pass the file "
-            "that `keys FILE` wrote, not FILE.public"
+            f"expected a public and a secret key in {arguments.keys}, got {len(keys)} texts; pass "
+            "the file that `keys FILE` wrote, not FILE.public"
         )
+    if bool(arguments.keys) != bool(arguments.peer):
+        raise ValueError("expected --keys and --peer together, got only one of them")
     public, secret = keys
     return public, secret
 

@@ -1,4 +1,8 @@
-"""Checkpoint files, which a worker with local steps saves before every exchange."""
+"""Checkpoint files, which a worker with local steps saves before every exchange.
+
+A file contains a state as `torch.save` writes it, and a checksum, because `torch.load` does not
+detect changed bytes of tensors.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,9 +14,12 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import LocalSteps
-from paramserver.journal.files import sync_folder
+from paramserver.journal.files import compute_checksum, sync_folder
 from paramserver.optimizers import save_state
 from paramserver.protocol.session import Session
+
+#: Size in bytes of the checksum at the end of a file.
+_CHECKSUM_BYTES = 4
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -27,6 +34,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     try:
         with unfinished.open("w+b") as file:
             save_state(state, file)
+            size = file.seek(0, os.SEEK_END)
+            file.write(compute_checksum(file, 0, size).to_bytes(_CHECKSUM_BYTES, "little"))
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(path)
@@ -43,18 +52,18 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint file; raise `ValueError` if it is not a checkpoint."""
-    try:
-        state = torch.load(path, weights_only=True)
-        if "position" in state:
-            return dict(state)
-        reason = "it has other content"
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise ValueError(
-        f"expected a checkpoint of a worker in {path}: {reason}; restore it from a copy, or remove "
-        "it to continue without the state of the local optimizer"
-    )
+    """Return the state in a checkpoint file; raise `ValueError` if its checksum is wrong."""
+    with path.open("rb") as file:
+        size = max(0, file.seek(0, os.SEEK_END) - _CHECKSUM_BYTES)
+        checksum = compute_checksum(file, 0, size).to_bytes(_CHECKSUM_BYTES, "little")
+        if file.read() != checksum:
+            raise ValueError(
+                f"expected a checkpoint of a worker in {path}, got a file whose checksum is wrong; "
+                "restore it from a copy, or remove it to continue without the state of the local "
+                "optimizer"
+            )
+        file.seek(0)
+        return dict(torch.load(file, weights_only=True))
 
 
 def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
@@ -90,12 +99,13 @@ def check_checkpoint(
     remedy = f"remove {path} to continue without the state of the local optimizer"
     _, pushes, _ = state["at"]
     is_of_layout = state["layouts"] == layouts or (policy.fragments == 1 and not policy.compression)
-    is_of_push = session.pushes - pushes in (0, 1)
-    if not is_of_push or state["interval"] != policy.interval or not is_of_layout:
+    is_of_worker = state["worker"] == session.worker and session.pushes - pushes in (0, 1)
+    if not is_of_worker or state["interval"] != policy.interval or not is_of_layout:
         raise ValueError(
             f"expected a checkpoint of worker {session.worker} with {session.pushes} accepted "
-            f"pushes, intervals of {policy.interval} steps and layouts {layouts}, got one with "
-            f"{pushes}, {state['interval']} and {state['layouts']}; {remedy}"
+            f"pushes, intervals of {policy.interval} steps and layouts {layouts}, got one of "
+            f"worker {state['worker']} with {pushes}, {state['interval']} and {state['layouts']}; "
+            f"pass another file, or {remedy}"
         )
     for name, saved in state["settings"].items():
         if settings.get(name) != saved:

@@ -55,7 +55,7 @@ class LocalTraining:
         self._steps = 0
         #: Position in the data at local step 0. It may be negative if `_steps` counts a short
         #: interval of an earlier run as a whole interval.
-        self._first_position = self._position_of_pushes()
+        self._first_position = exchange.session.pushes * policy.interval
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * policy.fragments
         #: Local step at which `pull` must receive an update; None if no update is pending.
@@ -115,9 +115,6 @@ class LocalTraining:
     def _next_fragment(self) -> int:
         return self._exchange.session.clock % self._policy.fragments
 
-    def _position_of_pushes(self) -> int:
-        return self._exchange.session.pushes * self._policy.interval
-
     def _send_fragment(self, overlap: int = 0) -> None:
         """Push the change of the next fragment; with `overlap`, push and pull in another thread."""
         fragment = self._next_fragment()
@@ -148,6 +145,7 @@ class LocalTraining:
         """Write a checkpoint of the state before the next push; see `_resume`."""
         session = self._exchange.session
         state = {
+            "worker": session.worker,
             "layouts": self._layouts,
             "settings": self._settings,
             "interval": self._policy.interval,
@@ -197,7 +195,7 @@ class LocalTraining:
         self._sent_at[fragment] = self._steps
         # `finish` of an earlier run may have pushed in the middle of an interval. Count it as a
         # whole interval, so that the next exchange is due one interval after that push.
-        added = self._position_of_pushes() - self._steps
+        added = session.pushes * self._policy.interval - self._steps
         self._steps += added
         self._first_position -= added
         self._sent_at = [step + added for step in self._sent_at]

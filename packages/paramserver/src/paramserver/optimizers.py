@@ -31,7 +31,8 @@ class OptimizerSpec:
         groups: function that maps a parameter's name and shape to the options that differ from the
             optimizer's options, such as `{"weight_decay": 0.0}`.
         max_norm: maximum norm of all gradients of an update together; see
-            `torch.nn.utils.clip_grad_norm_`. A server clips the mean gradient.
+            `torch.nn.utils.clip_grad_norm_`. On servers, it requires one server and one fragment,
+            and limits the norm of the mean gradient if the policy averages.
         master_dtype: dtype in which a server stores and updates the parameters. Workers receive
             them rounded to the module's dtype. Local optimizers of workers refuse it.
 

@@ -21,8 +21,6 @@ from paramserver.protocol.messages import Message
 from paramserver.transport.connection import Connection
 from paramserver.transport.pieces import PIECE
 
-GradientsByName = Mapping[str, Tensor | None]
-
 
 class Gradients:
     """The data of pushes and pulls: a worker's gradients, and the servers' parameters."""
@@ -53,7 +51,7 @@ class Gradients:
         return len(buffer), self._write_pieces(shard, gradients, buffer)
 
     def _write_pieces(
-        self, shard: Shard, gradients: GradientsByName, buffer: Tensor
+        self, shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor
     ) -> Iterator[int]:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
             gradient = gradients[piece.name]

@@ -76,16 +76,14 @@ class Server:
             raise TypeError(
                 f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
             )
-        waits_for_rejoin = elastic and not allow_missing and self.consistency.averages
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
             self.consistency,
             workers=workers,
             timeout=timeout,
-            continue_after_loss=elastic or allow_missing,
+            allow_missing=allow_missing,
             elastic=elastic,
-            wait_for_rejoin=waits_for_rejoin,
         )
         self._changed = threading.Condition()
         self._errors: dict[int, Exception] = {}

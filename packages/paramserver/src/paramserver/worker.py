@@ -46,7 +46,7 @@ class Worker:
 
     Raises:
         ValueError: the arguments do not fit the policy, the servers store other parameters, or the
-            checkpoint does not fit the job.
+            checkpoint is damaged or does not fit the job.
     """
 
     def __init__(

@@ -78,8 +78,7 @@ class DiskJournal:
 
         Raises:
             RuntimeError: the state cannot be written, or another process uses the journal.
-            JournalError: the journal is damaged, and `core` is unchanged; or a record cannot be
-                applied, and `core` must not be used. The journal has not changed.
+            JournalError: see `load`.
         """
         journal = cls(folder, fsync=fsync)
         if not journal.load(core):
@@ -115,7 +114,10 @@ class DiskJournal:
             self._file_number = spans[-1].file_number
             files.publish_file(self.folder, self._file_number)
             if spans[-1].kind == files.TORN:
-                self._remove_incomplete_record(spans[-1])
+                path = files.journal_path(self.folder, "journal", self._file_number)
+                nbytes = spans[-1].stop - spans[-1].start
+                _LOG.warning("%s: removed the last %d bytes: an incomplete record", path, nbytes)
+                os.truncate(path, spans[-1].start)
         else:
             files.create_file(self.folder, self._identity, 0)
             files.publish_file(self.folder, 0)
@@ -250,9 +252,7 @@ class DiskJournal:
             with unfinished.open("w+b") as file:
                 save_state(state, file)
                 size = file.seek(0, os.SEEK_END)
-                file.seek(0)
-                checksum = files.compute_checksum(file, size)
-                file.seek(size)
+                checksum = files.compute_checksum(file, 0, size)
                 file.write(files.snapshot_tail(self._identity, number, size, checksum))
                 file.flush()
                 os.fsync(file.fileno())
@@ -274,12 +274,6 @@ class DiskJournal:
         # torch's writer does not report the cause, which is often a full disk.
         free = shutil.disk_usage(self.folder).free
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
-
-    def _remove_incomplete_record(self, torn: Span) -> None:
-        path = files.journal_path(self.folder, "journal", torn.file_number)
-        text = "%s: removed the last %d bytes, which are an incomplete record"
-        _LOG.warning(text, path, torn.stop - torn.start)
-        os.truncate(path, torn.start)
 
     def _use(self, file: BinaryIO) -> None:
         """Write further records at the end of `file`, which becomes the current file."""

@@ -133,7 +133,7 @@ def _read_record_span(
     stop = start + RECORD_HEAD.size + length
     if stop > size:
         return None
-    if compute_checksum(file, length) != checksum:
+    if compute_checksum(file, start + RECORD_HEAD.size, length) != checksum:
         raise damage_error(path, start, "the checksum of a record is wrong")
     return Span(number, kind, start, stop)
 
@@ -221,8 +221,7 @@ def check_snapshot(folder: Path, number: int) -> bytes:
             raise damage_error(path, size, "the end of the file is not that of a snapshot")
         if its_number != number:
             raise damage_error(path, size, f"the end of the file is that of snapshot {its_number}")
-        file.seek(0)
-        if length != size or compute_checksum(file, size) != checksum:
+        if length != size or compute_checksum(file, 0, size) != checksum:
             raise damage_error(path, 0, f"the checksum of its {size} bytes is wrong")
     return bytes(identity)
 
@@ -233,8 +232,9 @@ def read_snapshot(folder: Path, number: int) -> dict[str, Any]:
     return state
 
 
-def compute_checksum(file: BinaryIO, size: int) -> int:
-    """Return the checksum of the next `size` bytes."""
+def compute_checksum(file: BinaryIO, start: int, size: int) -> int:
+    """Return the checksum of `size` bytes from byte `start`, and move to the byte after them."""
+    file.seek(start)
     checksum = 0
     while size > 0 and (part := file.read(min(size, _CHUNK_BYTES))):
         checksum = zlib.crc32(part, checksum)

@@ -34,10 +34,8 @@ class Core:
         consistency: the policy.
         workers: number of workers that take part from the start.
         timeout: seconds without a request after which other workers stop waiting for a worker.
-        continue_after_loss: whether training continues after a worker is lost; otherwise it fails.
-        elastic: whether other workers may join, and lost workers may rejoin.
-        wait_for_rejoin: whether the other workers wait until a lost worker has rejoined. Their
-            requests fail with a TimeoutError after `timeout` seconds.
+        allow_missing: see `Server`.
+        elastic: see `Server`.
     """
 
     def __init__(
@@ -47,9 +45,8 @@ class Core:
         *,
         workers: int,
         timeout: float,
-        continue_after_loss: bool,
+        allow_missing: bool,
         elastic: bool,
-        wait_for_rejoin: bool = False,
     ) -> None:
         self.replica = replica
         #: True if this server orders the updates; the other servers replay its log.
@@ -66,9 +63,10 @@ class Core:
         self.lost: dict[int, str] = {}
         self._consistency = consistency
         self._workers = workers
-        self._continues_after_loss = continue_after_loss
         self._elastic = elastic
-        self._waits_for_rejoin = wait_for_rejoin
+        #: True if training continues after the loss of a worker. Otherwise the other workers wait
+        #: until the worker rejoins, or training fails if no worker can rejoin.
+        self._continues_after_loss = allow_missing or (elastic and not consistency.averages)
 
     def handle(
         self,
@@ -128,7 +126,7 @@ class Core:
             if not silent:
                 continue
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
-            if self._continues_after_loss and not self._waits_for_rejoin:
+            if self._continues_after_loss:
                 for w in silent:
                     self.mark_lost(w, f"it sent no request for {self.waits.timeout:g} s")
                 continue
@@ -152,21 +150,19 @@ class Core:
     def mark_lost(self, worker: int, reason: str) -> None:
         """Handle the loss of `worker`, unless it has finished or left.
 
-        Depending on the options of `Core`, the other workers wait until it rejoins, training
-        continues without it, or training fails.
+        Depending on the options of `Core`, training continues without it, the other workers wait
+        until it rejoins, or training fails.
         """
         member = self.ledger.awaited.get(worker)
         if member is None:
             return
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
         self.waits.end(worker)
-        if self._waits_for_rejoin:
-            return  # the other workers wait until it has rejoined
         if self._continues_after_loss:
             self.lost[worker] = message
             if self.is_first:
                 self.ledger.leave(worker)  # the replica replays this entry with the next answer
-        else:
+        elif not self._elastic:
             self.failure = self.failure or message
 
     def restart(self, state: Mapping[str, Any]) -> None:

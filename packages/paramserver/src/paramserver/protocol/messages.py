@@ -56,8 +56,7 @@ class Message:
     kind: Kind
     #: Epoch of the worker's membership; each join that the ledger records increases it by one.
     epoch: int = 0
-    #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
-    #: The policy compares the clocks of workers. In a JOIN: the number of the session.
+    #: In a JOIN: the number of the session. Otherwise: the worker's clock, see `Member.clock`.
     clock: int = 0
     #: In a request: sequence number of a read, or index of the server in a JOIN. In an answer: a
     #: version, or in the answer to a SYNC, 1 if the worker's last push is not applied yet.

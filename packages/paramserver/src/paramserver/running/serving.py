@@ -10,9 +10,6 @@ from paramserver.server import Server
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
 from paramserver.transport.pieces import FiniteCheck
 
-#: The last request of a worker to the first server, and to the other servers.
-_LAST = (Kind.FINISH, Kind.END)
-
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
     """Start one thread per worker; each thread ends when its worker has finished or is gone."""
@@ -64,4 +61,4 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     except Exception as error:  # the optimizer may raise any exception; the worker receives it
         reply = failure(error)
     channel.send(reply)
-    return request.kind not in _LAST
+    return request.kind not in (Kind.FINISH, Kind.END)

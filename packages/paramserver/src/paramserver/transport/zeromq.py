@@ -242,8 +242,10 @@ class ZeroMQServer:
                 session=request.key[0],
             )
         except DiskFullError as error:
-            self._report_full_disk(error, now)
             reply = None  # retried by `_retry_waiting`
+            if now - self._last_full_report > _FULL_DISK_REPORT:
+                self._last_full_report = now
+                _LOG.error("%s; all workers wait until there is room", error)
         except Exception as error:  # the worker receives it
             reply = failure(error)
         if reply is None:
@@ -251,11 +253,6 @@ class ZeroMQServer:
         else:
             self._send(request, reply)
         return reply is not None
-
-    def _report_full_disk(self, error: DiskFullError, now: float) -> None:
-        if now - self._last_full_report > _FULL_DISK_REPORT:
-            self._last_full_report = now
-            _LOG.error("%s; all workers wait until there is room", error)
 
     def _retry_waiting(self, now: float) -> None:
         """Answer the waiting requests that can be answered or have timed out."""
