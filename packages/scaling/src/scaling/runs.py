@@ -17,8 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.tables.cells import list_some
-from scaling.tables.columns import COMPUTE_TOLERANCE, compare_columns, parse_columns
-from scaling.tables.counts import (
+from scaling.tables.columns import (
+    COMPUTE_TOLERANCE,
+    compare_columns,
+    parse_columns,
     require_active_parameters,
     require_tokens_of_all_epochs,
     require_tokens_of_text,

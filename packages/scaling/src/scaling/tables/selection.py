@@ -139,10 +139,10 @@ def _require_compared_methods(
     """
     for name in filter(is_method_name, reading.table.columns):
         codes = _method_codes(reading, name)
-        kept = np.unique(codes[keep])
+        values = np.unique(codes[keep])
         pairs = np.unique(np.stack([design, codes]), axis=1)
-        is_complete = np.isin(pairs[1], kept).sum() == len(kept) * (design.max() + 1)
-        if len(kept) == 1 or (name in compared and is_complete):
+        is_complete = np.isin(pairs[1], values).sum() == len(values) * (design.max() + 1)
+        if len(values) == 1 or (name in compared and is_complete):
             continue
         seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
