@@ -225,6 +225,10 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
         (lambda m: m.add_hook("hook_scores", print), "no hook is named 'hook_scores'"),
         (lambda m: m.add_hook("blocks.0.attn.hook_result", print), r"set_use_attn_result\(True\)"),
         (lambda m: m(TOKENS, "tokens"), "'both' or None, got 'tokens'"),
+        (
+            lambda m: m.run_with_cache(TOKENS)[1].logit_attrs,
+            "'logit_attrs'; use interp.attribution",
+        ),
         (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
         (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),
         (lambda m: m.to_tokens(["a", "ab"]), r"\[2, 3\] tokens; .* padding is not supported"),

@@ -48,6 +48,12 @@ class ActivationCache(Mapping[Any, Tensor]):
             )
         return self.cache_dict[name]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"ActivationCache has no {name!r}; use interp.attribution with components(), or "
+            "interp.decoder.neurons.neuron_attribution"
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.cache_dict)
 
