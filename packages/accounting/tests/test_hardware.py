@@ -189,3 +189,17 @@ def test_the_closed_form_optimum_beats_its_neighbors(flops: float) -> None:
     if flops == 5.76e23:
         assert n == pytest.approx(3.2190e10, rel=1e-4)
         assert d == pytest.approx(2.9823e12, rel=1e-4)
+
+
+def test_devices_with_the_same_arithmetic_units_have_one_chip(tmp_path: Path) -> None:
+    chips = {name: device.chip for name, device in HARDWARE.items()}
+    assert {name for name, chip in chips.items() if chip == "H100"} == {
+        *("H100", "H100 500W", "H200", "H800")
+    }
+    assert chips["A100 40GB"] == chips["A100"] == "A100"
+    assert chips["GB200"] == "GB200"  # Its rates are not those of the B200.
+    file = tmp_path / "mine.toml"
+    file.write_text('[mine]\nlike = "H100"\nattention_fraction = 0.6\n')
+    assert (find(str(file)).chip, find(str(file)).attention_fraction) == ("H100", 0.6)
+    file.write_text('[mine]\nlike = "H100"\npublished = { bf16 = 400e12 }\n')
+    assert find(str(file)).chip == "mine"

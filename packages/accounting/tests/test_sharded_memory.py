@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, Workload, fits, peak_memory, training_memory
+from accounting import Plan, Transformer, Workload, fits, peak_memory, plan_for, training_memory
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.ledger import Ledger
 from reference import Model, world_of
@@ -152,9 +152,11 @@ def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> N
         )
         for accumulates in (False, True)
     )
-    assert unsharded.total - usual.total == 2 * shape.size
+    assert unsharded.total - usual.total == 4 * shape.size
     with pytest.raises(ValueError, match="expected zero=3 with accumulate_unsharded"):
         Plan(data=8, zero=2, accumulate_unsharded=True)
+    with pytest.raises(TypeError, match="got 'accumulate_unsharded'"):
+        plan_for(shape, gpus=8, accumulate_unsharded=True)
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.kv_cache import kv_cache
-from accounting.model.records import MLA, Experts, Window
+from accounting.model.records import RECORDS
 from accounting.model.registry import content_of
 from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
@@ -68,13 +68,13 @@ def read_model(text: str) -> Transformer:
         name, _, value = (part.strip() for part in item.partition("="))
         fields, field = sizes, name
         record, _, inner = name.partition(".")
-        if inner and record in _RECORDS:
+        if inner and record in RECORDS:
             # For example experts.count=8, a field of a record.
             fields, field = nested.setdefault(record, {}), inner
         if field in fields:
             raise ValueError(f"expected {name} once, got it twice")
         fields[field] = _read(value)
-    records = {name: _RECORDS[name](**values) for name, values in nested.items()}
+    records = {name: RECORDS[name](**values) for name, values in nested.items()}
     return Transformer(**sizes | records)
 
 
@@ -105,8 +105,6 @@ def stored_dtype(text: str) -> str:
 
 #: Fields of a config.json that state the quantization of the weights; older files have the second.
 _QUANTIZATION = ("quantization_config", "compression_config")
-
-_RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 
 
 def _read(value: str) -> object:

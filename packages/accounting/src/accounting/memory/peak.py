@@ -228,12 +228,9 @@ class _Unsharded:
         self.head_gradient = head_gradient(model, plan, kind)
         self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
         # Without a reduction in each micro-batch, the fullest backward is not the last one.
-        is_reduced = not plan.accumulates_unsharded()
+        reduced = 0 if plan.accumulates_unsharded() else block
         self.reduced_gradients = product(
-            "gradients being reduced",
-            "B",
-            parameters=block * is_reduced,
-            bytes=bytes_of(kind.gradients),
+            "gradients being reduced", "B", parameters=reduced, bytes=bytes_of(kind.gradients)
         )
 
     def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:

@@ -1,6 +1,7 @@
 """Records that describe a model: matrices, latents, experts, windows and mixers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from accounting import checks
 
@@ -137,6 +138,10 @@ class Window:
     def __post_init__(self) -> None:
         checks.convert_fields(self, "window.")
         _some_layers("window", self.layers)
+
+
+#: Records that are fields of a `Transformer`, by the name of the field.
+RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 
 
 def _some_layers(record: str, layers: object) -> None:

@@ -28,8 +28,11 @@ from accounting.search.time_bound import ROUNDING, TimeBound
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-#: Fields of a plan that a caller may fix; `devices` is a separate argument.
-AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
+#: Fields of a plan that a caller may fix; `devices` is a separate argument, and the bounds of the
+#: search do not contain unsharded gradients.
+AXES = tuple(
+    field.name for field in fields(Plan) if field.name not in ("devices", "accumulate_unsharded")
+)
 #: Fraction of the memory that a plan may use.
 MEMORY_FRACTION = 0.9
 #: Degrees whose product is the number of devices.

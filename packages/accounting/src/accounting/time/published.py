@@ -18,7 +18,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, counted
 from accounting.hardware import Hardware, find
-from accounting.model.records import MLA, Experts, Window
+from accounting.model.records import RECORDS
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
@@ -52,7 +52,6 @@ class Published:
 
 #: Columns of a table that are sizes of the model.
 _SIZES = ("layers", "d_model", "heads")
-_RECORDS = {"experts": Experts, "mla": MLA, "window": Window}
 
 
 def _read() -> tuple[Published, ...]:
@@ -80,11 +79,11 @@ def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> Published:
         model |= sizes[entry["size"]]
         if "MPT" in entry["size"]:
             model["positions"] = entry["seq"]
-    for key in _RECORDS.keys() & model.keys():
+    for key in RECORDS.keys() & model.keys():
         fields = dict(model[key])
         if "layers" in fields:
             fields["layers"] = tuple(range(*fields["layers"]))
-        model[key] = _RECORDS[key](**fields)
+        model[key] = RECORDS[key](**fields)
     plan = _plan(entry)
     about = {
         "model": Transformer(name=entry.get("size") or entry["name"], **model),
@@ -321,23 +320,17 @@ def predicted(
 
 
 def _basis(group: Group | None) -> str:
-    if group is None:
-        return (
-            f"{_coverage_text(None)}; without device, precision and model this is the widest known"
-        )
-    where = f"{group[0]} in {group[1]}, {group[2]}"
-    names = {ratio.source for ratio in ratios() if ratio.group == group}
-    if len(names) >= LEAST_SOURCES:
-        return f"for {where}: {_coverage_text(group)}"
-    known = f"{len(names)} of {LEAST_SOURCES} necessary sources" if names else "nothing"
-    return (
-        f"{_coverage_text(None)}; {known} published here for {where}, so this is the widest known"
-    )
-
-
-def _coverage_text(group: Group | None) -> str:
-    covered, runs, sources = coverage(group)
-    return (
+    separate = interval_group(ratios(), group)
+    covered, runs, sources = coverage(separate)
+    text = (
         f"{covered} of {counted(runs, 'run')} of {counted(sources, 'published source')} lie in the "
         "interval of the other sources when their source is held out whole"
     )
+    if group is None:
+        return f"{text}; without device, precision and model this is the widest known"
+    where = f"{group[0]} in {group[1]}, {group[2]}"
+    if separate:
+        return f"for {where}: {text}"
+    names = {ratio.source for ratio in ratios() if ratio.group == group}
+    known = f"{len(names)} of {LEAST_SOURCES} necessary sources" if names else "nothing"
+    return f"{text}; {known} published here for {where}, so this is the widest known"
