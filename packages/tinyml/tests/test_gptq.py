@@ -207,7 +207,7 @@ def test_layers_that_no_batch_calls_are_rounded_to_the_nearest_and_named_in_a_wa
             return self.a(x)
 
     model, calls = Unused(), []
-    with pytest.warns(UserWarning, match="1 layers were not called .*: b; calibrate on more"):
+    with pytest.warns(UserWarning, match="1 layers received no inputs .*: b; calibrate on more"):
         small = gptq(model, [torch.randn(8, 4)], progress=lambda *call: calls.append(call))
     assert calls == [("a", 1, 2), ("b", 2, 2)]
     assert torch.equal(small.b.weight, quantize(model, 4).b.weight)
@@ -242,7 +242,7 @@ def test_the_result_shares_no_memory_with_the_model():
     model.tied, model.also = nn.Linear(24, 48), model.up.weight
     model.tied.weight = model.up.weight
     before = [(p, p.data_ptr(), p.detach().clone(), p._version) for p in model.parameters()]
-    with pytest.warns(UserWarning, match="not called with calibration inputs"):
+    with pytest.warns(UserWarning, match="no inputs other than zeros"):
         small = gptq(model, [inputs], 4, protect=["down"])
     assert torch.equal(small.tied.weight, small.up.weight)
     ours = {parameter.data_ptr() for parameter in small.parameters() if parameter.numel()}
@@ -250,3 +250,11 @@ def test_the_result_shares_no_memory_with_the_model():
         assert parameter.data_ptr() == pointer not in ours
         assert torch.equal(parameter, values)
         assert parameter._version == version
+
+
+def test_layers_that_receive_no_tokens_are_named_in_a_warning():
+    model = nn.Sequential(nn.Linear(16, 8))
+    for batch in (torch.zeros(0, 16), torch.zeros(3, 16)):
+        with pytest.warns(UserWarning, match=r"no inputs other than zeros.*: 0;"):
+            small = gptq(model, [batch], 4)
+        assert torch.equal(small[0].weight, quantize(model, 4)[0].weight)

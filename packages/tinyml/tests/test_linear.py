@@ -143,6 +143,13 @@ def test_float64_weights_are_rounded_in_float64(size):
     assert (dynamic(large) - exact).norm() < 0.02 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_a_dynamic_linear_refuses_integers(dtype):
+    layer = quantize(nn.Linear(32, 16), activations="dynamic")
+    with pytest.raises(TypeError, match="expected inputs of a floating-point type"):
+        layer(torch.ones(3, 32, dtype=dtype))
+
+
 @pytest.mark.parametrize("convert_first", [False, True])
 def test_scales_keep_their_type_in_a_file(convert_first, tmp_path):
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from tinyml.layers import (
     is_instance_of,
     layers_of,
     protected_modules,
+    setting_per_layer,
     weight_identity,
     weight_of,
 )
@@ -34,21 +35,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def compress_weights(
     model: nn.Module,
     kinds: Sequence[type[nn.Module]],
-    compress: Callable[[str, nn.Module], CompressedWeight | None],
-    protect: Sequence[str] = (),
+    bits: int | Mapping[str, int],
+    compress: Callable[[nn.Module, int], CompressedWeight],
+    protect: Sequence[str],
 ) -> nn.Module:
-    """Replace the weight of every layer of `kinds` by `compress(name, layer)`, in place.
+    """Return a plain copy in which `compress(layer, bits)` is the weight of layers of `kinds`.
 
-    Layers that share a weight share its compressed form. A layer for which `compress` returns None
-    is unchanged. All compressed weights are computed before the first is installed, so an error
-    leaves the model unchanged.
+    Layers that share a weight share its compressed form. Layers that a mapping `bits` does not name
+    are unchanged.
     """
+    model = plain_copy(model)
     chosen = layers_of(model, kinds, protect)
     check_weights(chosen)
-    stored = {name: compress(name, layer) for name, layer in chosen.items()}
-    for name, compressed in stored.items():
-        if compressed is not None:
-            install_weight(model, chosen[name], compressed)
+    for name, width in setting_per_layer(bits, chosen).items():
+        install_weight(model, chosen[name], compress(chosen[name], width))
     warn_of_dense_weights(model, protected_modules(model, protect))
     return model
 

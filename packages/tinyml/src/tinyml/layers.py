@@ -16,8 +16,6 @@ T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
-#: The forward methods that are known to return the product or the rows of the weight.
-PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -131,21 +129,18 @@ def weights_of_modules(model: nn.Module, names: Collection[str]) -> set[int | No
     return {weight_identity(module) for name, module in modules if name in names} - {None}
 
 
-def named_layers(settings: Mapping[str, Any], layers: Mapping[str, T]) -> dict[str, T]:
-    """Return the layers that `settings` names; raise `ValueError` if a name is unknown."""
+def setting_per_layer(
+    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
+) -> dict[str, T]:
+    """Return the setting of each layer: one value for all layers, or a value per named layer.
+
+    Raise `ValueError` if the name of a layer is unknown.
+    """
+    if not isinstance(settings, Mapping):
+        return dict.fromkeys(layers, settings)
     if unknown := sorted(settings.keys() - layers.keys()):
         raise ValueError(
             f"expected names of {sorted(layers)}, got {unknown[0]!r}"
             f"{suggestion(unknown[0], layers)}; a shared weight has the name of its first layer"
         )
-    return {name: layer for name, layer in layers.items() if name in settings}
-
-
-def setting_per_layer(
-    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
-) -> dict[str, T]:
-    """Return the setting of each layer: one value for all layers, or a value per named layer."""
-    if not isinstance(settings, Mapping):
-        return dict.fromkeys(layers, settings)
-    named_layers(settings, layers)
-    return dict(settings)
+    return {name: settings[name] for name in layers if name in settings}

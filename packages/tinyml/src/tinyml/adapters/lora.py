@@ -24,7 +24,6 @@ from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement, tensor_versions, without_autocast
 from tinyml.layers import (
-    PLAIN_FORWARDS,
     is_conv1d,
     is_instance_of,
     returns_product_or_rows,
@@ -62,7 +61,8 @@ class LoRA(LowRankUpdate, Replacement):
         self.dropout = nn.Dropout(dropout)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
         self.create_factors(weight, (outputs, inputs), rank, alpha)
-        is_plain = "forward" not in vars(base) and type(base).forward in PLAIN_FORWARDS
+        plain_forwards = nn.Linear.forward, nn.Embedding.forward
+        is_plain = "forward" not in vars(base) and type(base).forward in plain_forwards
         if weight.device.type != "meta" and not is_plain:
             _check_outputs(base, base.forward)
         if isinstance(base, nn.Embedding):

@@ -7,8 +7,7 @@ transformers model is untied as well.
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -61,11 +60,13 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     for adapter in adapters.values():
         adapter.restored()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
-    is_untied = _has_tied_weights(model, adapters)
+    before = _weights_before(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
         _merge_all(unmerged)
     unload_parameters(model)
     model = replace_modules(model, bases)
+    # Two adapters have updated one weight, or another module has the weight before the update.
+    is_untied = len(set(before)) < len(before) or not set(before).isdisjoint(model.parameters())
     if is_untied and (configs := tying_configs(model)):
         for config in configs:
             config.tie_word_embeddings = False
@@ -89,22 +90,14 @@ def _separate_shared_parameters(model: nn.Module) -> None:
                 seen.add(parameter)
 
 
-def _has_tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
-    """Return True if an adapted weight or parameter is shared with another module."""
-    users: Counter[Tensor | None] = Counter()
-    for module in model.modules():
-        users.update(module._parameters.values())
-    adapted: list[Tensor | None] = []
+def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor | None]:
+    """Return the weight without the update of each adapted layer and parameter."""
+    names = [name.rpartition(".") for name in parameter_adapters(model)]
+    owners: list[tuple[Any, str]] = [(model.get_submodule(path), key) for path, _, key in names]
+    before: list[Tensor | None] = [owner.parametrizations[key].original for owner, key in owners]
     for adapter in adapters.values():
-        if adapter._unmerged_weight is None:
-            adapted.append(adapter.base._parameters.get("weight"))
-        else:  # the base has another weight, and other layers may have the one before
-            adapted += adapter._unmerged_weight
-            users[adapted[-1]] += 1
-    for name in parameter_adapters(model):
-        path, _, key = name.rpartition(".")
-        adapted.append(cast(Any, model.get_submodule(path)).parametrizations[key].original)
-    return any(users[weight] > 1 for weight in adapted)
+        before += adapter._unmerged_weight or (adapter.base._parameters.get("weight"),)
+    return before
 
 
 def unmerge(model: nn.Module) -> nn.Module:

@@ -50,7 +50,8 @@ class IntegerModel(nn.Module):
             except ValueError as error:
                 raise ValueError(f"{step.name}: {error}") from error
             self.sources.append([number[source] for source in step.sources])
-        self._last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
+        #: The last layer that reads each value.
+        self.last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
 
     @property
     def input(self) -> Scale:
@@ -85,7 +86,7 @@ class IntegerModel(nn.Module):
         for number, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
             values[number + 1] = layer(*(values[i] for i in sources))
             for i in set(sources):
-                if self._last_use[i] == number:
+                if self.last_use[i] == number:
                     del values[i]
         return values[len(self.layers)].contiguous()
 

@@ -249,16 +249,12 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
 
 def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
     """Return the offset of each value and the size of the arena, by first fit among live values."""
-    last = dict.fromkeys(range(len(sizes)), 0)
-    for number, sources in enumerate(model.sources):
-        for source in sources:
-            last[source] = number
-    last[len(sizes) - 1] = len(sizes)
+    last = model.last_use | {len(sizes) - 1: len(sizes)}
     offsets: list[int] = []
     for value, size in enumerate(sizes):
         # Layer `value - 1` writes this value while all values that it reads are still live.
         busy = sorted(
-            (offsets[v], offsets[v] + sizes[v]) for v in range(value) if last[v] >= value - 1
+            (offsets[v], offsets[v] + sizes[v]) for v in range(value) if last.get(v, 0) >= value - 1
         )
         start = 0
         for a, b in busy:

@@ -29,6 +29,7 @@ from tinyml.pruning.importance import (
     parameter_of,
     rank_units,
 )
+from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
 from tinyml.validation import suggestion
 
@@ -70,20 +71,17 @@ def prune_channels(
     model, walk, groups = _ranked_copy(model, inputs, criterion, loss)
     protected = protected_modules(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
-    fractions = sparsity if isinstance(sparsity, Mapping) else {}
-    for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
+    fractions, usual = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
+    for fraction in (usual, *fractions.values()):
         if not 0 <= fraction < 1:
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
         chosen = _normalized(chosen, fractions)
-    if isinstance(sparsity, Mapping):
-        by_group = {g: max([0.0, *(fractions.get(n, 0.0) for n in g.writers)]) for g in chosen}
-    else:
-        by_group = dict.fromkeys(chosen, sparsity)
+    by_group = {g: max(fractions.get(name, usual) for name in g.writers) for g in chosen}
     counts = {g: max(1, g.size - round(f * g.size)) for g, f in by_group.items()}
-    if not isinstance(sparsity, Mapping) and scope == "global":
-        counts = _global_counts(chosen, sparsity)
+    if scope == "global":
+        counts = _global_counts(chosen, usual)
     keep = {g: g.order[: counts.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
 
@@ -153,7 +151,7 @@ def _ranked_copy(
         raise ValueError(
             "expected a model without adapters, whose rank would change; merge them, or prune first"
         )
-    walk = Walk(model, inputs)
+    walk = Walk(model, inputs, RULES)
     written = [group for group in walk.groups() if group.writers]
     groups = [g for g in written if not g.blocked_by and g.layers("reader") and g.size > 1]
     if not groups:

@@ -17,7 +17,6 @@ from tinyml.layers import (
     PRUNABLE,
     check_weights,
     layers_of,
-    named_layers,
     protected_modules,
     setting_per_layer,
     weight_of,
@@ -90,19 +89,14 @@ def prune(
     that `protect` names. Biases are never pruned.
     """
     model = plain_copy(model)
-    chosen = layers_of(model, layers, protect)
-    if isinstance(sparsity, Mapping):
-        chosen = named_layers(sparsity, chosen)
+    fractions = setting_per_layer(sparsity, layers_of(model, layers, protect))
+    chosen = {name: model.get_submodule(name) for name in fractions}
     check_weights(chosen)
-    for layer in chosen.values():
+    masks = Masks()
+    for name, layer in chosen.items():
         make_dense(model, layer)
-    fractions = setting_per_layer(sparsity, chosen)
-    masks = Masks(
-        {
-            f"{name}.weight".lstrip("."): smallest_mask(weight_of(layer).abs(), fractions[name])
-            for name, layer in chosen.items()
-        }
-    )
+        key = f"{name}.weight".lstrip(".")
+        masks[key] = smallest_mask(weight_of(layer).abs(), fractions[name])
     masks.apply(model)
     if not isinstance(sparsity, Mapping):
         warn_of_dense_weights(model, protected_modules(model, protect))

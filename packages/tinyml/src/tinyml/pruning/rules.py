@@ -15,18 +15,18 @@ from torch import fx
 
 from tinyml.exported import ELEMENTWISE, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Product, Slice
-from tinyml.pruning.unit_groups import UnitGroups
+from tinyml.pruning.units import PRODUCT_OPERATORS, Walk
 
 
-def _linear(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
+def _linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
     return _product(walk, node, x, weight, bias, (1, 0), -1)
 
 
-def _addmm(walk: UnitGroups, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
+def _addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
     return _product(walk, node, x, weight, bias, (0, 1), -1)
 
 
-def _matmul(walk: UnitGroups, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
+def _matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
     if walk.name_of(b) is not None and len(shape_of(b)) == 2:
         return _product(walk, node, a, b, None, (0, 1), -1)
     first, second = walk.values[a], walk.values[b]
@@ -38,7 +38,7 @@ def _matmul(walk: UnitGroups, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
 
 
 def _conv(
-    walk: UnitGroups,
+    walk: Walk,
     node: fx.Node,
     x: fx.Node,
     weight: Any,
@@ -74,7 +74,7 @@ def _conv(
 
 
 def _product(
-    walk: UnitGroups,
+    walk: Walk,
     node: fx.Node,
     x: fx.Node,
     weight: fx.Node,
@@ -105,7 +105,7 @@ def _product(
     return Along(dim, ((group, size),))
 
 
-def _batch_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     along = walk.values[x]
     names = [walk.name_of(item) for item in rest[:4] if item is not None]
     if along.dim != 1 or None in names:
@@ -115,7 +115,7 @@ def _batch_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, *rest: Any, **_: An
 
 
 def _group_norm(
-    walk: UnitGroups,
+    walk: Walk,
     node: fx.Node,
     x: fx.Node,
     groups: int,
@@ -131,11 +131,11 @@ def _group_norm(
     return along
 
 
-def _elementwise(walk: UnitGroups, node: fx.Node, *_: Any, **__: Any) -> Any:
+def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
     return _broadcast(walk, node, node.all_input_nodes, shape_of(node))
 
 
-def _prelu(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
+def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
     along, name = walk.values[x], walk.name_of(weight)
     if math.prod(shape_of(weight)) > 1:
         if along.dim != 1 or name is None:
@@ -145,7 +145,7 @@ def _prelu(walk: UnitGroups, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
 
 
 def _broadcast(
-    walk: UnitGroups, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
+    walk: Walk, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
 ) -> Any:
     """Merge the units of values that are broadcast to `shape` and combined element by element.
 
@@ -172,7 +172,7 @@ def _broadcast(
 
 
 def _attention(
-    walk: UnitGroups,
+    walk: Walk,
     node: fx.Node,
     q: fx.Node,
     k: fx.Node,
@@ -191,34 +191,30 @@ def _attention(
     return walk.merge(node, alongs, grouped=True)
 
 
-def _inner(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _inner(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units through windows over dimensions after the second one."""
     along = walk.values[x]
     return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.stop(node)
 
 
-def _pad(
-    walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any
-) -> Any:
+def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any) -> Any:
     along = walk.values[x]
     return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
 
 
-def _other_dim(
-    walk: UnitGroups, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any
-) -> Any:
+def _other_dim(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Any:
     """Pass units on if the operator changes another dimension."""
     along = walk.values[x]
     return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
 
 
-def _layer_norm(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+def _layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
     along = walk.values[x]
     return along if along.dim < len(shape_of(x)) - len(sizes) else walk.stop(node)
 
 
 def _mean(
-    walk: UnitGroups, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
+    walk: Walk, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
 ) -> Any:
     """Pass units on unless they are reduced; without `dims`, all dimensions are."""
     along, rank = walk.values[x], len(shape_of(x))
@@ -229,19 +225,19 @@ def _mean(
     return Along(along.dim - removed_before, along.parts)
 
 
-def _permute(walk: UnitGroups, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
+def _permute(walk: Walk, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
     along = walk.values[x]
     return Along([d % len(order) for d in order].index(along.dim), along.parts)
 
 
-def _transpose(walk: UnitGroups, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
+def _transpose(walk: Walk, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
     rank = len(shape_of(x))
     swapped = {a % rank: b % rank, b % rank: a % rank}
     along = walk.values[x]
     return Along(swapped.get(along.dim, along.dim), along.parts)
 
 
-def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
     """Join units that are concatenated, or merge units if another dimension is concatenated."""
     parts = [part for part in parts if math.prod(shape_of(part))]
     dim = dim % len(shape_of(node))
@@ -260,7 +256,7 @@ def _cat(walk: UnitGroups, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0
     return walk.merge(node, alongs)
 
 
-def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """Divide the units of a fused matrix, such as queries, keys and values, into a group each."""
     along = walk.values[x]
     if dim % len(shape_of(x)) != along.dim:
@@ -282,7 +278,7 @@ def _split(walk: UnitGroups, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0
     return pieces
 
 
-def _view(walk: UnitGroups, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Return the dimension of the result that starts at the same element as the units' dimension.
 
     The dimension may have been flattened with the dimensions after it, or split, for example into
@@ -327,11 +323,6 @@ _ELEMENTWISE_TOO = (
     "expand rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
     "feature_dropout _to_copy to alias detach masked_fill"
 )
-#: Operators that may create units even if no input contains units.
-PRODUCT_OPERATORS = {
-    "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d",
-}  # fmt: skip
 #: The rule of each operator.
 RULES: dict[str, Callable[..., Any]] = {
     operator: rule

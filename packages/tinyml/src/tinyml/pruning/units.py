@@ -8,27 +8,51 @@ that reach an operator without a rule, or an operator that mixes them, cannot be
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import fx, nn
 
 from tinyml.exported import described, exported, operator_name, shape_of
-from tinyml.pruning.groups import Along, Group, SizeUse
-from tinyml.pruning.rules import PRODUCT_OPERATORS, RULES
+from tinyml.pruning.groups import Along, Group, Product, SizeUse, Slice
 from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
-from tinyml.pruning.unit_groups import UnitGroups
 
 _SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes"}
 
+#: Operators that may create units even if no input contains units.
+PRODUCT_OPERATORS = {
+    "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
 
-class Walk(UnitGroups):
-    """A walk through a graph that merges groups whose units must be pruned together."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+class Walk:
+    """A walk through a graph that merges groups whose units must be pruned together.
+
+    `rules` are functions of the walk, a node and the node's arguments, by operator. They create,
+    merge and block groups by the methods of the walk.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: tuple[Any, ...], rules: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self._rules = rules
         self.reads = SizeReads()
-        super().__init__(exported(model, inputs, self.reads))
+        self.graph = exported(model, inputs, self.reads)
+        self._merged: dict[Group, Group] = {}
+        #: An `Along`, a list of them for a split, or None for each node that was visited.
+        self.values: dict[fx.Node, Any] = {}
+        #: The groups that rules have created, including those that were merged.
+        self.created: list[Group] = []
+        #: The product of each weight that is used once, by the weight's name.
+        self.products: dict[str, Product] = {}
+        self._users: Counter[int] = Counter()
+        for node in self.graph.nodes:
+            if node.name in self.graph.constants:
+                self._users[self.graph.constants[node.name].data_ptr()] += len(node.users)
         #: The uses of each attribute that the code reads as the size of a tensor.
         self.size_uses: dict[Source, list[SizeUse]] = {}
         for node in self.graph.nodes:
@@ -36,6 +60,90 @@ class Walk(UnitGroups):
             self._note_sizes(node, self.values[node])
         for source, use in self.reads.other_uses.items():
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
+
+    def groups(self) -> list[Group]:
+        """Return all groups, including those whose units cannot be removed."""
+        return list(dict.fromkeys(self.find(group) for group in self.created))
+
+    def find(self, group: Group) -> Group:
+        """Return the group into which this group was merged."""
+        while group in self._merged:
+            group = self._merged[group]
+        return group
+
+    def stop(self, node: fx.Node) -> None:
+        """Mark all units that reach this node as not removable."""
+        for source in node.all_input_nodes:
+            value = self.values[source]
+            for along in value if isinstance(value, list) else [value]:
+                for group, _ in along.parts if along is not None else ():
+                    group = self.find(group)
+                    group.blocked_by = group.blocked_by or (
+                        "the model returns them" if node.op == "output" else described(node)
+                    )
+
+    def name_of(self, node: Any) -> str | None:
+        """Return the name of a parameter or buffer that is used exactly once, or None."""
+        if not isinstance(node, fx.Node) or node.name not in self.graph.names:
+            return None
+        is_used_once = self._users[self.graph.constants[node.name].data_ptr()] == 1
+        return self.graph.names[node.name] if is_used_once else None
+
+    def add_slices(
+        self,
+        along: Along,
+        tensors: list[tuple[str, int]],
+        role: Literal["passer", "reader"],
+        times: int = 1,
+    ) -> None:
+        """Add slices of the tensors, given as (name, axis), to the groups of `along`.
+
+        A tensor has `times` elements per element of the value along the axis.
+        """
+        start = 0
+        for group, extent in along.parts:
+            group = self.find(group)
+            for name, axis in tensors:
+                width = extent // group.size * times
+                group.slices.append(Slice(name, axis, start, width, role))
+            start += extent * times
+
+    def coarsened(self, along: Along, count: int) -> Group | None:
+        """Merge neighboring units so that each of `count` equal parts contains whole units.
+
+        Return the group, or None if the value has several groups or only one part.
+        """
+        if len(along.parts) != 1 or count == 1:
+            return None
+        group = self.find(along.parts[0][0])
+        group.coarsen(math.gcd(group.size, count))
+        return group
+
+    def merge(self, node: fx.Node, alongs: Sequence[Along], grouped: bool = False) -> Any:
+        """Merge the groups of several values that must have the same units, part by part.
+
+        If the parts of two values have different numbers of elements, `node` blocks the units. With
+        grouped=True they are merged, because several query heads share a key-value head.
+        """
+        first = alongs[0]
+        for other in alongs[1:]:
+            has_same_parts = len(first.parts) == len(other.parts) and all(
+                a == b or grouped for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
+            )
+            if not has_same_parts:
+                return self.stop(node)
+            for (target, _), (merged, _) in zip(first.parts, other.parts, strict=True):
+                self._merge_groups(self.find(target), self.find(merged))
+        return first
+
+    def _merge_groups(self, first: Group, second: Group) -> None:
+        if first is not second:
+            size = math.gcd(first.size, second.size)
+            first.coarsen(size)
+            second.coarsen(size)
+            first.slices += second.slices
+            first.blocked_by = first.blocked_by or second.blocked_by
+            self._merged[second] = first
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
         """Record, for each size that the code reads from an attribute, the units that it counts."""
@@ -58,11 +166,9 @@ class Walk(UnitGroups):
     ) -> None:
         for source in sources:
             # The units of a computed size do not show which units the attribute itself counts.
-            if not source.derived:
-                self.size_uses.setdefault(source, []).append(SizeUse(described(node), parts))
-            elif not parts:
-                plain = Source(source.module, source.name)
-                self.size_uses.setdefault(plain, []).append(SizeUse(described(node), ()))
+            if not source.derived or not parts:
+                attribute = Source(source.module, source.name)
+                self.size_uses.setdefault(attribute, []).append(SizeUse(described(node), parts))
 
     def _visit(self, node: fx.Node) -> Any:
         if node.op == "output":
@@ -74,7 +180,7 @@ class Walk(UnitGroups):
             index: Any = node.args[1]
             return value[operator.index(index)] if isinstance(value, list) else value
         name = operator_name(node)
-        rule = RULES.get(name)
+        rule = self._rules.get(name)
         known = any(isinstance(self.values[n], Along) for n in node.all_input_nodes)
         if rule is None or not (known or name in PRODUCT_OPERATORS):
             return self.stop(node)

@@ -198,9 +198,10 @@ def with_fastest_linears(
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
-    `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. Layers
-    with the same weight and bias have one replacement. Layers that share their weight with a
-    protected layer, and embeddings, are unchanged.
+    `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. It is
+    also unchanged if float is faster and the replacement may use float. Layers with the same weight
+    and bias have one replacement. Layers that share their weight with a protected layer, and
+    embeddings, are unchanged.
     """
     kept_weights = weights_of_modules(model, protected)
     linears = {
@@ -219,7 +220,9 @@ def with_fastest_linears(
         # A replacement includes a bias, so a weight that is used with two biases needs two.
         key = weight_identity(linear), id(linear.bias)
         if key not in by_weight_and_bias:
-            by_weight_and_bias[key] = make(linear)
+            made = make(linear)
+            is_useful = made is not None and (made.always or made.has_faster_implementation())
+            by_weight_and_bias[key] = made if is_useful else None
         if (replacement := by_weight_and_bias[key]) is not None:
             replacement.training = linear.training
             replacements[linear] = replacement

@@ -64,7 +64,8 @@ def gptq(
     calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
     [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
     count. A weight that several layers share is rounded for the inputs of the first one. A layer
-    that no batch calls is rounded to the nearest codes, and a warning names it.
+    that receives no inputs other than zeros is rounded to the nearest codes, and a warning names
+    it.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
     is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
@@ -80,6 +81,7 @@ def gptq(
     layers = layers_of(model, (nn.Linear,), protect)
     check_weights(layers)
     rounded: set[str] = set()
+    uncalibrated: list[str] = []
 
     def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:
         return grid_of(rows, bits, symmetric=symmetric).stored_as(dtype)
@@ -89,7 +91,8 @@ def gptq(
         weight = weight_of(layer)
         rows = as_rows(wide(outputs_first(layer, weight)), group_size)
         grid = grid_for(rows, weight.dtype)
-        if hessian is None:
+        if hessian is None or not hessian.any():
+            uncalibrated.append(name)
             codes = grid.quantize(rows)
         else:
             codes, grid = gptq_codes(
@@ -107,15 +110,14 @@ def gptq(
 
     with evaluation_mode(model):
         visit_layers(model, require_batches(batches), layers, round_layer, progress)
-    uncalibrated = [name for name in layers if name not in rounded]
-    for name in uncalibrated:
+    for name in [name for name in layers if name not in rounded]:
         round_layer(name, None)
         if progress is not None:
             progress(name, len(rounded), len(layers))
     if uncalibrated:
         warnings.warn(
-            f"{len(uncalibrated)} layers were not called with calibration inputs and are rounded "
-            f"to the nearest codes: {first_names(uncalibrated)}; calibrate on more batches, or "
+            f"{len(uncalibrated)} layers received no inputs other than zeros and are rounded to "
+            f"the nearest codes: {first_names(uncalibrated)}; calibrate on more batches, or "
             "protect these layers to leave them dense",
             stacklevel=2,
         )

@@ -25,7 +25,8 @@ class Int8Linear(FastestLinear):
 
     With may_stay_float=True the faster implementation is used for each number of tokens: this
     product, or the dense weight in float. `explain` returns the choice and the times. `.to(dtype)`
-    converts the bias and the results; the codes and their scales remain the same.
+    converts the bias and the results; the codes and their scales remain the same. Scales are
+    float64 if the weight is, and float32 otherwise.
     """
 
     weight_codes: Tensor
@@ -68,6 +69,8 @@ class Int8Linear(FastestLinear):
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
 
     def _multiply(self, inputs: Tensor) -> Tensor:
+        if not inputs.is_floating_point():
+            raise TypeError(f"expected inputs of a floating-point type, got {inputs.dtype}")
         tokens = wide(inputs.reshape(-1, self.in_features))
         least = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=least).div_(127)

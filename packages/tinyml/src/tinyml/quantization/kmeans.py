@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.conversion import compress_weights, plain_copy
-from tinyml.layers import QUANTIZABLE, layers_of, setting_per_layer, weight_of
+from tinyml.conversion import compress_weights
+from tinyml.layers import QUANTIZABLE, weight_of
 from tinyml.quantization.pack import pack, unpack
 from tinyml.validation import check_bits, check_strided
 
@@ -37,13 +37,11 @@ def kmeans_quantize(
     are unchanged. The palettes can be trained like any parameter; the codes do not change. Zeros of
     pruned weights are clustered like other values and move with their centroid.
     """
-    model = plain_copy(model)
-    widths = setting_per_layer(bits, layers_of(model, layers, protect))
 
-    def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-        return Palette(weight_of(layer), widths[name]) if name in widths else None
+    def compress(layer: nn.Module, bits: int) -> Palette:
+        return Palette(weight_of(layer), bits)
 
-    return compress_weights(model, layers, compress, protect)
+    return compress_weights(model, layers, bits, compress, protect)
 
 
 class Palette(CompressedWeight):

@@ -9,15 +9,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.compressed_weight import CompressedWeight
 from tinyml.conversion import compress_weights, plain_copy
 from tinyml.layers import (
     QUANTIZABLE,
     is_conv1d,
-    layers_of,
     outputs_first,
     protected_modules,
-    setting_per_layer,
     weight_of,
 )
 from tinyml.quantization.fastest_linear import FastestLinear, with_fastest_linears
@@ -62,44 +59,31 @@ def quantize(
             f"expected nn.Linear in layers for activations={activations!r}, which replaces linear "
             f"layers only, got {list(layers)}"
         )
-    model = plain_copy(model)
     if activations == "float":
-        widths = setting_per_layer(bits, layers_of(model, layers, protect))
-
-        def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-            return _on_grid(layer, widths[name], group_size, symmetric) if name in widths else None
-
-        return compress_weights(model, layers, compress, protect)
+        compress = partial(_on_grid, group_size=group_size, symmetric=symmetric)
+        return compress_weights(model, layers, bits, compress, protect)
     is_auto = activations == "auto"
     make: Callable[[nn.Module], FastestLinear | None]
     if is_auto and bits == 4:
         make = partial(_int4_layer, group_size=group_size, symmetric=symmetric)
     elif bits == 8 and group_size is None and symmetric:
-        make = partial(_int8_layer, may_stay_float=is_auto)
+        make = partial(Int8Linear, may_stay_float=is_auto)
     else:
         other = ", or bits=4," if is_auto else ""
         raise ValueError(
             f"expected bits=8 with one symmetric scale per channel{other} for {activations=}, "
             f"got {bits=}, {group_size=}, {symmetric=}"
         )
-    return with_fastest_linears(model, make, protected_modules(model, protect), progress)
+    protected = protected_modules(model, protect)
+    return with_fastest_linears(plain_copy(model), make, protected, progress)
 
 
 def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
-    """Return the layer with 4-bit weights, or None if that is not faster here."""
+    """Return the layer with 4-bit weights, or None if the kernel does not support it."""
     if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
-        return None  # the kernel does not support such a layer
-    grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
-    replacement = Int4Linear(grid, cast(Tensor | None, layer.bias))
-    return replacement if replacement.has_faster_implementation() else None
-
-
-def _int8_layer(layer: nn.Module, may_stay_float: bool) -> Int8Linear | None:
-    """Return the layer with int8 products, or None if it may stay in float and that is faster."""
-    replacement = Int8Linear(layer, may_stay_float=may_stay_float)
-    if may_stay_float and not replacement.has_faster_implementation():
         return None
-    return replacement
+    grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
+    return Int4Linear(grid, cast(Tensor | None, layer.bias))
 
 
 def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tinyml.compressed_weight import CompressedWeight, compressed_weight
-from tinyml.conversion import check_supported, compress_weights, install_weight, plain_copy
+from tinyml.compressed_weight import compressed_weight
+from tinyml.conversion import check_supported, compress_weights, install_weight
 from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
@@ -39,11 +39,11 @@ def prepare_qat(
     """
     check_bits(bits, "symmetric training takes", least=2)
 
-    def compress(name: str, layer: nn.Module) -> CompressedWeight:
+    def compress(layer: nn.Module, bits: int) -> RoundedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
         return RoundedWeight(weight, bits, group_size, learn_scale, transposed)
 
-    return compress_weights(plain_copy(model), layers, compress, protect)
+    return compress_weights(model, layers, bits, compress, protect)
 
 
 @torch.no_grad()

@@ -72,7 +72,9 @@ class RoundedWeight(CompressedWeight):
         if self.step is None:
             rounded = grid.dequantize(grid.quantize(rows.detach()))
             return self._shaped(same_value(rounded, rows), weight)
-        step = learned(self.step, rows.shape[1] * grid.high)
+        step = positive(self.step)
+        # LSQ scales the gradient of a step that n values use by (n q_max)^-0.5.
+        step = same_value(step, step * (rows.shape[1] * grid.high) ** -0.5)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
@@ -85,11 +87,6 @@ def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
 def positive(step: Tensor) -> Tensor:
     """Return the absolute value of a step, at least the smallest normal number."""
     return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
-
-
-def learned(step: Tensor, count: int) -> Tensor:
-    """Return a step that `count` values use, with its gradient scaled by count^-0.5."""
-    return same_value(positive(step), positive(step) * count**-0.5)
 
 
 def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
