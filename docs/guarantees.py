@@ -49,7 +49,8 @@ def page() -> str:
         "",
         "This page lists what each package guarantees, grouped by question. Each claim names its "
         "tests, which are in `packages/NAME/tests`. Tests with the marks `gpu`, `timing` and "
-        "`exhaustive` are run only by `make test-gpu`, `make test-timing` and `make test-exhaustive`.",
+        "`exhaustive` are run only by `make test-gpu`, `make test-timing` and "
+        "`make test-exhaustive`.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]

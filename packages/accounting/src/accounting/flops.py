@@ -39,10 +39,11 @@ def flops(
 ) -> Breakdown:
     """Return the FLOPs for `batch` sequences of `seq` tokens, by part.
 
-    - `phase="forward"` and `"training"` (three times the forward) compute logits for every token,
-      `"prefill"` only for the last token.
+    - `phase="forward"` and `"training"` compute logits for every token, `"prefill"` only for the
+      last token. Training takes three times the FLOPs of the forward pass.
     - `phase="decode"` computes one new token per sequence, which attends to `seq` keys including
-      itself. MLA decodes from the latent: its up-projection is absorbed into queries and outputs.
+      itself. Latent attention (MLA) attends to the cached latent vectors themselves. The matrices
+      that would expand them to keys and values multiply the queries and the outputs instead.
     - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
       pairs that the masks of the model (causal, windows) let through.
     - `recompute` and `flash` add the recomputed operations of training, so the total includes all

@@ -211,8 +211,8 @@ def copying(model: Decoder, *, sample: int = 36) -> Row:
 def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:
     """Compare batched patching with one forward pass per patch.
 
-    Patched are every stream (`part=":input"`) or every head of a part, at every position. The peer
-    computes about `sample` patches, evenly spaced, and its time is scaled up.
+    The patches replace every stream (`part=":input"`), or every head of a part, at every position.
+    The peer computes about `sample` patches, evenly spaced, and its time is scaled up.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.embed.num_embeddings, (2, 1, length), generator=generator)

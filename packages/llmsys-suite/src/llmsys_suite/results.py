@@ -41,9 +41,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """A prediction and measurements: `peak` is the FLOPs per second of a matrix product."""
+    """The prediction of a step, and measurements of this machine."""
 
     variants_fit_together: bool
+    #: Rate of a large matrix product, in FLOPs per second.
     peak: float
     measured_peak_bytes: int
 

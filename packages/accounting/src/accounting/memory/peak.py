@@ -36,11 +36,14 @@ def peak_memory(
     """Return the peak memory of one device in a training loop after the first step.
 
     Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
-    of the backward, and activations are freed before the optimizer runs. The backward of each block
-    frees its activations and allocates its gradients. The peak is therefore at the end of the
-    forward, at the start of the backward, in the final norm, in a block (the last, the last but
-    one, the second or the first), at the sum of the two gradients of a tied table, or in the
-    optimizer.
+    of the backward pass, and activations are freed before the optimizer runs. The backward pass of
+    each block frees its activations and allocates its gradients. The peak is therefore at one of
+    these moments, and the result is the largest of them:
+
+    - the end of the forward pass, and the start of the backward pass
+    - the backward pass of the final norm, and of the first two and the last two blocks
+    - the sum of the two gradients of a tied table
+    - the step of the optimizer
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
@@ -48,11 +51,11 @@ def peak_memory(
     ranks without ZeRO-3, for selective recomputation, and for linear layers in fp8.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
-    one group per block and one for the ends. During the backward the ends and the whole gradient of
-    the head stay unsharded. Meanwhile one block computes, the next one is gathered, and the
-    previous one is reduced. Gradients are reduced after each micro-batch, as by default in FSDP2,
-    so their shards exist from the second micro-batch on. `plan.accumulate_unsharded` means one
-    reduction per step, so unsharded gradients exist instead.
+    one group per block and one for the ends, which are the weights outside the blocks. During the
+    backward pass the ends and the whole gradient of the head stay unsharded. Meanwhile one block
+    computes, the next one is gathered, and the previous one is reduced. Gradients are reduced after
+    each micro-batch, as by default in FSDP2, so their shards exist from the second micro-batch on.
+    `plan.accumulate_unsharded` means one reduction per step, so unsharded gradients exist instead.
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)

@@ -48,9 +48,9 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
     `settings` are fields of `Settings` that override the detected ones. For a module without a
     configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
-    tokens to verify and to accept later. Its default is the model's number of positions, or less
-    for large models, and at most 1,024. If the model has no such number, 1,024 (or less for large
-    models) is halved until the model accepts texts of that length.
+    tokens to verify and to accept later. By default it is 1,024, or less for large models, and at
+    most the model's number of positions. If the model has no such number, the default is halved
+    until the model accepts texts of that length.
 
     The decoder is compared with the model under random weights and under the model's own; see
     `interp.decoder.verify`, and the errors in `Decoder.comparisons`. Weights into which a constant

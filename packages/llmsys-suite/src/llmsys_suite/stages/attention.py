@@ -29,7 +29,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def run(run: Run) -> Attention | None:
     """Time each kernel's forward and backward in interleaved rounds; compare outputs with float64.
 
-    Only rank 0 does so; other ranks return None.
+    Other ranks than rank 0 return None at once.
     """
     if run.rank != 0:
         return None

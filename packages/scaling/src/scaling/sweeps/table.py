@@ -73,9 +73,10 @@ def fit_sweep(
     in the order of the rows. Rows without a loss and runs that did not finish are left out.
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
-    the diverged runs. Their loss is nan, inf or "diverged", or exceeds the least loss by more than
-    42 % (a difference of 0.35 in log loss) and by more than four times the rise at an equal
-    distance below the best rate, in log loss and log rate.
+    the diverged runs. A run has diverged if its loss is nan, inf or "diverged". It has also
+    diverged if its loss is more than 42 % above the least loss, and the valley is too steep there:
+    the rise of the log loss is more than four times the rise on the other side of the best rate, at
+    an equal distance in log rate.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.

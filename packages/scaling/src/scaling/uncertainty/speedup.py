@@ -56,11 +56,11 @@ def effective_speedup(
 ) -> Speedup:
     """Return how much more compute `b` needs than `a` for the best loss of `a` at `compute`.
 
-    `factor` is the compute of `b` divided by `compute`, or inf if `b` never reaches the loss, which
-    is the lowest over all N. Both losses must be measured on the same text. The 95 % interval
-    combines the spread over pairs of laws consistent with the runs of `a` and `b`, the drift of
-    both laws beyond their runs, and their lack of fit. If either fit has no degrees of freedom, the
-    interval is (0, inf).
+    The best loss is the lowest over all N. `factor` is the compute with which `b` reaches this
+    loss, divided by `compute`. It is inf if `b` never reaches the loss. Both losses must be
+    measured on the same text. The 95 % interval combines the spread over pairs of laws consistent
+    with the runs of `a` and `b`, the drift of both laws beyond their runs, and their lack of fit.
+    If either fit has no degrees of freedom, the interval is (0, inf).
 
     Args:
         a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.

@@ -220,9 +220,9 @@ def with_fastest_linears(
         # A replacement includes a bias, so a weight that is used with two biases needs two.
         key = weight_identity(linear), id(linear.bias)
         if key not in by_weight_and_bias:
-            made = make(linear)
-            is_useful = made is not None and (made.always or made.has_faster_implementation())
-            by_weight_and_bias[key] = made if is_useful else None
+            layer = make(linear)
+            is_useful = layer is not None and (layer.always or layer.has_faster_implementation())
+            by_weight_and_bias[key] = layer if is_useful else None
         if (replacement := by_weight_and_bias[key]) is not None:
             replacement.training = linear.training
             replacements[linear] = replacement
