@@ -11,6 +11,7 @@ import numpy as np
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_unambiguous
+from scaling.tables.columns import parse_positive
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
 from scaling.tables.names import (
     SWEEP_NAMES,
@@ -282,25 +283,17 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     """Return the rows and losses by batch size and rate; inf if the cell says that it diverged."""
     rows = table.rows.tolist()
-    cells = {quantity: table.cells(name) for quantity, name in chosen.items()}
-    require_unambiguous(chosen["batch_size"], rows, cells["batch_size"], ".")
-    texts = [str(cell).strip().lower() for cell in cells["loss"]]
-    numbers = {
-        quantity: parse_numbers(c, is_count=quantity == "batch_size")
-        for quantity, c in cells.items()
-    }
-    numbers["loss"][[text in DIVERGED for text in texts]] = math.inf
-    for i in range(len(table)):
-        for quantity, name in chosen.items():
-            number = numbers[quantity][i]
-            if not (number > 0 and (quantity == "loss" or number < math.inf)):
-                wanted = "positive" if quantity == "loss" else "positive and finite"
-                raise ValueError(
-                    f"column {name!r} must be {wanted}, but row {rows[i]}: {cells[quantity][i]!r}"
-                )
+    require_unambiguous(chosen["batch_size"], rows, table.cells(chosen["batch_size"]), ".")
+    cells = table.cells(chosen["loss"])
+    numbers = parse_numbers(cells, is_count=False)
+    numbers[[str(cell).strip().lower() in DIVERGED for cell in cells]] = math.inf
+    for i in np.flatnonzero(~(numbers > 0)):
+        raise ValueError(
+            f"column {chosen['loss']!r} must be positive, but row {rows[i]}: {cells[i]!r}"
+        )
     runs: RunsBySetting = {}
-    sizes = _merge_close(numbers["batch_size"], SAME_SETTING)
-    rates = _merge_close(numbers["rate"], SAME_RATE)
+    sizes = _merge_close(parse_positive(table, chosen["batch_size"], 1.0, True), SAME_SETTING)
+    rates = _merge_close(parse_positive(table, chosen["rate"], 1.0, False), SAME_RATE)
     # The k-th run of each rate is the k-th repetition, so the runs are in the order of their seeds.
     seeds = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
     order = range(len(table))
@@ -308,7 +301,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
         order = np.argsort(setting_codes(table, seeds), kind="stable").tolist()
     for k in order:
         setting = (float(sizes[k]), float(rates[k]))
-        runs.setdefault(setting, []).append((rows[k], float(numbers["loss"][k])))
+        runs.setdefault(setting, []).append((rows[k], float(numbers[k])))
     return runs
 
 

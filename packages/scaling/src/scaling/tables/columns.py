@@ -17,7 +17,7 @@ from scaling.tables.grouping import SAME_TOKENS
 from scaling.tables.names import WORDS, Column, Match, ambiguity, split_words, text_unit
 from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
-from scaling.tables.table import Reading
+from scaling.tables.table import Reading, Table
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 #: Largest relative difference between columns of compute, or between compute and 6 N D, that is not
@@ -51,13 +51,13 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
                 require_unambiguous(
                     column.name, reading.rows, reading.table.cells(column.name), ".,"
                 )
-            numbers = _parse_positive(reading, column.name, unit, k != "loss")
+            numbers = parse_positive(reading.table, column.name, unit, k != "loss")
         else:
             numbers = np.full(len(reading.rows), unit)
             for name in column.name.split(TIMES):
                 # Numbers of steps and batches have no decimals.
                 require_unambiguous(name, reading.rows, reading.table.cells(name), ".")
-                numbers = numbers * _parse_positive(reading, name, 1.0, True)
+                numbers = numbers * parse_positive(reading.table, name, 1.0, True)
         values[k] = numbers
         if "perplexity" in column.description:
             values[k] = np.log(numbers)
@@ -71,15 +71,15 @@ def _shows_decimal_points(reading: Reading) -> bool:
     return any(isinstance(cell, str) and "." in cell for cell in losses)
 
 
-def _parse_positive(reading: Reading, name: str, unit: float, is_count: bool) -> Array:
+def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Array:
     """Return the numbers of a column; raise `ValueError` unless all are positive and finite."""
-    cells = reading.table.cells(name)
+    cells = table.cells(name)
     numbers = parse_numbers(cells, unit, is_count)
     invalid = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
     if len(invalid):
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
         wanted = "hold numbers" if unparsed else "be positive and finite"
-        bad = [f"row {reading.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
+        bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
         remedy = ""
         if any("," in text for text in bad):
             remedy = "; decimals start with a point, and commas separate only thousands of counts"
