@@ -33,7 +33,7 @@ SHORTEST_BAND = 3.0
 PATIENCE_S = 5.0
 #: Allowed factors between a peer of the run and the audit's, in the seconds that a step needs and
 #: in processor seconds. At a load average of up to 30 on two cores, 20 honest rounds differed by
-#: factors of up to 1.3 and 1.18.
+#: factors of up to 1.32 and 1.18.
 NEEDED_BAND = 1.4
 PROCESSOR_BAND = 1.25
 #: Allowed relative rounding error of a loss, and of AdamW's weight changes, by dtype of products.
