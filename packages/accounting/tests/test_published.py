@@ -10,7 +10,7 @@ from accounting.breakdown import counted
 from accounting.time.published import (
     LEAST_SOURCES,
     RUNS,
-    Ratio,
+    LogRatio,
     coverage,
     errors_by_source,
     half_width,
@@ -24,8 +24,8 @@ from accounting.time.published import (
 GROUP = ("A", "bf16", "dense")
 
 
-def a_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> Ratio:
-    return Ratio(source=source, group=group, usual=off, held_out=off)
+def a_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> LogRatio:
+    return LogRatio(source=source, group=group, with_all_constants=off, held_out=off)
 
 
 def test_interval_is_measured_on_held_out_sources() -> None:

@@ -28,7 +28,7 @@ from accounting.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
+class PublishedRun:
     """One published run: model, plan, hardware, and the measured time of a step."""
 
     model: Transformer
@@ -54,25 +54,27 @@ class Published:
 _SIZES = ("layers", "d_model", "heads")
 
 
-def _read() -> tuple[Published, ...]:
+def _read() -> tuple[PublishedRun, ...]:
     """Return the runs of published.toml."""
     text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
 
-    def whole(entry: dict[str, Any]) -> dict[str, Any]:
-        above = whole(tables["like"][entry["like"]]) if "like" in entry else {}
-        both = {k: above[k] | entry[k] for k in ("model", "plan") if k in above and k in entry}
-        return above | entry | both
+    def with_inherited(entry: dict[str, Any]) -> dict[str, Any]:
+        inherited = with_inherited(tables["like"][entry["like"]]) if "like" in entry else {}
+        merged_fields = {
+            k: inherited[k] | entry[k] for k in ("model", "plan") if k in inherited and k in entry
+        }
+        return inherited | entry | merged_fields
 
-    runs = [_published(whole(entry), tables["size"]) for entry in tables["run"]]
+    runs = [_published(with_inherited(entry), tables["size"]) for entry in tables["run"]]
     for table in tables["table"]:
         for entries in table["rows"]:
             row = dict(zip(table["columns"], entries, strict=True))
-            runs.append(_published(whole(table) | row, tables["size"]))
+            runs.append(_published(with_inherited(table) | row, tables["size"]))
     return tuple(runs)
 
 
-def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> Published:
+def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
     """Return the run of an entry, whose keys are fields of the model, the plan and the run."""
     model = entry.get("model", {}) | {key: entry[key] for key in _SIZES if key in entry}
     if "size" in entry:
@@ -85,14 +87,14 @@ def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> Published:
             fields["layers"] = tuple(range(*fields["layers"]))
         model[key] = RECORDS[key](**fields)
     plan = _plan(entry)
-    about = {
+    derived = {
         "model": Transformer(name=entry.get("size") or entry["name"], **model),
         "plan": plan,
         "seconds": _seconds(entry, model, plan.devices),
         "overlap": {**OVERLAP, **entry.get("overlap", {})},
     }
-    known = {key: entry[key] for key in Published.__dataclass_fields__ if key in entry}
-    return Published(**known | about)
+    known = {key: entry[key] for key in PublishedRun.__dataclass_fields__ if key in entry}
+    return PublishedRun(**known | derived)
 
 
 def _plan(entry: dict[str, Any]) -> Plan:
@@ -123,7 +125,7 @@ def _seconds(entry: dict[str, Any], model: dict[str, Any], devices: int) -> floa
     return value(entry["seconds"])
 
 
-RUNS: tuple[Published, ...] = _read()
+RUNS: tuple[PublishedRun, ...] = _read()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ class Interval:
 
     def rate(self, work: float) -> "Interval":
         """Return the interval of `work` per second, if this interval is in seconds."""
-        low, middle, high = (work / of for of in (self.high, self.middle, self.low))
+        low, middle, high = (work / duration for duration in (self.high, self.middle, self.low))
         return replace(self, low=low, middle=middle, high=high)
 
     def __str__(self) -> str:
@@ -161,25 +163,25 @@ LEAST_SOURCES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
+class LogRatio:
     """Logarithms of measured over modeled seconds of a run."""
 
     source: str
     group: Group
     #: The ratio with all constants of the time model.
-    usual: float
+    with_all_constants: float
     #: The ratio without constants that were fitted to the source of the run.
     held_out: float
 
 
 @lru_cache
-def ratios() -> tuple[Ratio, ...]:
+def ratios() -> tuple[LogRatio, ...]:
     """Return the ratios of all runs."""
     return tuple(
-        Ratio(
+        LogRatio(
             source=run.source.split(",")[0],
             group=group_of(run.model, run.hardware, run.precision),
-            usual=math.log(run.seconds / float(modeled(run).total)),
+            with_all_constants=math.log(run.seconds / float(modeled(run).total)),
             held_out=math.log(run.seconds / float(modeled(run, held_out=True).total)),
         )
         for run in RUNS
@@ -192,7 +194,7 @@ def group_of(model: Transformer, hardware: str | Hardware, precision: str | Prec
     return chip, recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
-def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
+def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
     """Return the modeled step of a run, without the learned factor.
 
     `held_out` omits constants that were fitted to the source of the run: its overlap, the power
@@ -203,10 +205,10 @@ def modeled(run: Published, *, held_out: bool = False) -> Breakdown:
     device = replace(device, attention_fraction=device.attention_fraction * run.attention)
     if not held_out or not run.fitted:
         return step_time(run.model, run.plan, work, hardware=device, overlap=run.overlap)
-    return step_time(run.model, run.plan, work, hardware=_without_constants(device))
+    return step_time(run.model, run.plan, work, hardware=_without_fitted_constants(device))
 
 
-def _without_constants(device: Hardware) -> Hardware:
+def _without_fitted_constants(device: Hardware) -> Hardware:
     """Return a device without power factor, whose fp8 products reach the fraction of bf16."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
@@ -216,15 +218,15 @@ def _without_constants(device: Hardware) -> Hardware:
     return replace(device, power_factor=1.0, peaks=peaks)
 
 
-def mean_log_ratio(seen: Iterable[Ratio]) -> float:
-    """Return the log of the learned factor: the mean of `usual` with equal weight per source."""
+def mean_log_ratio(seen: Iterable[LogRatio]) -> float:
+    """Return the log of the learned factor: the mean log ratio with equal weight per source."""
     by_source: dict[str, list[float]] = {}
     for ratio in seen:
-        by_source.setdefault(ratio.source, []).append(ratio.usual)
+        by_source.setdefault(ratio.source, []).append(ratio.with_all_constants)
     return fmean(fmean(logs) for logs in by_source.values())
 
 
-def errors_by_source(seen: Sequence[Ratio]) -> dict[str, list[float]]:
+def errors_by_source(seen: Sequence[LogRatio]) -> dict[str, list[float]]:
     """Return the absolute log errors of each source's runs, predicted from all other sources.
 
     A single source is predicted with a factor of 1.
@@ -252,7 +254,7 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 
 
 def interval_group(
-    seen: Iterable[Ratio], group: Group | None, least_sources: int = LEAST_SOURCES
+    seen: Iterable[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
 ) -> Group | None:
     """Return the group if it has enough sources for a separate interval, and None otherwise."""
     sources = {ratio.source for ratio in seen if ratio.group == group}
@@ -260,7 +262,7 @@ def interval_group(
 
 
 def learned(
-    seen: Sequence[Ratio], group: Group | None, least_sources: int = LEAST_SOURCES
+    seen: Sequence[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
 ) -> Interval:
     """Return the factor that multiplies modeled seconds, and its interval, for a group.
 

@@ -44,24 +44,24 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
     ambiguous, or is not positive and finite, or if a perplexity is at most 1.
     """
     values = {}
-    for k, column in columns.items():
-        unit = reading.units.get(k, column.unit)
+    for quantity, column in columns.items():
+        unit = reading.units.get(quantity, column.unit)
         if column.name in reading.table.columns:
-            if k != "loss" and column.unit != 1 and not _shows_decimal_points(reading):
+            if quantity != "loss" and column.unit != 1 and not _shows_decimal_points(reading):
                 require_unambiguous(
                     column.name, reading.rows, reading.table.cells(column.name), ".,"
                 )
-            numbers = parse_positive(reading.table, column.name, unit, k != "loss")
+            numbers = parse_positive(reading.table, column.name, unit, quantity != "loss")
         else:
             numbers = np.full(len(reading.rows), unit)
             for name in column.name.split(TIMES):
                 # Numbers of steps and batches have no decimals.
                 require_unambiguous(name, reading.rows, reading.table.cells(name), ".")
                 numbers = numbers * parse_positive(reading.table, name, 1.0, True)
-        values[k] = numbers
+        values[quantity] = numbers
         if "perplexity" in column.description:
-            values[k] = np.log(numbers)
-            if not (values[k] > 0).all():
+            values[quantity] = np.log(numbers)
+            if not (values[quantity] > 0).all():
                 raise ValueError(f"column {column.name!r}: a perplexity is above 1")
     return values
 
@@ -162,13 +162,13 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
     return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)
 
 
-def require_active_parameters(reading: Reading, named: Container[str]) -> None:
+def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
     """Raise `ValueError` if N may include idle experts of a mixture.
 
-    `named` has the quantities whose columns the caller has named, which confirms them.
+    `named_quantities` are those whose columns the caller has named, which confirms them.
     """
     column = reading.columns.get("parameters")
-    if column is None or "parameters" in named or "active" in column.kinds:
+    if column is None or "parameters" in named_quantities or "active" in column.kinds:
         return
     read = {chosen.name for chosen in reading.columns.values()}
     for name in reading.table.columns:
@@ -206,27 +206,29 @@ def require_tokens_of_text(reading: Reading) -> None:
     The number is `units={"tokens": …}`, and depends on the tokenizer.
     """
     column = reading.columns.get("tokens")
-    text_bytes = text_unit(column.name) if column else 0.0
-    if not (column and text_bytes):
+    bytes_per_unit = text_unit(column.name) if column else 0.0
+    if not (column and bytes_per_unit):
         return
     low, high = TOKENS_PER_BYTE
     unit = reading.units.get("tokens", 0.0)
-    if not low * text_bytes <= unit <= high * text_bytes:
+    if not low * bytes_per_unit <= unit <= high * bytes_per_unit:
         raise ValueError(
             f"column {column.name!r} is a size of text: expected units={{'tokens': …}} with the"
-            f" tokens that your tokenizer makes of one unit, from {low * text_bytes:g} to"
-            f" {high * text_bytes:g}, got {unit:g}"
+            f" tokens that your tokenizer makes of one unit, from {low * bytes_per_unit:g} to"
+            f" {high * bytes_per_unit:g}, got {unit:g}"
         )
 
 
-def require_tokens_of_all_epochs(reading: Reading, named: Container[str], is_history: bool) -> None:
+def require_tokens_of_all_epochs(
+    reading: Reading, named_quantities: Container[str], is_history: bool
+) -> None:
     """Raise `ValueError` if D may count the tokens of one epoch, and runs have other epochs than 1.
 
-    `named` has the quantities whose columns the caller has named, which confirms them. A size of
+    `named_quantities` are those whose columns the caller has named, which confirms them. A size of
     text is read only if it is named, so its name confirms nothing.
     """
     column = reading.columns.get("tokens")
-    if column is None or ("tokens" in named and not text_unit(column.name)):
+    if column is None or ("tokens" in named_quantities and not text_unit(column.name)):
         return
     reason = _reason_for_all_epochs(reading, column.name, is_history)
     if reason:
@@ -241,15 +243,17 @@ def require_tokens_of_all_epochs(reading: Reading, named: Container[str], is_his
         cells = reading.table.cells(name)
         epochs = parse_numbers(cells)
         # Epochs that are counted from 0 start with 0, which is the first one.
-        is_one = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
-        others = np.flatnonzero(~is_one & ~blank_cells(reading.table.columns[name]))
-        if len(others):
+        is_single_epoch = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
+        has_cell = ~blank_cells(reading.table.columns[name])
+        other_rows = np.flatnonzero(~is_single_epoch & has_cell)
+        if len(other_rows):
+            i = other_rows[0]
             confirm = f"columns={{'tokens': {column.name!r}}}"
             if text_unit(column.name):
                 confirm = f"ignore=[{name!r}]"
             raise ValueError(
                 f"column {column.name!r} may count the tokens of all epochs, or those of one epoch,"
-                f" because {name!r} is {cells[others[0]]!r} in row {reading.rows[others[0]]}: for"
+                f" because {name!r} is {cells[i]!r} in row {reading.rows[i]}: for"
                 f" all epochs pass {confirm}, and for one epoch pass columns={{'tokens':"
                 f" {TIMES.join([name, column.name])!r}}}"
             )

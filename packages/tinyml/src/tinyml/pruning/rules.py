@@ -27,13 +27,13 @@ def _addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: A
 
 
 def _matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
-    if walk.name_of(b) is not None and len(shape_of(b)) == 2:
+    if walk.name_if_used_once(b) is not None and len(shape_of(b)) == 2:
         return _product(walk, node, a, b, None, (0, 1), -1)
     first, second = walk.values[a], walk.values[b]
     if first is None or second is None or first.dim != second.dim:
-        return walk.stop(node)
+        return walk.block(node)
     if len(shape_of(a)) != len(shape_of(b)) or first.dim >= len(shape_of(a)) - 2:
-        return walk.stop(node)
+        return walk.block(node)
     return walk.merge(node, [first, second])
 
 
@@ -49,7 +49,7 @@ def _conv(
     *rest: Any,
 ) -> Any:
     if len(shape_of(x)) != len(shape_of(weight)):  # one image without a batch
-        return walk.stop(node)
+        return walk.block(node)
     # In a transposed convolution, `dilation` receives the output padding and `rest` the groups.
     transposed = "transpose" in operator_name(node)
     groups = rest[0] if rest else 1
@@ -57,17 +57,17 @@ def _conv(
         axes = (0, 1) if transposed else (1, 0)
         return _product(walk, node, x, weight, bias, axes, 1)
     along = walk.values[x]
-    names = [walk.name_of(item) for item in (weight, bias) if item is not None]
+    names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
     if along is None or along.dim != 1 or None in names:
-        return walk.stop(node)
+        return walk.block(node)
     outputs = shape_of(node)[1]
     if groups == shape_of(x)[1] and not transposed:
         times = outputs // groups  # a depthwise convolution: `times` filters per channel
         walk.add_slices(along, [(str(name), 0) for name in names], "passer", times)
         return Along(1, tuple((group, extent * times) for group, extent in along.parts))
     # A unit is one or several groups of the convolution, with their inputs and outputs.
-    if (unit := walk.coarsened(along, groups)) is None:
-        return walk.stop(node)
+    if (unit := walk.coarsen_to_blocks(along, groups)) is None:
+        return walk.block(node)
     for name, elements in zip(names, (shape_of(weight)[0], outputs), strict=False):
         unit.slices.append(Slice(str(name), 0, 0, elements // unit.size, "passer"))
     return Along(1, ((unit, outputs),))
@@ -88,14 +88,14 @@ def _product(
     """
     dim = dim % len(shape_of(x))
     along = walk.values[x]
-    name = walk.name_of(weight)
-    added = None if bias is None else walk.name_of(bias)
+    name = walk.name_if_used_once(weight)
+    added = None if bias is None else walk.name_if_used_once(bias)
     if name is None or (bias is not None and added is None):
-        return walk.stop(node)
+        return walk.block(node)
     if along is not None and along.dim == dim:
         walk.add_slices(along, [(name, axes[0])], "reader")
     else:
-        walk.stop(node)
+        walk.block(node)
     walk.products[name] = Product(node, x, dim)
     size = shape_of(weight)[axes[1]]
     group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
@@ -107,9 +107,9 @@ def _product(
 
 def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     along = walk.values[x]
-    names = [walk.name_of(item) for item in rest[:4] if item is not None]
+    names = [walk.name_if_used_once(item) for item in rest[:4] if item is not None]
     if along.dim != 1 or None in names:
-        return walk.stop(node)
+        return walk.block(node)
     walk.add_slices(along, [(str(name), 0) for name in names], "passer")
     return along
 
@@ -124,9 +124,9 @@ def _group_norm(
     *_: Any,
 ) -> Any:
     along = walk.values[x]
-    names = [walk.name_of(item) for item in (weight, bias) if item is not None]
-    if along.dim != 1 or None in names or walk.coarsened(along, groups) is None:
-        return walk.stop(node)
+    names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
+    if along.dim != 1 or None in names or walk.coarsen_to_blocks(along, groups) is None:
+        return walk.block(node)
     walk.add_slices(along, [(str(name), 0) for name in names], "passer")
     return along
 
@@ -136,10 +136,10 @@ def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
 
 
 def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
-    along, name = walk.values[x], walk.name_of(weight)
+    along, name = walk.values[x], walk.name_if_used_once(weight)
     if math.prod(shape_of(weight)) > 1:
         if along.dim != 1 or name is None:
-            return walk.stop(node)
+            return walk.block(node)
         walk.add_slices(along, [(name, 0)], "passer")
     return along
 
@@ -160,13 +160,13 @@ def _broadcast(
             without_units.append((source, new_dims))
     dim = with_units[0].dim
     if any(along.dim != dim for along in with_units):
-        return walk.stop(node)
+        return walk.block(node)
     for source, new_dims in without_units:
         if dim < new_dims or shape_of(source)[dim - new_dims] == 1:
             continue
-        name = walk.name_of(source)
+        name = walk.name_if_used_once(source)
         if name is None or shape_of(source)[dim - new_dims] != shape[dim]:
-            return walk.stop(node)
+            return walk.block(node)
         walk.add_slices(with_units[0], [(name, dim - new_dims)], "passer")
     return walk.merge(node, with_units)
 
@@ -187,30 +187,30 @@ def _attention(
     heads = len(shape_of(q)) - 3
     has_mask_per_head = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
     if dims != {heads} or has_mask_per_head or any(len(along.parts) != 1 for along in alongs):
-        return walk.stop(node)
-    return walk.merge(node, alongs, grouped=True)
+        return walk.block(node)
+    return walk.merge(node, alongs, allow_different_sizes=True)
 
 
 def _inner(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units through windows over dimensions after the second one."""
     along = walk.values[x]
-    return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.stop(node)
+    return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.block(node)
 
 
 def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any) -> Any:
     along = walk.values[x]
-    return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.stop(node)
+    return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.block(node)
 
 
 def _other_dim(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Any:
     """Pass units on if the operator changes another dimension."""
     along = walk.values[x]
-    return walk.stop(node) if dim % len(shape_of(x)) == along.dim else along
+    return walk.block(node) if dim % len(shape_of(x)) == along.dim else along
 
 
 def _layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
     along = walk.values[x]
-    return along if along.dim < len(shape_of(x)) - len(sizes) else walk.stop(node)
+    return along if along.dim < len(shape_of(x)) - len(sizes) else walk.block(node)
 
 
 def _mean(
@@ -220,7 +220,7 @@ def _mean(
     along, rank = walk.values[x], len(shape_of(x))
     reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
     if along.dim in reduced:
-        return walk.stop(node)
+        return walk.block(node)
     removed_before = 0 if keepdim else len([dim for dim in reduced if dim < along.dim])
     return Along(along.dim - removed_before, along.parts)
 
@@ -252,7 +252,7 @@ def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> A
                 joined += along.parts
         return Along(dim, tuple(joined))
     if None in alongs or len({along.dim for along in alongs}) > 1:
-        return walk.stop(node)
+        return walk.block(node)
     return walk.merge(node, alongs)
 
 
@@ -267,7 +267,7 @@ def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> A
     widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
     is_single = not more and group.size == extent and not group.blocked_by
     if not is_single or sum(widths) != total or group.layers("reader") or not _is_alone(x):
-        return walk.stop(node)
+        return walk.block(node)
     pieces, start = [], 0
     for size in widths:
         slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
@@ -292,14 +292,14 @@ def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
         if math.prod(after[:dim]) == lead and (extent != 1 or size == 1):
             break
     else:
-        return walk.stop(node)
+        return walk.block(node)
     inside = [math.prod(before[along.dim : end]) for end in range(along.dim + 1, len(before) + 1)]
     outside = [math.prod(after[dim:end]) for end in range(dim + 1, len(after) + 1)]
     if extent in inside:  # unchanged, or flattened with the dimensions after it
         times = extent // size
         return Along(dim, tuple((group, n * times) for group, n in along.parts))
     if size not in outside or len(along.parts) > 1:
-        return walk.stop(node)
+        return walk.block(node)
     group = walk.find(along.parts[0][0])  # split, for example into heads
     group.coarsen(math.gcd(group.size, extent))
     return Along(dim, ((group, extent),))

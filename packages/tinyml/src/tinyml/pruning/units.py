@@ -20,7 +20,9 @@ from tinyml.exported import described, exported, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Product, SizeUse, Slice
 from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
 
-_SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes"}
+_OPERATORS_WITH_SIZES = {
+    "view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes",
+}  # fmt: skip
 
 #: Operators that may create units even if no input contains units.
 PRODUCT_OPERATORS = {
@@ -49,10 +51,10 @@ class Walk:
         self.created: list[Group] = []
         #: The product of each weight that is used once, by the weight's name.
         self.products: dict[str, Product] = {}
-        self._users: Counter[int] = Counter()
+        self._uses_by_address: Counter[int] = Counter()
         for node in self.graph.nodes:
             if node.name in self.graph.constants:
-                self._users[self.graph.constants[node.name].data_ptr()] += len(node.users)
+                self._uses_by_address[self.graph.constants[node.name].data_ptr()] += len(node.users)
         #: The uses of each attribute that the code reads as the size of a tensor.
         self.size_uses: dict[Source, list[SizeUse]] = {}
         for node in self.graph.nodes:
@@ -71,7 +73,7 @@ class Walk:
             group = self._merged[group]
         return group
 
-    def stop(self, node: fx.Node) -> None:
+    def block(self, node: fx.Node) -> None:
         """Mark all units that reach this node as not removable."""
         for source in node.all_input_nodes:
             value = self.values[source]
@@ -82,11 +84,11 @@ class Walk:
                         "the model returns them" if node.op == "output" else described(node)
                     )
 
-    def name_of(self, node: Any) -> str | None:
+    def name_if_used_once(self, node: Any) -> str | None:
         """Return the name of a parameter or buffer that is used exactly once, or None."""
         if not isinstance(node, fx.Node) or node.name not in self.graph.names:
             return None
-        is_used_once = self._users[self.graph.constants[node.name].data_ptr()] == 1
+        is_used_once = self._uses_by_address[self.graph.constants[node.name].data_ptr()] == 1
         return self.graph.names[node.name] if is_used_once else None
 
     def add_slices(
@@ -108,7 +110,7 @@ class Walk:
                 group.slices.append(Slice(name, axis, start, width, role))
             start += extent * times
 
-    def coarsened(self, along: Along, count: int) -> Group | None:
+    def coarsen_to_blocks(self, along: Along, count: int) -> Group | None:
         """Merge neighboring units so that each of `count` equal parts contains whole units.
 
         Return the group, or None if the value has several groups or only one part.
@@ -119,19 +121,22 @@ class Walk:
         group.coarsen(math.gcd(group.size, count))
         return group
 
-    def merge(self, node: fx.Node, alongs: Sequence[Along], grouped: bool = False) -> Any:
+    def merge(
+        self, node: fx.Node, alongs: Sequence[Along], allow_different_sizes: bool = False
+    ) -> Any:
         """Merge the groups of several values that must have the same units, part by part.
 
         If the parts of two values have different numbers of elements, `node` blocks the units. With
-        grouped=True they are merged, because several query heads share a key-value head.
+        `allow_different_sizes` they are merged, because several query heads share a key-value head.
         """
         first = alongs[0]
         for other in alongs[1:]:
             has_same_parts = len(first.parts) == len(other.parts) and all(
-                a == b or grouped for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
+                a == b or allow_different_sizes
+                for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
             )
             if not has_same_parts:
-                return self.stop(node)
+                return self.block(node)
             for (target, _), (merged, _) in zip(first.parts, other.parts, strict=True):
                 self._merge_groups(self.find(target), self.find(merged))
         return first
@@ -148,18 +153,19 @@ class Walk:
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
         """Record, for each size that the code reads from an attribute, the units that it counts."""
         # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
-        sized = node.op == "call_function" and operator_name(node) in _SIZED
+        sized = node.op == "call_function" and operator_name(node) in _OPERATORS_WITH_SIZES
         for index, sources in size_sources(node).items() if sized else ():
             if isinstance(result, list):
                 # A split along another dimension does not count units.
                 source, _, *dim = node.args
                 pieces = result if index == -1 else result[index : index + 1]
-                across = (dim or [0])[0] in (pieces[0].dim, pieces[0].dim - len(shape_of(source)))  # type: ignore[arg-type]
+                first = pieces[0]
+                splits_units = (dim or [0])[0] in (first.dim, first.dim - len(shape_of(source)))  # type: ignore[arg-type]
                 for piece in pieces:
-                    self._note_size(node, sources, piece.parts if across else ())
+                    self._note_size(node, sources, piece.parts if splits_units else ())
             else:
-                counts = isinstance(result, Along) and result.dim == index
-                self._note_size(node, sources, result.parts if counts else ())
+                counts_units = isinstance(result, Along) and result.dim == index
+                self._note_size(node, sources, result.parts if counts_units else ())
 
     def _note_size(
         self, node: fx.Node, sources: Sequence[Source], parts: tuple[tuple[Group, int], ...]
@@ -172,7 +178,7 @@ class Walk:
 
     def _visit(self, node: fx.Node) -> Any:
         if node.op == "output":
-            return self.stop(node)
+            return self.block(node)
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -181,8 +187,8 @@ class Walk:
             return value[operator.index(index)] if isinstance(value, list) else value
         name = operator_name(node)
         rule = self._rules.get(name)
-        known = any(isinstance(self.values[n], Along) for n in node.all_input_nodes)
-        if rule is None or not (known or name in PRODUCT_OPERATORS):
-            return self.stop(node)
+        has_units = any(isinstance(self.values[n], Along) for n in node.all_input_nodes)
+        if rule is None or not (has_units or name in PRODUCT_OPERATORS):
+            return self.block(node)
         arguments: tuple[Any, ...] = node.args
         return rule(self, node, *arguments, **node.kwargs)
