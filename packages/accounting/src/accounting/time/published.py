@@ -42,7 +42,7 @@ class PublishedRun:
     flash: bool = False
     #: The argument `overlap` of `step_time`, for publications that report more overlap.
     overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
-    #: Rate of the attention kernel, as a fraction of the rate that the device reaches.
+    #: Factor on the device's `attention_fraction` for this run.
     attention: float = 1.0
     #: Information that the publication omits, and the assumption made for it.
     assumed: str = ""
@@ -98,7 +98,11 @@ def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
 
 
 def _plan(entry: dict[str, Any]) -> Plan:
-    """Return the plan of an entry, with what follows from the other fields."""
+    """Return the plan of an entry.
+
+    `virtual_stages` above 1 imply the interleaved schedule. `microbatch` implies `data`,
+    `microbatches` and `sequence_parallel`.
+    """
     plan = entry["plan"] | {key: entry[key] for key in Plan.__dataclass_fields__ if key in entry}
     if plan.get("virtual_stages", 1) > 1:
         plan["schedule"] = "interleaved"
@@ -135,7 +139,8 @@ class Interval:
     low: float
     middle: float
     high: float
-    #: Description of the published runs on which the range was measured, and how many it contained.
+    #: Description of the published runs on which the range was measured, and how many of them the
+    #: intervals contained.
     basis: str = ""
 
     def scaled(self, factor: float) -> "Interval":
@@ -164,19 +169,19 @@ LEAST_SOURCES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LogRatio:
-    """Logarithms of measured over modeled seconds of a run."""
+    """Logarithms of measured over modeled seconds of a run, with and without fitted constants."""
 
     source: str
     group: Group
-    #: The ratio with all constants of the time model.
+    #: The log ratio with all constants of the time model.
     with_all_constants: float
-    #: The ratio without constants that were fitted to the source of the run.
+    #: The log ratio without constants that were fitted to the source of the run.
     held_out: float
 
 
 @lru_cache
 def ratios() -> tuple[LogRatio, ...]:
-    """Return the ratios of all runs."""
+    """Return the log ratios of all runs."""
     return tuple(
         LogRatio(
             source=run.source.split(",")[0],
@@ -197,8 +202,8 @@ def group_of(model: Transformer, hardware: str | Hardware, precision: str | Prec
 def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
     """Return the modeled step of a run, without the learned factor.
 
-    `held_out` omits constants that were fitted to the source of the run: its overlap, the power
-    factor of its device, and the matmul efficiency of its dtype.
+    If constants were fitted to the source of the run, `held_out` replaces them. It uses the default
+    overlap, a power factor of 1, and for fp8 the matmul fraction of bf16.
     """
     work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
     device = find(run.hardware)
@@ -227,7 +232,7 @@ def mean_log_ratio(seen: Iterable[LogRatio]) -> float:
 
 
 def errors_by_source(seen: Sequence[LogRatio]) -> dict[str, list[float]]:
-    """Return the absolute log errors of each source's runs, predicted from all other sources.
+    """Return each source's absolute log errors if its runs are predicted from all other sources.
 
     A single source is predicted with a factor of 1.
     """
@@ -312,8 +317,8 @@ def predicted(
 
     The interval is that of runs with this chip, dtype and kind of model (dense or MoE). If one of
     the three arguments is missing, or too few sources have such runs, it is the widest known one.
-    `basis` of the result names the runs behind the interval, and counts the held-out runs that such
-    intervals contained.
+    `basis` of the result names the runs behind the interval. It says how many held-out runs lie in
+    intervals that are computed the same way.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:

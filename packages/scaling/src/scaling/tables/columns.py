@@ -1,7 +1,7 @@
 """The numbers of the chosen columns, and the reasons for choosing them over other columns.
 
-C = 6 N D needs active parameters and the tokens of all epochs. A table that may count otherwise is
-refused with the two readings.
+C = 6 N D needs active parameters and the tokens of all epochs. If a column may count something else
+and the caller has not confirmed it, `ValueError` names both readings.
 """
 
 import math
@@ -27,8 +27,9 @@ COMPUTE_TOLERANCE = 0.1
 #: Largest relative difference that rounding may cause between columns of the same numbers.
 ROUNDING = 0.01
 
-#: Possible tokens per byte of text. A byte is at most one token, and 7 % more if the unit
-#: is GiB. Usual tokenizers make one token of three to five bytes of English.
+#: Possible tokens per byte of text. A text has at most one token per byte. The bound is 1.1 because
+#: GiB and TiB columns are treated as GB and TB, although their units are 7 and 10 % larger. Usual
+#: tokenizers make one token of three to five bytes of English.
 TOKENS_PER_BYTE = (0.02, 1.1)
 
 #: Names of mixtures of experts, such as Mixtral-8x7B, 30B-A3B and moe-1b.
@@ -55,14 +56,18 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
         else:
             numbers = np.full(len(reading.rows), unit)
             for name in column.name.split(TIMES):
-                # Numbers of steps and batches have no decimals.
+                # The factors are whole numbers, so a comma can only separate thousands. Only points
+                # are ambiguous.
                 require_unambiguous(name, reading.rows, reading.table.cells(name), ".")
                 numbers = numbers * parse_positive(reading.table, name, 1.0, True)
         values[quantity] = numbers
         if "perplexity" in column.description:
             values[quantity] = np.log(numbers)
             if not (values[quantity] > 0).all():
-                raise ValueError(f"column {column.name!r}: a perplexity is above 1")
+                raise ValueError(
+                    f"column {column.name!r}: every perplexity must be above 1, got"
+                    f" {numbers.min():.5g}"
+                )
     return values
 
 
@@ -151,8 +156,9 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
                 " their names say"
             )
     if is_active:
-        return f"{reason}: only active parameters compute, C = 6 N D"
-    return f"{reason}: with embeddings; pass columns={{{quantity!r}: {other.name!r}}} for without"
+        return f"{reason}: C = 6 N D counts only active parameters"
+    remedy = f"to count without embeddings, pass columns={{{quantity!r}: {other.name!r}}}"
+    return f"{reason}: with embeddings; {remedy}"
 
 
 def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
@@ -165,14 +171,16 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
     """Raise `ValueError` if N may include idle experts of a mixture.
 
-    `named_quantities` are those whose columns the caller has named, which confirms them.
+    `named_quantities` contains the quantities whose columns the caller named. A named column of
+    parameters is confirmed.
     """
     column = reading.columns.get("parameters")
     if column is None or "parameters" in named_quantities or "active" in column.kinds:
         return
     read = {chosen.name for chosen in reading.columns.values()}
     for name in reading.table.columns:
-        if name in read:  # Matching the cells of a million rows takes seconds.
+        # Columns that are read hold numbers; skipping them saves seconds per million rows.
+        if name in read:
             continue
         mixtures = np.flatnonzero(_has_mixtures(reading, name))
         if len(mixtures):
@@ -190,7 +198,8 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     cells = reading.table.cells(name)
     words = split_words(name)
     stem = "".join(words).removesuffix("count")
-    # A name may also have the singular: n_expert. `experts_per_token` is also above 1 for mixtures.
+    # The last word may be singular: n_expert. Names with `per`, such as tokens_per_expert, do not
+    # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
     if stem.endswith("moe"):
@@ -201,9 +210,9 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
 
 
 def require_tokens_of_text(reading: Reading) -> None:
-    """Raise `ValueError` if tokens are a size of text without a possible number of tokens per unit.
+    """Raise `ValueError` if tokens are a size of text and their unit is missing or impossible.
 
-    The number is `units={"tokens": …}`, and depends on the tokenizer.
+    `units["tokens"]` is the number of tokens per unit of text, and depends on the tokenizer.
     """
     column = reading.columns.get("tokens")
     bytes_per_unit = text_unit(column.name) if column else 0.0
@@ -222,10 +231,10 @@ def require_tokens_of_text(reading: Reading) -> None:
 def require_tokens_of_all_epochs(
     reading: Reading, named_quantities: Container[str], is_history: bool
 ) -> None:
-    """Raise `ValueError` if D may count the tokens of one epoch, and runs have other epochs than 1.
+    """Raise `ValueError` if D may count one epoch of runs whose number of epochs is not 1.
 
-    `named_quantities` are those whose columns the caller has named, which confirms them. A size of
-    text is read only if it is named, so its name confirms nothing.
+    `named_quantities` contains the quantities whose columns the caller named. A named column of
+    tokens is confirmed. A size of text must always be named, so naming it does not confirm it.
     """
     column = reading.columns.get("tokens")
     if column is None or ("tokens" in named_quantities and not text_unit(column.name)):
@@ -260,9 +269,10 @@ def require_tokens_of_all_epochs(
 
 
 def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
-    """Return the reason why the tokens of every row are those of all epochs, or "".
+    """Return why the tokens are those of all epochs, or "" if nothing shows it.
 
-    Raise `ValueError` if they differ from steps times the batch in tokens.
+    Raise `ValueError` if they differ from a product of columns that counts all epochs, such as
+    steps times batch tokens.
     """
     if _names_all_epochs(name):
         return "the name says so"
@@ -291,7 +301,7 @@ def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str
 
 
 def _names_all_epochs(name: str) -> bool:
-    """Return True if a column, or a product of columns, counts the tokens of all epochs by name."""
+    """Return True if a column or product counts tokens of all epochs, according to its name."""
     if any(factor_kind(factor) == "steps" for factor in name.split(TIMES)):
         return True
     joined = "".join(split_words(name))

@@ -45,7 +45,8 @@ class Walk:
         self.reads = SizeReads()
         self.graph = exported(model, inputs, self.reads)
         self._merged: dict[Group, Group] = {}
-        #: An `Along`, a list of them for a split, or None for each node that was visited.
+        #: For each visited node: an `Along`, a list of them for a split, or None if no units are
+        #: followed past the node.
         self.values: dict[fx.Node, Any] = {}
         #: The groups that rules have created, including those that were merged.
         self.created: list[Group] = []
@@ -100,7 +101,8 @@ class Walk:
     ) -> None:
         """Add slices of the tensors, given as (name, axis), to the groups of `along`.
 
-        A tensor has `times` elements per element of the value along the axis.
+        For each element of the value along its dimension, a tensor has `times` elements along its
+        axis.
         """
         start = 0
         for group, extent in along.parts:
@@ -111,9 +113,10 @@ class Walk:
             start += extent * times
 
     def coarsen_to_blocks(self, along: Along, count: int) -> Group | None:
-        """Merge neighboring units so that each of `count` equal parts contains whole units.
+        """Merge neighboring units in place so that each unit consists of whole blocks.
 
-        Return the group, or None if the value has several groups or only one part.
+        The value is cut into `count` equal blocks. Return the group, or None if the value has
+        several groups or `count` is 1.
         """
         if len(along.parts) != 1 or count == 1:
             return None
@@ -126,8 +129,9 @@ class Walk:
     ) -> Any:
         """Merge the groups of several values that must have the same units, part by part.
 
-        If the parts of two values have different numbers of elements, `node` blocks the units. With
-        `allow_different_sizes` they are merged, because several query heads share a key-value head.
+        If two values differ in the number or the sizes of their parts, `node` blocks the units.
+        With `allow_different_sizes`, parts of different sizes are merged too, because several query
+        heads share a key-value head. The number of parts must still agree.
         """
         first = alongs[0]
         for other in alongs[1:]:
@@ -151,7 +155,7 @@ class Walk:
             self._merged[second] = first
 
     def _note_sizes(self, node: fx.Node, result: Any) -> None:
-        """Record, for each size that the code reads from an attribute, the units that it counts."""
+        """Record the units that each size counts, if the code reads the size from an attribute."""
         # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
         sized = node.op == "call_function" and operator_name(node) in _OPERATORS_WITH_SIZES
         for index, sources in size_sources(node).items() if sized else ():
