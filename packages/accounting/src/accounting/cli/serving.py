@@ -113,7 +113,7 @@ def serving(
     if not cache_bytes:
         raise ValueError(f"expected a decoder, got {model.name}, which has no cache")
     usable = 0.9 * device.memory_bytes
-    read = sum(_read_parameters(x.model, tensor) * size + x.read_bytes for x in loads)
+    read = sum(_count_parameters_read(x.model, tensor) * size + x.read_bytes for x in loads)
     room = math.inf
     for stage in loads:
         if stage.weight_bytes > usable:
@@ -173,7 +173,7 @@ def _inference_seconds(
     for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) if "attention" in work else 0.0
-        moved = _read_parameters(part, tensor, tokens, expert) * size
+        moved = _count_parameters_read(part, tensor, tokens, expert) * size
         # A prefill writes the whole cache.
         moved += batch * (read_bytes if phase == "decode" else cache_bytes)
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
@@ -231,7 +231,7 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
     return latents * (1 - min(seq, model.mla.index_top) / seq)
 
 
-def _read_parameters(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
+def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
     """Return the number of parameters that a device reads while each replica has `tokens` tokens.
 
     Tables do not count, except for a tied head. Tokens are assumed to choose experts independently

@@ -36,7 +36,7 @@ class GradientReport:
     #: True if the weights changed since the last synchronization.
     has_stepped: bool = False
     #: Checksum of the weights; 0 if it is not needed.
-    weights: int = 0
+    weights_checksum: int = 0
 
 
 class GradientAgreement(Extension):
@@ -56,13 +56,13 @@ class GradientAgreement(Extension):
         self._failures = failures
         self._find_unused_parameters = find_unused_parameters
         self._check_nan = check_nan
-        self._parameters: Sequence[nn.Parameter] = ()
+        self._step_parameters: Sequence[nn.Parameter] = ()
         #: Sum of the parameters' version counters at the start of the last step.
-        self._versions: int | None = None
+        self._versions_at_step: int | None = None
         self._has_stepped = False
         #: All trained parameters, and the sum of their version counters before a forward pass.
-        self._weights: Sequence[nn.Parameter] = ()
-        self._weight_versions = 0
+        self._forward_parameters: Sequence[nn.Parameter] = ()
+        self._versions_before_forward = 0
 
     def record_weights(self, weights: Sequence[nn.Parameter]) -> None:
         """Record the weights before a forward pass, to detect changes until the last bucket.
@@ -70,18 +70,20 @@ class GradientAgreement(Extension):
         `nn.Embedding(max_norm=...)` changes weights in the forward pass, and an optimizer in a hook
         changes them in the backward pass. Both depend on the batch of one rank.
         """
-        self._weights = weights
-        self._weight_versions = _sum_versions(weights)
+        self._forward_parameters = weights
+        self._versions_before_forward = _sum_versions(weights)
 
     def on_step_start(self, step: Step) -> None:
         """Detect if an optimizer changed the parameters since the last step."""
         parameters = step.parameters
         versions = _sum_versions(parameters)
-        self._has_stepped = self._versions is not None and versions != self._versions
-        if parameters is not self._parameters:
+        self._has_stepped = (
+            self._versions_at_step is not None and versions != self._versions_at_step
+        )
+        if parameters is not self._step_parameters:
             self._has_stepped = False
-            self._parameters = parameters
-        self._versions = versions
+            self._step_parameters = parameters
+        self._versions_at_step = versions
 
     def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
         """Write the flags of the bucket."""
@@ -89,7 +91,7 @@ class GradientAgreement(Extension):
             bucket.find_nan()
         is_suspect = bool(bucket.nan_slots)
         if bucket.is_last and step.is_participating:
-            is_suspect |= _sum_versions(self._weights) != self._weight_versions
+            is_suspect |= _sum_versions(self._forward_parameters) != self._versions_before_forward
         bucket.write_flags(
             is_participating=step.is_participating,
             has_stepped=self._has_stepped,
@@ -106,10 +108,10 @@ class GradientAgreement(Extension):
         if not step.reduces_flags:
             self._sum_flags(buckets)
         world_size = self._group.world_size
-        are_usual = all(
+        all_flags_usual = all(
             bucket.has_usual_flags(world_size, has_stepped=self._has_stepped) for bucket in buckets
         )
-        if not buckets or (step.is_participating and are_usual):
+        if not buckets or (step.is_participating and all_flags_usual):
             return
         flags = [bucket.flags.tolist() for bucket in buckets]
         num_active, num_stepped, _ = flags[0][:RANK_FLAGS]
@@ -134,7 +136,7 @@ class GradientAgreement(Extension):
 
     def forget_versions(self) -> None:
         """Skip the comparison in the next step, because weights were copied from another rank."""
-        self._versions = None
+        self._versions_at_step = None
 
     def _sum_flags(self, buckets: Sequence[Bucket]) -> None:
         if not buckets:
@@ -179,7 +181,7 @@ class GradientAgreement(Extension):
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(with_nan)),
             self._has_stepped,
-            checksum(self._weights or self._parameters) if with_weights else 0,
+            checksum(self._forward_parameters or self._step_parameters) if with_weights else 0,
         )
 
 
@@ -216,7 +218,7 @@ def _check_nan(reports: dict[int, GradientReport]) -> None:
 def _check_weights(reports: dict[int, GradientReport]) -> None:
     # Equal weights mean that a rank changed its weights temporarily and restored them, or that all
     # ranks made the same change.
-    if len({report.weights for report in reports.values()}) == 1:
+    if len({report.weights_checksum for report in reports.values()}) == 1:
         return
     stepped = [rank for rank, report in reports.items() if report.has_stepped]
     if len(stepped) in (0, len(reports)):
@@ -235,13 +237,15 @@ def _check_weights(reports: dict[int, GradientReport]) -> None:
 
 def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None:
     for rank, report in reports.items():
-        partly = [name for name in report.missing if name not in unused]
-        if not partly:
+        missing_on_some = [name for name in report.missing if name not in unused]
+        if not missing_on_some:
             continue
-        other = next(r for r, them in reports.items() if partly[0] not in them.missing)
+        first = missing_on_some[0]
+        other = next(r for r, other_report in reports.items() if first not in other_report.missing)
         raise RuntimeError(
-            f"{_shorten(partly)} got no gradient on rank {rank}, but did on rank {other}; use it "
-            "on every rank, or pass find_unused_parameters=True to count a missing gradient as zero"
+            f"{_shorten(missing_on_some)} got no gradient on rank {rank}, but did on rank {other}; "
+            "use it on every rank, or pass find_unused_parameters=True to count a missing gradient "
+            "as zero"
         )
 
 

@@ -25,7 +25,7 @@ from interp.transformer_lens.weights import weights_of
 #: A function of an activation and its hook point `hook`, which returns a new value or None.
 HookFunction = Callable[..., Tensor | None]
 #: A full hook name, or a predicate of hook names.
-Name = str | Callable[[str], bool]
+HookSelector = str | Callable[[str], bool]
 #: Texts, or token ids (batch, pos) or (pos,).
 Input = str | Sequence[str] | Tensor
 
@@ -58,15 +58,15 @@ class Submodule:
             return members[name]
         if any(other.startswith(f"{name}.") for other in members):
             return Submodule(self._model, name)
-        raise AttributeError(f"the model has no {name!r}; {self._model.reason(name)}")
+        raise AttributeError(f"the model has no {name!r}; {self._model.remedy_for(name)}")
 
 
-class _StopError(Exception):
+class _Stopped(Exception):
     """The end of a call at `stop_at_layer`; its argument is the residual stream."""
 
 
 def _stop(stream: Tensor) -> None:
-    raise _StopError(stream)
+    raise _Stopped(stream)
 
 
 class HookedDecoder:
@@ -113,7 +113,11 @@ class HookedDecoder:
         return self._run(input, return_type, prepend_bos, stop_at_layer, [])[0]
 
     def run_with_hooks(
-        self, input: Input, *, fwd_hooks: Sequence[tuple[Name, HookFunction]] = (), **options: Any
+        self,
+        input: Input,
+        *,
+        fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = (),
+        **options: Any,
     ) -> Any:
         """Call the model with hook functions, each for a name or a predicate of names.
 
@@ -127,7 +131,7 @@ class HookedDecoder:
         input: Input,
         return_type: str | None = "logits",
         *,
-        names_filter: Name | Sequence[str] | None = None,
+        names_filter: HookSelector | Sequence[str] | None = None,
         remove_batch_dim: bool = False,
         prepend_bos: bool | None = None,
         stop_at_layer: int | None = None,
@@ -144,7 +148,9 @@ class HookedDecoder:
         return output, cache.remove_batch_dim() if remove_batch_dim else cache
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[tuple[Name, HookFunction]] = ()) -> Iterator[HookedDecoder]:
+    def hooks(
+        self, fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = ()
+    ) -> Iterator[HookedDecoder]:
         """Call hook functions in all calls of the model inside the block."""
         first = len(self._hooks)
         for name, function in fwd_hooks:
@@ -155,7 +161,7 @@ class HookedDecoder:
         finally:
             del self._hooks[first:last]
 
-    def add_hook(self, name: Name, hook: HookFunction) -> None:
+    def add_hook(self, name: HookSelector, hook: HookFunction) -> None:
         """Call `hook` in all later calls of the model, until `reset_hooks`."""
         self._hooks += [(match, hook) for match in self._matches(name)]
 
@@ -186,13 +192,13 @@ class HookedDecoder:
         tokens = tokens[None] if tokens.ndim == 1 else tokens
         names = [name for name in names if self._is_before(name, stop)]
         seen: dict[str, Tensor] = {}
-        results: dict[int, Tensor] = {}
+        head_outputs_by_layer: dict[int, Tensor] = {}
         hooks = [hook for hook in self._hooks if self._is_before(hook[0], stop)]
         hooks += [(name, partial(_store, seen)) for name in names if name.endswith("hook_result")]
         recorded = [name for name in names if not name.endswith("hook_result")]
         with ExitStack() as stack:
             for name, function in hooks:
-                stack.enter_context(self._hooked(name, function, results))
+                stack.enter_context(self._hooked(name, function, head_outputs_by_layer))
             records = record(self.decoder, *recorded, names="transformer_lens")
             activations = stack.enter_context(records)
             if stop is not None:
@@ -200,15 +206,18 @@ class HookedDecoder:
                 stack.enter_context(installed_hooks(self.decoder, {site: _stop}))
             try:
                 logits = self.decoder(tokens)
-            except _StopError as error:
+            except _Stopped as error:
                 return error.args[0], seen | activations
         return _result(logits, tokens, return_type), seen | activations
 
     @contextmanager
     def _hooked(
-        self, name: str, function: HookFunction, results: dict[int, Tensor]
+        self, name: str, function: HookFunction, head_outputs_by_layer: dict[int, Tensor]
     ) -> Iterator[None]:
-        """Call a hook function; `results` contains the latest outputs of heads by layer."""
+        """Call `function` in all calls of the decoder inside the context.
+
+        `head_outputs_by_layer` contains the latest outputs of the heads of each layer.
+        """
         point = self.hook_dict[name]
 
         def call(value: Tensor) -> Tensor:
@@ -223,12 +232,12 @@ class HookedDecoder:
         attention = self.decoder.layers[layer].attention
 
         def add_changes(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            before = results.get(layer)
+            before = head_outputs_by_layer.get(layer)
             if before is None:
                 outputs = head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
                 before = torch.stack(list(outputs.values()), -2)
-            results[layer] = call(before.clone())
-            return output + (results[layer] - before).sum(-2)
+            head_outputs_by_layer[layer] = call(before.clone())
+            return output + (head_outputs_by_layer[layer] - before).sum(-2)
 
         handle = attention.o.register_forward_hook(add_changes)
         try:
@@ -236,7 +245,7 @@ class HookedDecoder:
         finally:
             handle.remove()
 
-    def _matches(self, name: Name) -> list[str]:
+    def _matches(self, name: HookSelector) -> list[str]:
         """Return the hook names that a name or a predicate selects; ValueError for other names."""
         known = [
             other
@@ -246,10 +255,10 @@ class HookedDecoder:
         if callable(name):
             return [other for other in known if name(other)]
         if name not in known:
-            raise ValueError(f"no hook is named {name!r}; {self.reason(name)}")
+            raise ValueError(f"no hook is named {name!r}; {self.remedy_for(name)}")
         return [name]
 
-    def reason(self, name: str) -> str:
+    def remedy_for(self, name: str) -> str:
         """Return why a name is missing, and the remedy."""
         if name.endswith("hook_result"):
             return "call set_use_attn_result(True) before the call"
@@ -275,7 +284,7 @@ class HookedDecoder:
         if name in ("W_E", "W_pos", "W_U", "b_U") and matches:
             return matches[0]
         if len(matches) != self.cfg.n_layers:
-            raise AttributeError(f"HookedDecoder has no {name!r}; {self.reason(name)}")
+            raise AttributeError(f"HookedDecoder has no {name!r}; {self.remedy_for(name)}")
         return torch.stack(matches)
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Measure:
 
     seconds: Callable[[Sample], float]
     quantile: float
-    band: float
+    allowed_factor: float
 
     def of_rounds(self, steps: list[Sample]) -> float:
         """Return the quantile of the durations of the steps."""
@@ -115,38 +115,41 @@ def _time_ratios(
     for call in calls.values():
         call()
     # On a GPU, the processor only starts kernels and waits for them.
-    kinds = [kind for kind in MEASURES if kind == "needed time" or run.device.type == "cpu"]
-    steps: dict[str, list[Sample]] = {called: [] for called in calls}
+    measures = dict(MEASURES)
+    if run.device.type != "cpu":
+        del measures["processor time"]
+    steps: dict[str, list[Sample]] = {call_name: [] for call_name in calls}
     ratios: dict[str, dict[str, float]] = {}
-    while len(steps[name]) < ROUNDS and not (ratios and _are_clear(ratios)):
+    while len(steps[name]) < ROUNDS and not (ratios and _are_well_inside_bands(ratios)):
         for _ in range(ROUNDS_PER_DECISION):
-            for called, call in calls.items():
-                steps[called].append(timed(run, call))
-        for kind in kinds:
-            seconds = _mean_over_ranks(run, MEASURES[kind], steps)
-            ratios[kind] = {
+            for call_name, call in calls.items():
+                steps[call_name].append(timed(run, call))
+        for measure_name, measure in measures.items():
+            seconds = _mean_over_ranks(run, measure, steps)
+            ratios[measure_name] = {
                 other: seconds[name] / seconds[other] for other in calls if other != name
             }
     return ratios
 
 
-def _are_clear(ratios: dict[str, dict[str, float]]) -> bool:
+def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
     """Return True if no further rounds are likely to move a ratio out of its band."""
-    return all(
-        1 / MEASURES[kind].band < by_call["audit"] ** 2 < MEASURES[kind].band
-        for kind, by_call in ratios.items()
-    )
+    for measure_name, by_call in ratios.items():
+        allowed_factor = MEASURES[measure_name].allowed_factor
+        if not 1 / allowed_factor < by_call["audit"] ** 2 < allowed_factor:
+            return False
+    return True
 
 
 def timed(run: Run, call: Callable[[], object]) -> Sample:
     """Call once, and return the wall time, the processor time and the wait for a core."""
-    start_time = monotonic(run)
+    start_time = synchronized_time(run)
     # Both are read inside the wall time, so that the wait is never the longer one.
     waited, processor = core_wait_seconds(), time.process_time()
     call()
     processor, waited = time.process_time() - processor, core_wait_seconds() - waited
     return {
-        "seconds": monotonic(run) - start_time,
+        "seconds": synchronized_time(run) - start_time,
         PROCESSOR: processor,
         CORE_WAIT: waited,
     }
@@ -174,7 +177,7 @@ def _sharded(decoder: Decoder) -> nn.Module:
     return decoder
 
 
-def monotonic(run: Run) -> float:
+def synchronized_time(run: Run) -> float:
     """Return the seconds of a wall clock after the device has finished its work."""
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.peers import monotonic
+from llmsys_suite.audit.peers import synchronized_time
 from llmsys_suite.audit.tolerances import BAND, PATIENCE_S, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.ranks.rank import Run
@@ -74,9 +74,9 @@ def timed_in_turns(
     seconds: Rounds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start_time = monotonic(run)
+            start_time = synchronized_time(run)
             call()
-            seconds[name].append(monotonic(run) - start_time)
+            seconds[name].append(synchronized_time(run) - start_time)
     return seconds
 
 

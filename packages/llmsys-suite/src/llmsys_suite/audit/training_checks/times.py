@@ -116,11 +116,13 @@ def peers(record: Record) -> Iterator[Check]:
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     """
-    for name, by_kind in record.evidence["peers"].items():
+    for name, by_measure in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
-        for kind, ratios in by_kind.items():
-            measure = MEASURES[kind]
-            yield peer.within(f"{kind} of {name}", 1.0, ratios["audit"], measure.band)
+        for measure_name, ratios in by_measure.items():
+            measure = MEASURES[measure_name]
+            yield peer.within(
+                f"{measure_name} of {name}", 1.0, ratios["audit"], measure.allowed_factor
+            )
             means = record.by_step(measure.seconds, statistics.mean)
             for other in ratios.keys() - {"audit"}:
                 # The first step, if no warm-up precedes it, creates state and connections.
@@ -130,11 +132,11 @@ def peers(record: Record) -> Iterator[Check]:
                 by_round = [means[name][r] / means[other][r] for r in rounds]
                 low, high = bounds_of_median(by_round)
                 yield Sources("the audit's own timing", "rounds of the stage").between(
-                    f"{kind} of {name} over that of {other}",
+                    f"{measure_name} of {name} over that of {other}",
                     statistics.median(by_round),
                     ratios[other],
-                    low / measure.band,
-                    high * measure.band,
+                    low / measure.allowed_factor,
+                    high * measure.allowed_factor,
                 )
 
 
