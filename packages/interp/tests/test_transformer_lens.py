@@ -224,6 +224,7 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
         (lambda m: m.blocks[0].attn.hook_rot_q, "'blocks.0.attn.hook_rot_q'; hook_dict has"),
         (lambda m: m.add_hook("hook_scores", print), "no hook is named 'hook_scores'"),
         (lambda m: m.add_hook("blocks.0.attn.hook_result", print), r"set_use_attn_result\(True\)"),
+        (lambda m: m.add_hook("blocks.9.attn.hook_result", print), "hook_result'; hook_dict has"),
         (lambda m: m(TOKENS, "tokens"), "'both' or None, got 'tokens'"),
         (
             lambda m: m.run_with_cache(TOKENS)[1].logit_attrs,

@@ -5,14 +5,15 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
 
     [ token | position | previous token | output ]
 
-    head 0.0  QK: position i attends to i - 1      OV: token block -> previous-token block
+    head 0.0  QK: position i > 0 attends to i - 1  OV: token block -> previous-token block
     head 1.0  QK: a token attends to positions     OV: token block -> output block, BOS -> 0
               whose previous token equals it, and
               half as strongly to position 0
 
-A token without an earlier occurrence attends to BOS. If exp(-`sharpness` / 2) rounds to 0, all
-other weights are 0, and the output is then exactly 0. `train_induction` trains the same circuit.
-Elhage et al. 2021; Olsson et al. 2022.
+In head 0.0, position 0 attends to itself. In head 1.0, a token without an earlier occurrence
+attends to BOS. If exp(-`sharpness` / 2) rounds to 0, all its other attention weights are 0, and the
+output is then exactly 0. `train_induction` trains the same circuit. Elhage et al. 2021; Olsson et
+al. 2022.
 """
 
 from __future__ import annotations

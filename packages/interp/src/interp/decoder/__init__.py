@@ -1,1 +1,1 @@
-"""A decoder-only transformer for all families, built from a module in memory or a checkpoint."""
+"""A decoder-only transformer for all supported families, built from a module or a checkpoint."""

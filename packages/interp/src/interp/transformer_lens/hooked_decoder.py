@@ -22,7 +22,8 @@ from interp.text import token_ids
 from interp.transformer_lens.activation_cache import ActivationCache
 from interp.transformer_lens.weights import weights_of
 
-#: A function of an activation and its hook point `hook`, which returns a new value or None.
+#: A function called as `f(activation, hook=point)`. It returns the new activation, or None to keep
+#: the activation.
 HookFunction = Callable[..., Tensor | None]
 #: A full hook name, or a predicate of hook names.
 HookSelector = str | Callable[[str], bool]
@@ -50,7 +51,8 @@ class Submodule:
         self._model, self._name = model, name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # copy.copy, before the attributes are set
+        # copy.copy looks up attributes before they are set.
+        if attribute.startswith("_"):
             raise AttributeError(attribute)
         name = f"{self._name}.{attribute}"
         members = self._model.hook_dict | weights_of(self._model.decoder)
@@ -62,7 +64,7 @@ class Submodule:
 
 
 class _Stopped(Exception):
-    """The end of a call at `stop_at_layer`; its argument is the residual stream."""
+    """An exception that ends a call before `stop_at_layer`; its argument is the residual stream."""
 
 
 def _stop(stream: Tensor) -> None:
@@ -72,15 +74,19 @@ def _stop(stream: Tensor) -> None:
 class HookedDecoder:
     """A `Decoder` with the methods, names and weights of TransformerLens's `HookedTransformer`.
 
-    The weights and activations are those of the decoder. Those of `describe(model)` equal
-    `from_pretrained_no_processing`, and those of `fold_decoder(describe(model))` equal the
-    processed weights of `from_pretrained`. Weights such as `W_Q` are stacks of all layers, W_K and
-    W_V have one matrix per key head, and missing biases are zeros.
+    The weights and activations are those of the decoder. For `describe(model)`, they equal those of
+    a model from TransformerLens's `from_pretrained_no_processing`. For
+    `fold_decoder(describe(model))`, they equal those of a model from `from_pretrained`, whose
+    weights are processed. Weights such as `W_Q` are stacks of all layers, W_K and W_V have one
+    matrix per key head, and missing biases are zeros.
 
     `tokenizer` is a tokenizer of transformers. Its BOS token is prepended to texts, unless
-    `prepend_bos=False` is passed, or `default_prepend_bos=False` here. `cfg` has the sizes of the
-    decoder: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, d_mlp (None for
-    experts) and n_ctx (the largest number of tokens, or None); and device, dtype, use_attn_result.
+    `prepend_bos=False` is passed, or `default_prepend_bos=False` here.
+
+    `cfg` has the sizes of the decoder: n_layers, n_heads, n_key_value_heads, d_model, d_head,
+    d_vocab, d_mlp and n_ctx. d_mlp and attn_only are those of the first layer; d_mlp is None if the
+    layer has experts or no MLP. n_ctx is the largest number of tokens, or None. `cfg` also has
+    device, dtype and use_attn_result.
     """
 
     def __init__(
@@ -121,7 +127,7 @@ class HookedDecoder:
     ) -> Any:
         """Call the model with hook functions, each for a name or a predicate of names.
 
-        `options` are those of a call of the model.
+        `options` are passed to the call.
         """
         with self.hooks(fwd_hooks):
             return self(input, **options)
@@ -151,7 +157,7 @@ class HookedDecoder:
     def hooks(
         self, fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = ()
     ) -> Iterator[HookedDecoder]:
-        """Call hook functions in all calls of the model inside the block."""
+        """Call hook functions in all calls of the model inside the `with` statement."""
         first = len(self._hooks)
         for name, function in fwd_hooks:
             self.add_hook(name, function)
@@ -259,9 +265,9 @@ class HookedDecoder:
         return [name]
 
     def remedy_for(self, name: str) -> str:
-        """Return why a name is missing, and the remedy."""
-        if name.endswith("hook_result"):
-            return "call set_use_attn_result(True) before the call"
+        """Return advice for a name that is missing."""
+        if name in self.hook_dict and name.endswith("hook_result"):
+            return "call set_use_attn_result(True) first"
         return "hook_dict has the hooks; for other methods, use interp's functions with .decoder"
 
     def _is_before(self, name: str, stop: int | None) -> bool:
@@ -275,7 +281,8 @@ class HookedDecoder:
         return not name.startswith("ln_final.")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "decoder":  # copy.copy, before the attributes are set
+        # copy.copy looks up attributes before they are set.
+        if name.startswith("_") or name == "decoder":
             raise AttributeError(name)
         if name in ("embed", "pos_embed", "unembed"):
             return Submodule(self, name)
@@ -299,7 +306,8 @@ class HookedDecoder:
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
         """Return the token ids (batch, pos) of texts with equal numbers of tokens.
 
-        Raises ValueError for texts of different lengths, and if the tokenizer has no BOS token.
+        Raises ValueError without a tokenizer, for texts with different numbers of tokens, and if a
+        BOS token is to be prepended that the tokenizer does not have.
         """
         encode = partial(self._tokenizer(), add_special_tokens=False)
         rows = [token_ids(encode, text) for text in ([input] if isinstance(input, str) else input)]
@@ -325,7 +333,10 @@ class HookedDecoder:
         return text
 
     def to_str_tokens(self, input: Input, prepend_bos: bool | None = None) -> list[Any]:
-        """Return the text of each token, or one list per text for several texts."""
+        """Return the text of each token; for several texts, return one list per text.
+
+        For token ids (batch, pos), return one flat list.
+        """
         if not isinstance(input, str | Tensor):
             return [self.to_str_tokens(text, prepend_bos) for text in input]
         ids = input if isinstance(input, Tensor) else self.to_tokens(input, prepend_bos)
