@@ -89,7 +89,12 @@ class Bucket:
         return _describe(self.names)
 
     def preserve_aliased_grads(self) -> None:
-        """Preserve gradients the caller still references before the buffer is overwritten."""
+        """Keep the values of old gradients that the caller still references.
+
+        Call this before the buffer is overwritten. A gradient that is still the `.grad` of its
+        parameter is overwritten. So are aliases of memory from `allocate`, except for a former
+        `.grad` itself.
+        """
         for slot, references in enumerate(count_references(self._grad_views)):
             grad_view = self._grad_views[slot]
             is_kept = references > UNSHARED_REFERENCES

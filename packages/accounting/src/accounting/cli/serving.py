@@ -224,7 +224,10 @@ def _replica_devices_needed(
 
 
 def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
-    """Return the bytes of the latents that the index does not select for a new token."""
+    """Return the bytes of latents and position keys that a new token does not read.
+
+    These are the entries that the index of sparse attention does not select; 0 without an index.
+    """
     if not model.mla or not model.mla.index_heads:
         return 0.0
     latents = sum(float(p.total) for p in cache if p.name in ("latents", "position keys"))
@@ -234,9 +237,10 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
 def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
     """Return the number of parameters that a device reads while each replica has `tokens` tokens.
 
-    Tables do not count, except for a tied head. Tokens are assumed to choose experts independently
-    of each other, so some experts are not read. With expert parallelism, a device stores a fraction
-    1 / `expert` of the experts, and `expert` replicas send it their tokens.
+    Tables such as embeddings do not count, except for the one that a tied head reads. Tokens are
+    assumed to choose experts independently of each other, so some experts are not read. With expert
+    parallelism, a device stores a fraction 1 / `expert` of the experts, and `expert` replicas send
+    it their tokens.
     """
     read = 0.0
     for matrix in matrices(model):

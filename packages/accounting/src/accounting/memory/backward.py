@@ -1,4 +1,8 @@
-"""Tensors that exist only in the backward: the loss, temporary gradients, a recomputed block."""
+"""Memory at the fullest moment of the backward pass.
+
+The tensors are those of the final norm, the logits and the loss; temporary gradients; and a
+recomputed block.
+"""
 
 from dataclasses import replace
 from fractions import Fraction

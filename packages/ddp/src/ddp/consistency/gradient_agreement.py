@@ -27,20 +27,23 @@ class WeightsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The state of one rank that is compared if the flags disagree."""
+    """The state of one rank, which is compared if the summed flags do not suffice."""
 
     #: Names of parameters without a gradient.
     missing: tuple[str, ...] = ()
     #: Names of parameters whose gradient contains NaN.
     with_nan: tuple[str, ...] = ()
-    #: True if the weights changed since the last synchronization.
+    #: True if the parameters were changed in place since the last step started.
     has_stepped: bool = False
     #: Checksum of the weights; 0 if it is not needed.
     weights_checksum: int = 0
 
 
 class GradientAgreement(Extension):
-    """The checks that write and evaluate the flags of buckets. See Note [Bucket layout]."""
+    """The extension that writes the flags of each bucket and evaluates their sums over the ranks.
+
+    See Note [Bucket layout].
+    """
 
     def __init__(
         self,
@@ -65,8 +68,9 @@ class GradientAgreement(Extension):
         self._versions_before_forward = 0
 
     def record_weights(self, weights: Sequence[nn.Parameter]) -> None:
-        """Record the weights before a forward pass, to detect changes until the last bucket.
+        """Record the version counters of the weights before a forward pass.
 
+        They show changes of the weights until the last bucket is launched. For example,
         `nn.Embedding(max_norm=...)` changes weights in the forward pass, and an optimizer in a hook
         changes them in the backward pass. Both depend on the batch of one rank.
         """
@@ -74,7 +78,7 @@ class GradientAgreement(Extension):
         self._versions_before_forward = _sum_versions(weights)
 
     def on_step_start(self, step: Step) -> None:
-        """Detect if an optimizer changed the parameters since the last step."""
+        """Detect whether the parameters were changed in place since the last step started."""
         parameters = step.parameters
         versions = _sum_versions(parameters)
         self._has_stepped = (
@@ -102,7 +106,7 @@ class GradientAgreement(Extension):
         """Store in `step.unused` the indices of parameters for which no rank has a gradient.
 
         Inside `join()`, also rescale the gradients if the mean is over the ranks with inputs.
-        Raises `RuntimeError` on every rank if the ranks disagree.
+        Raises the errors of `check_same_gradients` on every rank.
         """
         buckets = step.buckets
         if not step.reduces_flags:
@@ -217,7 +221,7 @@ def _check_nan(reports: dict[int, GradientReport]) -> None:
 
 def _check_weights(reports: dict[int, GradientReport]) -> None:
     # Equal weights mean that a rank changed its weights temporarily and restored them, or that all
-    # ranks made the same change.
+    # ranks made the same change. The checksums are all 0 if weights are not compared.
     if len({report.weights_checksum for report in reports.values()}) == 1:
         return
     stepped = [rank for rank, report in reports.items() if report.has_stepped]

@@ -1,7 +1,7 @@
-"""Second implementations of torch's DDP and FSDP2, which the audit times beside the run's.
+"""The audit's own set-ups of torch's DDP and FSDP2, timed in the same rounds as the run's.
 
 Every ratio of a run is relative to torch's DDP, SDPA or float32. If the run slowed its peer, all
-other variants would look fast. The audit therefore times its own peers in the rounds of the run's.
+other variants would look fast. The audit therefore times its own DDP and FSDP2 in the same rounds.
 
 Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
 that a step needs, which is its wall time without waiting for a core, and its processor time.
@@ -52,8 +52,8 @@ class Measure:
         return sorted(map(self.seconds, steps))[int(self.quantile * (len(steps) - 1))]
 
 
-#: A rank may still wait for another rank that waits for a core. A low quantile leaves out the
-#: rounds in which that happens.
+#: Even without its own waits for a core, a rank may wait for another rank that waits for one. The
+#: low quantile of the needed time leaves such rounds out.
 MEASURES = {
     "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND),
     "processor time": Measure(itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND),
@@ -63,8 +63,8 @@ MEASURES = {
 def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the time ratios of each trained peer, by measure.
 
-    The entry "audit" is the time of the run's peer divided by the audit's implementation. Any other
-    entry is divided by the time of the variant that its key names.
+    The entry "audit" is the time of the run's peer divided by that of the audit's peer. For any
+    other entry, the divisor is the time of the variant that its key names.
     """
     wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
     other = next((name for name in OTHERS if name in trained), None)
@@ -110,7 +110,8 @@ def _time_ratios(
 ) -> dict[str, dict[str, float]]:
     """Return the ratio of the time of the call `name` to that of each other call, by measure.
 
-    Rounds are added until no ratio to the audit's call is near the edge of its band.
+    Rounds are added, up to `ROUNDS`, until the square of every ratio to the audit's call is within
+    its band.
     """
     for call in calls.values():
         call()
@@ -133,7 +134,7 @@ def _time_ratios(
 
 
 def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
-    """Return True if no further rounds are likely to move a ratio out of its band."""
+    """Return True if further rounds are unlikely to move a ratio out of its band."""
     for measure_name, by_call in ratios.items():
         allowed_factor = MEASURES[measure_name].allowed_factor
         if not 1 / allowed_factor < by_call["audit"] ** 2 < allowed_factor:
@@ -144,7 +145,8 @@ def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
 def timed(run: Run, call: Callable[[], object]) -> Sample:
     """Call once, and return the wall time, the processor time and the wait for a core."""
     start_time = synchronized_time(run)
-    # Both are read inside the wall time, so that the wait is never the longer one.
+    # Both counters are read between the two wall-clock readings, so that the wait does not exceed
+    # the wall time.
     waited, processor = core_wait_seconds(), time.process_time()
     call()
     processor, waited = time.process_time() - processor, core_wait_seconds() - waited

@@ -292,7 +292,10 @@ def restore(folder: Path, core: Core) -> None:
 
 
 def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
-    """Restore the state of a journal in `core`; return its spans, and whether it has a state."""
+    """Restore `core` from a journal.
+
+    Return the journal's spans, and True if it has a snapshot or a record.
+    """
     first = files.newest_snapshot(folder)
     has_files = first is not None or files.file_numbers(folder, "journal")
     spans = list(files.checked_spans(folder, first)) if has_files else []

@@ -56,7 +56,10 @@ class PieceReceiver:
 
 
 class FiniteCheck:
-    """A check that gradients are finite, which sums each piece while it is in the cache."""
+    """A check that received gradients are finite, which sums them piece by piece.
+
+    Each piece is summed directly after its copy, while it may still be in the processor's cache.
+    """
 
     def __init__(self, shard: Shard, data: Tensor) -> None:
         dtype, *others = {piece.dtype for piece in shard.pieces} or {torch.uint8}

@@ -125,7 +125,7 @@ class Problem(ComparesArrays):
 
     @cached_property
     def log_amplitude_terms(self) -> list[int]:
-        """Indices of the terms whose amplitude theta stores as a logarithm."""
+        """Indices of the terms whose amplitude is stored in theta as a logarithm."""
         return [k for k, term in enumerate(self.terms) if term.slopes]
 
     @cached_property

@@ -45,8 +45,8 @@ SMALLEST_STEP = 1.1
 class Sweep(ComparesArrays):
     """Mean final losses by batch size and rate, and the best rate of each batch size.
 
-    If the least loss of a batch size is at the lowest or highest rate, its best rate is nan and the
-    rate law ignores it.
+    If the lowest loss of a batch size is at the lowest or highest rate, that batch size has no best
+    rate (nan), and the rate law ignores it.
     """
 
     task: str

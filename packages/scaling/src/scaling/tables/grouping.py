@@ -47,8 +47,9 @@ def setting_codes(
 ) -> NDArray[np.intp]:
     """Return the index, counted from 0, of each row's combination of values in some columns.
 
-    Numbers in different notations, such as 3e-4 and 0.0003 or 0 and 0.0, are one setting. So are
-    numbers whose relative difference is at most `tolerance`.
+    Positive numbers are grouped, from the smallest, so that the numbers of a group differ by at
+    most a factor of 1 + `tolerance`. All zeros are one setting. Other cells are compared as text.
+    Therefore, the texts 3e-4 and 0.0003 are one setting, but -3e-4 and -0.0003 are two.
     """
     keys = []
     for name in names:

@@ -208,7 +208,10 @@ def measure_drift(whole: Estimate) -> Drift:
 
 
 def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
-    """Return the median error of log loss of larger runs, and the deviation noise explains."""
+    """Return the median error in log loss that `part` makes on the runs `beyond` its cut.
+
+    Also return the standard deviation that noise alone would give this median.
+    """
     errors = np.log(part.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))

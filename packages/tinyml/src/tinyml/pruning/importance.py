@@ -151,16 +151,16 @@ def parameter_of(model: nn.Module, name: str) -> Tensor:
 
 
 class _Probe(fx.Interpreter):
-    """An interpreter that records the input of each product, by the name of the weight."""
+    """An interpreter that records statistics of each product's input, by the name of the weight."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__(walk.graph.module)
         self._products = {product.node: (name, product) for name, product in walk.products.items()}
-        #: The generator of the noise that replaces the inputs of products, or None for the example.
+        #: The generator of the noise that replaces the inputs of products, or None for no noise.
         self.noise: torch.Generator | None = None
-        #: The mean squares of the elements on the example.
+        #: The mean square of each input element on the example, the last run without noise.
         self.squares: dict[str, Tensor] = {}
-        #: The largest magnitudes of the elements in all runs.
+        #: The largest magnitude of each input element in all runs.
         self.largest: dict[str, Tensor] = {}
         self.least_samples = _SAMPLES
 

@@ -77,7 +77,10 @@ def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
 
 
 def as_rows(weight: Tensor, group_size: int | None = None) -> Tensor:
-    """Return a weight as rows with one scale per row: per output, or per group of inputs."""
+    """Reshape a weight so that the elements of a row can share one scale.
+
+    A row has all inputs of one output, or `group_size` of them.
+    """
     if group_size is None:
         return weight.reshape(weight.shape[0], -1)
     width = weight[0].numel()

@@ -296,7 +296,10 @@ class GradientReducer:
         self.in_backward = True
 
     def _end_backward(self) -> None:
-        """Finish this backward, for every reducer of a shared group that any rank has reached."""
+        """Finish this backward pass.
+
+        If reducers share a group, finish it for each reducer that any rank has reached.
+        """
         if not self.in_backward:
             # Another reducer of the group has finished this one's backward.
             return
