@@ -306,8 +306,8 @@ class HookedDecoder:
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
         """Return the token ids (batch, pos) of texts with equal numbers of tokens.
 
-        Raises ValueError without a tokenizer, for texts with different numbers of tokens, and if a
-        BOS token is to be prepended that the tokenizer does not have.
+        Raises ValueError without a tokenizer, and for texts with different numbers of tokens. Also
+        raises it if a BOS token is to be prepended and the tokenizer has none.
         """
         encode = partial(self._tokenizer(), add_special_tokens=False)
         rows = [token_ids(encode, text) for text in ([input] if isinstance(input, str) else input)]

@@ -46,7 +46,7 @@ class Sweep(ComparesArrays):
     """Mean final losses by batch size and rate, and the best rate of each batch size.
 
     If the lowest loss of a batch size is at the lowest or highest rate, that batch size has no best
-    rate (nan), and the rate law ignores it.
+    rate (nan). The rate law ignores such batch sizes.
     """
 
     task: str
