@@ -47,13 +47,12 @@ def _kmeans(device: str, quick: bool) -> list[Row]:
         start = time.perf_counter()
         centroids, codes = kmeans(values, 16)
         ours = time.perf_counter() - start
-        nearest = centroids.index_select(0, codes.int())
         row: Row = {
             "case": "kmeans",
             "weights": count,
             "clusters": 16,
             "ours_ms": ours * 1e3,
-            "squared_error": float((values - nearest).square().sum()),
+            "squared_error": _squared_error(values, centroids, codes),
         }
         row["sklearn_ms"], row["sklearn_error"] = _sklearn(values)
         rows.append(row)
@@ -67,7 +66,16 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
     kmeans_of: Any = importlib.import_module("sklearn.cluster").KMeans
     start = time.perf_counter()
     fitted = kmeans_of(16, random_state=0, n_init="auto").fit(values.cpu().numpy()[:, None])
-    return (time.perf_counter() - start) * 1e3, float(fitted.inertia_)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    centroids, labels = (torch.from_numpy(a) for a in (fitted.cluster_centers_, fitted.labels_))
+    # scikit-learn sums its `inertia_` in float32. For 10^7 weights, that was 1.5 % too low.
+    return milliseconds, _squared_error(values.cpu(), centroids.flatten(), labels)
+
+
+def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
+    """Return the sum over `values` of the squared distance to their centroid, in float64."""
+    nearest = centroids.double().index_select(0, codes.int())
+    return float((values.double() - nearest).square().sum())
 
 
 def _linear(device: str, quick: bool) -> list[Row]:
