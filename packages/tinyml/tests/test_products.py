@@ -189,6 +189,7 @@ def test_without_them_an_exact_product_is_about_a_float_one(times_of_float):
 def test_auto_is_about_as_fast_as_float(processor, times_of_float):
     shapes = [(1, 512, 512), (1, 2048, 2048), (32, 1024, 1024), (256, 1024, 1024), (32, 4096, 4096)]
     cases = [(bits, *shape) for bits in (8, 4) for shape in shapes]
+    # The goal is 0.98. On a busy machine 0.92 was measured.
     ratios = times_of_float(processor, cases, 0.92)
     assert_at_least(f"tinyml: float over auto, {processor}", 0.92, min(ratios), margin=0)
 
