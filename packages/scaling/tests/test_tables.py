@@ -474,7 +474,12 @@ def test_checkpoints_without_run_names_or_steps_are_refused(spacing, shuffled):
         load_runs(rows)
     assert len(load_runs(rows, history=False)) == 15
     grid = [row | {"D": 1e9 * 2 ** (row["D"] // 9e8)} for row in rows]
-    assert len(load_runs(grid)) == 15
+    runs = load_runs(grid)
+    assert len(runs) == 15
+    assert "every row is a run: no column" in runs.explanation
+    assert "if the rows of a size are checkpoints of one training, pass a" in runs.explanation
+    named = load_runs([row | {"run": f"r{i}"} for i, row in enumerate(grid)])
+    assert "every row is a run: column 'run' has a different name in every row" in named.explanation
     many = [{"N": n, "D": 1e9 * 1.2**s, "loss": 4 - s / 50} for n in (1e8, 3e8) for s in range(25)]
     with pytest.raises(ValueError, match="evenly spaced token counts, or 20 with any"):
         load_runs(many)

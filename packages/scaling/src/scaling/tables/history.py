@@ -58,7 +58,6 @@ def keep_last_rows(reading: Reading, history: str | bool | None) -> bool:
     size = _sizes(reading, SIZE_TOLERANCE)
     ends = _find_run_ends(reading, history, size, progress)
     if ends is None:
-        reading.choices.append("every row is a run: the rows do not look like a history")
         return False
     column, last = ends
     resumed = _resumed_runs(reading, column, size, progress)
@@ -156,9 +155,10 @@ def _find_run_ends(
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history. Raise `ValueError` if the rows look like checkpoints
-    of training runs and no column has a different name in every row, if a run repeats some of its
-    token counts, or if the `named` column does not identify runs.
+    Return None if the table is not a history, and append the reason to `reading.choices`. Raise
+    `ValueError` if the rows look like checkpoints of training runs and no column has a different
+    name in every row, if a run repeats some of its token counts, or if the `named` column does not
+    identify runs.
     """
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
@@ -170,7 +170,7 @@ def _find_run_ends(
         candidates += [names[c] for c in ("name", "experiment") if c in names]
     if isinstance(named, str):
         candidates = [named]
-    has_names = False
+    unique_names = ""
     repeated = ""
     for column in candidates:
         _require_one_text_per_run(reading, column)
@@ -179,7 +179,7 @@ def _find_run_ends(
         # A column `id` of numbers may be an index or the key of a database.
         is_index = column.lower() in ("id", "uid") and str(reading.table.cells(column)[0]).isdigit()
         if is_unique and not is_index and not _names_checkpoints(reading, column):
-            has_names = True
+            unique_names = column
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
         # Rows of one size with different tokens are one training run at different times.
@@ -189,17 +189,26 @@ def _find_run_ends(
             return column, np.sort(order[np.append(~is_same_run, True)])
         if has_one_size and is_later.any():
             repeated = repeated or column
-    if repeated and not has_names:
+    if repeated and not unique_names:
         _raise_repeated_tokens(reading, repeated, progress)
-    if isinstance(named, str) and not has_names:
+    if isinstance(named, str) and not unique_names:
         raise ValueError(
             f"history={named!r}: the rows of a run must have one size and different tokens; if the"
             " tokens are those of the whole training, pass only the last row of each run"
         )
-    if not has_names:
+    if unique_names:
+        reason = f"column {unique_names!r} has a different name in every row"
+    else:
         size = _sizes(reading, STRICT_SIZE_TOLERANCE)
         _require_no_checkpoints(reading, rising + checkpoints, size, progress)
         _require_different_tokens(reading, candidates, size, progress)
+        reason = (
+            "no column of run names, steps or times shows a history, and fewer than half of the"
+            f" rows belong to sizes with {EVEN_CHECKPOINTS} evenly spaced token counts, or with"
+            f" {ANY_CHECKPOINTS}; if the rows of a size are checkpoints of one training, pass a"
+            " column of run names as history='…'"
+        )
+    reading.choices.append(f"every row is a run: {reason}")
     return None
 
 
