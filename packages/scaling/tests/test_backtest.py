@@ -280,6 +280,48 @@ def test_width_of_few_runs_changes_by_the_stated_factors():
     assert max(changes[20, i] for i in range(1, 7)) == pytest.approx(2.1, abs=0.05)
 
 
+def runs_of_exact_law(part, seed):
+    """Return runs of the fitted law with Gaussian noise of the residuals' standard deviation."""
+    mean = fit_parametric(part).law.predict(part.parameters, part.tokens)
+    deviation = math.sqrt(np.sum(np.log(part.loss / mean) ** 2) / (len(part) - 5))
+    noise = np.exp(deviation * np.random.default_rng(seed).standard_normal(len(part)))
+    table = {"N": part.parameters, "D": part.tokens, "loss": mean * noise}
+    return load_runs(table, history=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "porian.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/porian.csv",
+)
+@pytest.mark.parametrize(
+    ("table", "count", "factor", "seeds", "stated"),
+    [
+        # Table 6 is c4, and table 12 has the largest change of the tables with 40 or more runs.
+        (6, 34, 10, (), "{}x without the largest run of c4"),
+        (6, 34, 10, range(6), "{}x without three random runs"),
+        (6, 20, 10, range(6), "{}x without three of the 20 smallest runs"),
+        (12, 43, 1, [5], "{}x in the worst case of 40 or more runs"),
+    ],
+)
+def test_width_of_exact_laws_changes_as_that_of_real_tables(table, count, factor, seeds, stated):
+    """The README states the median over three generated tables of the largest change."""
+    runs = list(more_real_sets())[table]
+    part = runs[np.argsort(runs.compute, kind="stable")[:count]]
+    compute = factor * float(part.compute.max())
+    subsets = [np.sort(np.random.default_rng(s).permutation(count)[:-3]) for s in seeds]
+    largest = []
+    for seed in range(1000, 1003):
+        exact = runs_of_exact_law(part, seed)
+        width = log_width(fit_parametric(exact), compute)
+        changes = []
+        for subset in subsets or [np.arange(count - 1)]:
+            changes.append(abs(log_width(fit_parametric(exact[subset]), compute) - width))
+        largest.append(math.exp(max(changes)))
+    assert stated.format(f"{np.median(largest):.1f}") in " ".join(README.split())
+
+
 def more_real_sets():
     """Yield the tables of `real_sets`, tables that were tuned less, and a sweep of settings."""
     yield from real_sets()
