@@ -15,13 +15,14 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,10 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.testing",
 ]
+
+#: The pipe of a process yields its exit code once. `Process.start` also reads the exit codes of all
+#: other processes, so two threads that start and end processes can lose one: it becomes 255.
+_EXIT_CODES = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ def try_ranks(
                 },
                 daemon=True,
             )
-            process.start()
+            with _EXIT_CODES:
+                process.start()
             theirs.close()
             ranks.append((process, ours))
         deadline = time.monotonic() + timeout
@@ -132,15 +138,16 @@ def _collect(rank: int, process: ForkServerProcess, pipe: Connection, deadline: 
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             outcome = pickle.loads(pipe.recv_bytes())
-            process.join(5)
+            wait([process.sentinel], 5)
     except (EOFError, ConnectionResetError):
-        process.join(5)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    exit_code = process.exitcode
+        wait([process.sentinel], 5)
+    with _EXIT_CODES:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        exit_code = process.exitcode
+        process.close()
     pipe.close()
-    process.close()
     return outcome or Outcome(rank, exit_code=exit_code)
 
 
