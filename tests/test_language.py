@@ -58,6 +58,19 @@ IDIOMS = (
     (r"\bin turns\b", "alternately, interleaved"),
 )
 
+#: The largest number of words in a sentence of a page.
+MAX_WORDS = 25
+
+HTML_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+#: Code, or a template of docs/source; each counts as one word.
+INLINE_CODE = re.compile(r"\{\{.*?\}\}|`[^`]*`")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+#: The spaces after a sentence and its closing marks, or the separator of a list of references.
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\bal\.)[*_)\"']*\s+|\s+·\s+")
+LIST_ITEM = re.compile(r"^(?:[-*+]|\d+\.)\s+")
+#: The first characters of headings, table rows, pictures, HTML and the tables of docs/source.
+NOT_PROSE = ("#", "|", "![", "<", "@")
+
 
 @cache
 def areas() -> dict[str, list[Path]]:
@@ -208,27 +221,52 @@ def findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def findings_in_markdown(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every idiom in a page, outside of code."""
-    for row, paragraph in paragraphs(path.read_text()):
-        for idiom in idioms(re.sub(r"`[^`]*`", "code", paragraph)):
+    """Yield every idiom and every long sentence in a page, outside of code."""
+    text = HTML_COMMENT.sub(lambda match: "\n" * match.group().count("\n"), path.read_text())
+    for row, paragraph in paragraphs(text):
+        plain = LINK.sub(r"\1", INLINE_CODE.sub("code", paragraph))
+        for idiom in idioms(plain):
             yield row, idiom
+        if path.name == "changelog.md" or plain.startswith(NOT_PROSE):
+            continue
+        for sentence in sentences(plain):
+            words = re.findall(r"\S*\w\S*", sentence)
+            if len(words) > MAX_WORDS:
+                yield row, f"{len(words)} words in a sentence: {sentence!r}"
+
+
+def sentences(paragraph: str) -> Iterator[str]:
+    """Yield the sentences of a paragraph; a colon ends a sentence.
+
+    A list of four or more items after a colon is not a sentence.
+    """
+    for sentence in SENTENCE_END.split(LIST_ITEM.sub("", paragraph, count=1)):
+        opening, *parts = sentence.split(": ")
+        yield opening
+        for part in parts:
+            if part.count(", ") + part.count("; ") < 3:
+                yield part
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the first line and text of each paragraph or table of a page, outside of code."""
+    """Yield the first line and text of each paragraph, list item, heading and table row of a page.
+
+    Fenced and indented code is left out.
+    """
     is_code = False
     first = 1
     lines: list[str] = []
     for row, line in enumerate([*text.splitlines(), ""], 1):
+        words = line.strip().removeprefix(">").strip()
         is_fence = line.lstrip().startswith("```")
         is_code = is_code != is_fence
-        if is_code or is_fence or not line.strip():
-            if lines:
-                yield first, " ".join(lines)
+        is_skipped = is_code or is_fence or not words or (line.startswith("    ") and not lines)
+        if lines and (is_skipped or words.startswith(NOT_PROSE) or LIST_ITEM.match(words)):
+            yield first, " ".join(lines)
             lines = []
-        else:
+        if not is_skipped:
             first = first if lines else row
-            lines.append(line.strip())
+            lines.append(words)
 
 
 def findings(paths: list[Path]) -> list[str]:
@@ -277,6 +315,47 @@ def test_each_rule_finds_its_example(tmp_path, code, message):
     path = tmp_path / "example.py"
     path.write_text(code)
     assert [text for _, text in findings_in_python(path) if message in text]
+
+
+LONG = "one " * 26 + "words"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        LONG,
+        f"Short. {LONG}",
+        f"- Short.\n- {LONG}",
+        f"> {LONG}",
+        f"Short: {LONG}",
+        f"| cell |\n\n{LONG.replace(' ', chr(10))}",
+        LONG.replace("one", "[one](page.md)"),
+        f"```\ncode\n```\n{LONG}",
+    ],
+)
+def test_long_sentence_of_a_page_is_found(tmp_path, page):
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    assert [text for _, text in findings_in_markdown(path)] == [f"27 words in a sentence: {LONG!r}"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "one " * 24 + "`" + "code " * 5 + "`",
+        "one " * 24 + "8. " + "one " * 24 + "words",
+        "one " * 24 + "words: " + "one " * 24 + "words",
+        "Name et al. 2020, Title · " * 6,
+        "Items: " + "one item, " * 20 + "and one more",
+        f"# {LONG}\n| {LONG} |\n",
+        f"```\n{LONG}\n```\n\n    {LONG}\n",
+        f"<!-- python\n{LONG}\n-->",
+    ],
+)
+def test_page_of_short_sentences_has_no_findings(tmp_path, page):
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    assert not [*findings_in_markdown(path)]
 
 
 def test_plain_code_has_no_findings(tmp_path):
