@@ -261,7 +261,8 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
         is_fence = line.lstrip().startswith("```")
         is_code = is_code != is_fence
         is_skipped = is_code or is_fence or not words or (line.startswith("    ") and not lines)
-        if lines and (is_skipped or words.startswith(NOT_PROSE) or LIST_ITEM.match(words)):
+        is_alone = words.startswith(NOT_PROSE) or (lines and lines[0].startswith(NOT_PROSE))
+        if lines and (is_skipped or is_alone or LIST_ITEM.match(words)):
             yield first, " ".join(lines)
             lines = []
         if not is_skipped:
@@ -317,7 +318,7 @@ def test_each_rule_finds_its_example(tmp_path, code, message):
     assert [text for _, text in findings_in_python(path) if message in text]
 
 
-LONG = "one " * 26 + "words"
+LONG = "one " * 12 + "et al. " + "one " * 12 + "words"
 
 
 @pytest.mark.parametrize(
@@ -331,6 +332,7 @@ LONG = "one " * 26 + "words"
         f"| cell |\n\n{LONG.replace(' ', chr(10))}",
         LONG.replace("one", "[one](page.md)"),
         f"```\ncode\n```\n{LONG}",
+        f"# Title\n{LONG}\n| cell |",
     ],
 )
 def test_long_sentence_of_a_page_is_found(tmp_path, page):
@@ -342,14 +344,16 @@ def test_long_sentence_of_a_page_is_found(tmp_path, page):
 @pytest.mark.parametrize(
     "page",
     [
-        "one " * 24 + "`" + "code " * 5 + "`",
+        "one " * 24 + "`code of words`",
+        "one " * 24 + "{{template(of, words)}}",
         "one " * 24 + "8. " + "one " * 24 + "words",
         "one " * 24 + "words: " + "one " * 24 + "words",
         "Name et al. 2020, Title · " * 6,
         "Items: " + "one item, " * 20 + "and one more",
-        f"# {LONG}\n| {LONG} |\n",
+        f"# {LONG}",
+        f"| {LONG} |",
         f"```\n{LONG}\n```\n\n    {LONG}\n",
-        f"<!-- python\n{LONG}\n-->",
+        f"<!-- python\n\n{LONG}\n-->",
     ],
 )
 def test_page_of_short_sentences_has_no_findings(tmp_path, page):
