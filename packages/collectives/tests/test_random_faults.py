@@ -1,17 +1,21 @@
 """Random sequences of calls with a random fault: every survivor gets an error in time.
 
 Each sequence runs on the registered backend with torch's own names, on one host or on several that
-share nothing but messages. A rank dies (before a call or at any moment in it), hangs (asleep or
-stopped by a signal), destroys or aborts its group, or calls something else; every other rank must
-end with an error that names it, within the timeout and two seconds, and results until then must be
-right. After a loss, the survivors rebuild the group and continue.
+share nothing but messages. A rank dies (before a call or at any moment in it), ends with an
+uncaught exception, hangs (asleep or stopped by a signal), destroys or aborts its group, or calls
+something else. Every other rank must end with an error that names this rank, within the timeout and
+two seconds. Results until then must be right. After a loss, the survivors rebuild the group and
+continue. If a rank "is restarted", it is killed, and new processes replace those of all ranks. They
+use the store of the first processes under the next restart count, as under torchrun.
 
 Processes go from one sequence to the next until one of them is dead or stopped.
 """
 
+import ctypes
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -37,13 +41,20 @@ KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_sc
          "all_to_all", "barrier")  # fmt: skip
 REDUCES, ROOTED = ("all_reduce", "reduce", "reduce_scatter"), ("reduce", "broadcast", "gather")
 MISMATCHES = ("shape", "dtype", "op", "root", "order")
-HANGS, DEATHS = ("hangs", "is stopped"), ("dies", "is killed")
+HANGS, DEATHS = ("hangs", "is stopped"), ("dies", "is killed", "raises")
+RESTARTED = "is restarted"
 EXITS = ("destroys", "aborts")
 # The outcome of a rank that a signal reaches while it writes to the file store, which it may leave
 # locked or damaged. The error then names the store instead of a rank (README: Limits).
 STORE_LOST = "store lost"
 # Mismatches are twice as frequent, because the processes survive them.
-FAULTS = ("none", *MISMATCHES, *MISMATCHES, *HANGS, *DEATHS, *EXITS)
+FAULTS = ("none", *MISMATCHES, *MISMATCHES, *HANGS, *DEATHS, *EXITS, RESTARTED)
+# The faults that a signal causes at a random moment.
+SIGNALS = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP, RESTARTED: signal.SIGKILL}
+# The faults that end the process of a rank, and its exit codes. The test kills a stopped process.
+EXIT_CODES = {"dies": 7, "raises": 1, **dict.fromkeys(SIGNALS, -signal.SIGKILL)}
+# Time that the exit of a process takes at most, on a busy machine.
+EXIT_SECONDS = 15
 PLACES = ("together", "together", "apart", "pairs")
 REAL_HOST = segment.host_identity
 
@@ -121,6 +132,18 @@ class Call:
             self.kind = "all_reduce" if self.kind == "barrier" else "barrier"
 
 
+def end_with_uncaught_exception():
+    """End this process as the interpreter does after an exception that user code has raised.
+
+    A process of the worker pool would catch the exception.
+    """
+    try:
+        raise ValueError("the user's code is wrong")
+    except ValueError as error:
+        sys.last_value = error
+        ctypes.pythonapi.Py_Exit(EXIT_CODES["raises"])
+
+
 class Stalls:
     """Measures how late this process runs because the machine is busy."""
 
@@ -159,22 +182,59 @@ def any_model(kind, call, hosts, wire, agree, *, native):
     return CostModel.from_json(agree(model.to_json()))
 
 
-def sequences(world_seed, first, most, timeout):
-    """Run sequences until one of them ends a process; return this rank's results."""
+def prepare(port, restart_count):
+    """Prepare this process for sequences; return the store that the ranks of a test share."""
     import collectives.backend  # noqa: F401
 
     # The first fit imports scipy, which takes longer than a short timeout on a busy machine.
     import scipy.optimize  # noqa: F401
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control = dist.FileStore(os.environ["STORE_FILE"], world)
     dispatch.tune = any_model
+    # The variables that torchrun sets.
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+    }
+    return dist.FileStore(os.environ["STORE_FILE"], int(os.environ["WORLD_SIZE"]))
+
+
+def draw(seed, number, world):
+    """Return the random numbers of a sequence, its fault and the rank that has the fault."""
+    choose = random.Random(f"{seed} {number}")
+    return choose, choose.choice(FAULTS), choose.randrange(world)
+
+
+def end_process(pid, seconds):
+    """Wait until a process has ended; kill it after a number of seconds."""
+    deadline = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+
+
+def restarted_sequence(seed, number, timeout, port, restart_count):
+    """Run a sequence whose ranks have been restarted; no call may fail."""
+    control = prepare(port, restart_count)
+    choose, fault, odd = draw(seed, number, int(os.environ["WORLD_SIZE"]))
+    assert fault == RESTARTED
+    sequence = Sequence(choose, fault, odd, control, number, timeout)
+    sequence.fault = "none"
+    return sequence.run()
+
+
+def sequences(seed, first, most, timeout, port, restart_count):
+    """Run sequences until one of them ends a process; return this rank's results."""
+    control = prepare(port, restart_count)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.set(f"pid/{rank}", str(os.getpid()))
     results = []
     for i in range(first, first + most):
-        choose = random.Random(f"{world_seed} {i}")
-        fault, odd = choose.choice(FAULTS), choose.randrange(world)
-        ends = fault in ("dies", "is killed", "is stopped")
+        choose, fault, odd = draw(seed, i, world)
+        ends = fault in EXIT_CODES
         survivors = [r for r in range(world) if not (ends and r == odd)]
         try:
             results.append(Sequence(choose, fault, odd, control, i, timeout).run())
@@ -184,8 +244,8 @@ def sequences(world_seed, first, most, timeout):
             control.set(f"finished/{i}/{rank}", "")
             control.wait([f"finished/{i}/{r}" for r in survivors], PATIENCE)
             if ends and rank == survivors[0]:
-                with suppress(ProcessLookupError):
-                    os.kill(int(control.get(f"pid/{odd}")), signal.SIGKILL)
+                pid = int(control.get(f"pid/{odd}"))
+                end_process(pid, EXIT_SECONDS if fault == "raises" else 0)
         if ends:
             break
         if dist.is_initialized():
@@ -202,6 +262,7 @@ class Sequence:
     def __init__(self, choose, fault, odd, control, number, timeout):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.fault = fault
+        self.is_under_launcher = fault == RESTARTED
         self.is_odd = self.rank == odd
         self.odd = odd
         self.control = control
@@ -232,13 +293,13 @@ class Sequence:
     def start_group(self):
         emulate_hosts(self.where, self.rank)
         dispatch._models.clear()
-        dist.init_process_group(
-            "collectives",
-            store=dist.FileStore(f"{os.environ['STORE_FILE']}.{self.number}", self.world),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=30),
-        )
+        # By default, torch connects to the store of the environment, as under torchrun.
+        options = {}
+        if not self.is_under_launcher:
+            path = f"{os.environ['STORE_FILE']}.{self.number}"
+            options["store"] = dist.FileStore(path, self.world)
+            options |= {"rank": self.rank, "world_size": self.world}
+        dist.init_process_group("collectives", timeout=timedelta(seconds=30), **options)
         dist.group.WORLD.set_timeout(timedelta(seconds=self.timeout))
         # A rank that dies before another has created its group fails that creation. The faults of
         # this test are for the calls, so all ranks wait here until all groups are complete.
@@ -268,7 +329,9 @@ class Sequence:
     def inject(self, call):
         """Inject the fault into a call; return False if this rank must not make the call."""
         if self.fault == "dies":
-            os._exit(7)
+            os._exit(EXIT_CODES["dies"])
+        if self.fault == "raises":
+            end_with_uncaught_exception()
         if self.fault == "hangs":
             others = [f"finished/{self.number}/{r}" for r in range(self.world) if r != self.odd]
             self.control.wait(others, PATIENCE)
@@ -279,9 +342,8 @@ class Sequence:
         if self.fault == "aborts":
             dist.group.WORLD.abort()
             return False
-        if self.fault in ("is killed", "is stopped"):
-            how = signal.SIGKILL if self.fault == "is killed" else signal.SIGSTOP
-            threading.Timer(self.moment, os.kill, (os.getpid(), how)).start()
+        if self.fault in SIGNALS:
+            threading.Timer(self.moment, os.kill, (os.getpid(), SIGNALS[self.fault])).start()
         if self.fault in MISMATCHES:
             call.differ(self.fault)
         return True
@@ -310,7 +372,7 @@ class Sequence:
         self.start_group()
         if not self.run_calls():
             return self.description, self.fault, [], 0.0
-        if self.is_odd and self.fault in ("is killed", "is stopped"):
+        if self.is_odd and self.fault in SIGNALS:
             time.sleep(60)
         # A rank that completed the faulty call gets the error at its next call.
         last = Call("all_reduce", 10, 0, False)
@@ -360,29 +422,47 @@ class Sequence:
 
 def check(seed, count, timeout):
     """Run `count` sequences; return the number of each fault and the longest wait for an error."""
-    done = 0
     counts_by_fault = Counter()
     slowest = 0.0
+    done = restarts = 0
+    # The store of a launcher: restarted ranks use the same store.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     while done < count:
         world = random.Random(f"{seed} {done}").choice((2, 3, 4))
-        how = seed, done, count - done, timeout
-        outcomes = try_ranks(sequences, world, *how, backend="", timeout=900)
-        results = [o.value for o in outcomes if o.exit_code not in (7, -signal.SIGKILL)]
-        for outcome in outcomes:
-            assert outcome.exit_code in (None, 7, -signal.SIGKILL), (seed, done, outcome)
-        if errors := [o for o in outcomes if o.error is not None]:
-            pytest.fail(f"{seed} from {done}:\n" + "\n".join(o.trace for o in errors))
-        assert len({len(result) for result in results}) == 1, (seed, done, results)
+        subject = f"{seed} from {done}"
+        how = timeout, store.port, restarts
+        outcomes = try_ranks(
+            sequences, world, seed, done, count - done, *how, backend="", timeout=900
+        )
+        check_outcomes(subject, outcomes)
+        results = [outcome.value for outcome in outcomes if outcome.exit_code is None]
+        assert len({len(result) for result in results}) == 1, (subject, results)
         for case in zip(*results, strict=True):
             faults = {fault for _, fault, *_ in case}
             counts_by_fault[STORE_LOST if STORE_LOST in faults else case[0][1]] += 1
             slowest = max(slowest, *(seconds for *_, seconds in case))
         done += len(results[0])
+        _, fault, odd = draw(seed, done - 1, world)
+        exit_codes = {o.rank: o.exit_code for o in outcomes if o.exit_code is not None}
+        expected = {odd: EXIT_CODES[fault]} if fault in EXIT_CODES else {}
+        assert exit_codes == expected, (subject, results[0][-1])
+        if fault == RESTARTED:
+            restarts += 1
+            how = seed, done - 1, timeout, store.port, restarts
+            outcomes = try_ranks(restarted_sequence, world, *how, backend="", timeout=900)
+            check_outcomes(f"{subject}, restarted", outcomes)
+            assert not any(outcome.failed for outcome in outcomes), (subject, outcomes)
     return counts_by_fault, slowest
 
 
-# The first seed draws one hang, one death, one exit and mismatches.
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def check_outcomes(subject, outcomes):
+    """Raise an error if a rank has raised one."""
+    if errors := [outcome for outcome in outcomes if outcome.error is not None]:
+        pytest.fail(f"{subject}:\n" + "\n".join(outcome.trace for outcome in errors))
+
+
+# The first seed draws an uncaught exception, a restart, a hang and a mismatch.
+@pytest.mark.parametrize("seed", [664, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_fault_in_a_random_sequence_is_reported_to_every_survivor(seed):
     # The timeout leaves a busy machine enough time to publish its reports.
     counts_by_fault, slowest = check(seed, 4, 5.0)
