@@ -54,7 +54,7 @@ SIGNALS = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP, RESTARTED:
 # The faults that end the process of a rank, and its exit codes. The test kills a stopped process.
 EXIT_CODES = {"dies": 7, "raises": 1, **dict.fromkeys(SIGNALS, -signal.SIGKILL)}
 # Time that the exit of a process takes at most, on a busy machine.
-EXIT_SECONDS = 15
+EXIT_SECONDS = 60
 PLACES = ("together", "together", "apart", "pairs")
 REAL_HOST = segment.host_identity
 
@@ -137,6 +137,8 @@ def end_with_uncaught_exception():
 
     A process of the worker pool would catch the exception.
     """
+    # The interpreter's end reports objects that the process of the worker pool still uses.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         raise ValueError("the user's code is wrong")
     except ValueError as error:
@@ -445,7 +447,7 @@ def check(seed, count, timeout):
         _, fault, odd = draw(seed, done - 1, world)
         exit_codes = {o.rank: o.exit_code for o in outcomes if o.exit_code is not None}
         expected = {odd: EXIT_CODES[fault]} if fault in EXIT_CODES else {}
-        assert exit_codes == expected, (subject, results[0][-1])
+        assert exit_codes == expected, (subject, exit_codes, results[0][-1])
         if fault == RESTARTED:
             restarts += 1
             how = seed, done - 1, timeout, store.port, restarts
