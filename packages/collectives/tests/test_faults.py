@@ -676,6 +676,23 @@ def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked)
 # ----- tests whose scenarios wait for a timeout, in the background -----
 
 
+def pass_inconsistent_split_to_itself(where):
+    """Rank 1 sends one row to itself and expects three; return the errors' ranks and the rows."""
+    emulate_hosts(where)
+    rank = dist.get_rank()
+    sends, receives = ([1, 1], [1, 3]) if rank == 1 else ([1, 1], [1, 1])
+    output = torch.zeros(sum(receives))
+    with pytest.raises(collectives.Mismatch, match="sends 1 elements to rank 1, which expects 3"):
+        collectives.all_to_all_single(output, torch.ones(2), receives, sends)
+    return output[receives[0] :].tolist() if rank == 1 else []
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where):
+    # Without the error, the one row would be repeated three times.
+    assert run_ranks(pass_inconsistent_split_to_itself, 2, where) == [[], [0.0] * 3]
+
+
 def scenario(function, world, *args, backend=""):
     """Return the arguments of `try_ranks`."""
     return (function, world, *args), {"backend": backend, "timeout": 120}

@@ -92,20 +92,22 @@ def all_to_all(
     compare_calls(comm, packed)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
+    # A rank's part for itself is copied, which would repeat a part of one element.
+    lengths = {comm.rank: local}
     if comm.operation.compares_calls or comm.topology.one_host:
-        _compare_lengths(comm, local)
+        lengths = _gather_lengths(comm, local)
+    fingerprint.compare_lengths(lengths, range(comm.world))
     ring.all_to_all(comm.point_to_point, outputs, inputs)
 
 
-def _compare_lengths(comm: Communicator, local: Lengths) -> None:
-    """Raise Mismatch unless each rank of an all-to-all expects the lengths that it receives."""
-    world = comm.world
+def _gather_lengths(comm: Communicator, local: Lengths) -> dict[int, Lengths]:
+    """Return the lengths of all ranks in an all-to-all."""
     numbers = torch.tensor(local.sends + local.receives, device="cpu")
     lengths = {}
     for rank, raw in enumerate(gather_by_messages(comm.point_to_point, numbers.numpy().tobytes())):
         values = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
-        lengths[rank] = Lengths(values[:world], values[world:])
-    fingerprint.compare_lengths(lengths, range(world))
+        lengths[rank] = Lengths(values[: comm.world], values[comm.world :])
+    return lengths
 
 
 def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
