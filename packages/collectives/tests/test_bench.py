@@ -1,8 +1,12 @@
 """The benchmark returns checked rows with nccl-tests' columns."""
 
+import signal
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 from collectives import bench
-from collectives.bench import interleaved
+from collectives.bench import interleaved, rows
 from collectives.bench.plot import plot
 from worker_pool import run_ranks
 
@@ -18,12 +22,12 @@ def small_bench():
 
 
 def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
-    rows, nothing = run_ranks(small_bench, 2)
+    measured, nothing = run_ranks(small_bench, 2)
     assert nothing == []
-    assert {row["case"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
-    reduced = {row["algorithm"] for row in rows if row["case"] == "all_reduce"}
+    assert {row["case"] for row in measured} == {"all_reduce", "reduce_scatter", "all_gather"}
+    reduced = {row["algorithm"] for row in measured if row["case"] == "all_reduce"}
     assert reduced >= {"gloo", "auto", "ring", "tree", "shared_empty"}
-    for row in rows:
+    for row in measured:
         assert set(row) >= COLUMNS
         assert row["wrong"] == 0
         factor = {"all_reduce": 1.0}.get(str(row["case"]), 0.5)
@@ -34,19 +38,14 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     # Shared memory sends nothing; a ring of two sends the tensor once, plus headers.
     long = {
         row["algorithm"]: row
-        for row in rows
+        for row in measured
         if row["case"] == "all_reduce" and row["size_bytes"] == 64 << 10
     }
     assert long["shared_empty"]["wire_bytes"] < 0.1 * (64 << 10)
     assert 1.0 <= long["ring"]["wire_bytes"] / (64 << 10) < 1.1
-    assert "busbw_gbps" in bench.table(rows)
-    plot(rows, tmp_path / "bandwidth.png")
+    assert "busbw_gbps" in bench.table(measured)
+    plot(measured, tmp_path / "bandwidth.png")
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
-
-
-def only_all_gather():
-    interleaved._num_rounds = lambda size, quick: 1
-    return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
 
 
 def test_sizes_without_an_element_per_rank_are_refused():
@@ -54,6 +53,23 @@ def test_sizes_without_an_element_per_rank_are_refused():
         bench.bench(sizes=[1024, 8], worlds=[2, 4])
 
 
-def test_only_requested_cases_are_measured():
-    rows, _ = run_ranks(only_all_gather, 2)
-    assert {row["case"] for row in rows} == {"all_gather"}
+def two_cases():
+    interleaved._num_rounds = lambda size, quick: 1
+    start = subprocess.Popen
+    programs = []
+
+    def record(*args):
+        programs.append(start(*args))
+        return programs[-1]
+
+    rows.subprocess = SimpleNamespace(Popen=record)
+    measured = bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather", "busy_core"))
+    return measured, [program.returncode for program in programs]
+
+
+def test_only_requested_cases_are_measured_and_one_program_keeps_a_core_busy():
+    (measured, exit_codes), (_, exit_codes_of_others) = run_ranks(two_cases, 2)
+    assert {row["case"] for row in measured} == {"all_gather", "busy_core"}
+    assert {row["wrong"] for row in measured} == {0}
+    assert exit_codes == [-signal.SIGKILL]
+    assert exit_codes_of_others == []

@@ -7,15 +7,19 @@ Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
 all-reduce). `wire_bytes` are the bytes that a rank passes to TCP per call, the maximum over the
-ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
+ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size. The case
+`busy_core` is the all-reduce while another program computes on one core.
 """
 
 import argparse
 import itertools
 import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,6 +51,9 @@ FUNCTIONS = {
     "all_gather": "all_gather_into_tensor",
 }
 CASES = tuple(FUNCTIONS)
+BUSY_CORE = "busy_core"
+# The times beside another program vary, and the 10th percentile of few rounds is their minimum.
+BUSY_ROUNDS = 41
 
 
 def bench(
@@ -108,9 +115,25 @@ def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = []
-    for kind, size in itertools.product(cases, sizes):
-        rows += _rows(kind, size, device, quick)
+    for case, size in itertools.product(cases, sizes):
+        if case != BUSY_CORE:
+            rows += _rows(case, size, device, quick)
+            continue
+        # One program on the machine of rank 0 occupies one core.
+        with _program_that_computes() if dist.get_rank() == 0 else nullcontext():
+            rounds = 0 if quick else BUSY_ROUNDS
+            beside = _rows("all_reduce", size, device, quick, rounds)
+        rows += [row | {"case": case} for row in beside]
     return rows
+
+
+@contextmanager
+def _program_that_computes() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as program:
+        try:
+            yield
+        finally:
+            program.kill()
 
 
 class _Case:
@@ -167,7 +190,7 @@ class _Case:
         return sum(_num_wrong(part, block) for part, block in zip(parts, expected, strict=False))
 
 
-def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
+def _rows(kind: str, size: int, device: str, quick: bool, rounds: int = 0) -> list[Row]:
     case = _Case(kind, size, device)
     if kind == "all_gather":
         expected = [_values(rank, device) for rank in range(dist.get_world_size())]
@@ -179,7 +202,7 @@ def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
         run = case.run_in_place if in_place else case.run
         wrong = {name: case.count_wrong(name, expected, in_place=in_place) for name in case.calls}
         times = time_interleaved(
-            {name: partial(run, name) for name in case.calls}, size, quick, device
+            {name: partial(run, name) for name in case.calls}, size, quick, device, rounds=rounds
         )
         for name, row in rows.items():
             for column, value in _speed(kind, size, times[name]).items():
@@ -288,7 +311,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--sizes", type=int, nargs="+", default=[], help="the sizes to measure, in bytes"
     )
     parser.add_argument(
-        "--cases", nargs="+", default=CASES, choices=CASES, help="the collectives to measure"
+        "--cases",
+        nargs="+",
+        default=CASES,
+        choices=(*CASES, BUSY_CORE),
+        help="the cases to measure; by default all but busy_core",
     )
     parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)
