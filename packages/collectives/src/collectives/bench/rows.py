@@ -180,8 +180,10 @@ class _Case:
         """Run a contender on known values and return the number of wrong elements."""
         result, source = self.tensors[name]
         result.fill_(torch.nan)
+        block = _values(dist.get_rank(), self.device)
         for part in (result if in_place else source).split(self.count):
-            _fill(part, _values(dist.get_rank(), self.device))
+            for piece in in_pieces(part, BLOCK):
+                piece.copy_(block[: piece.numel()])
         if in_place:
             self.run_in_place(name)
         else:
@@ -192,10 +194,9 @@ class _Case:
 
 def _rows(kind: str, size: int, device: str, quick: bool, rounds: int = 0) -> list[Row]:
     case = _Case(kind, size, device)
-    if kind == "all_gather":
-        expected = [_values(rank, device) for rank in range(dist.get_world_size())]
-    else:
-        expected = [_sum(device)]
+    expected = [_values(rank, device) for rank in range(dist.get_world_size())]
+    if kind != "all_gather":
+        expected = [torch.stack(expected).sum(0)]
     rows: dict[str, Row] = {name: {} for name in case.calls}
     modes = {"": False, "in_place_": True} if kind == "all_reduce" else {"": False}
     for prefix, in_place in modes.items():
@@ -228,19 +229,9 @@ def _values(rank: int, device: str) -> Tensor:
     return torch.randn(BLOCK, generator=generator).to(device)
 
 
-def _sum(device: str) -> Tensor:
-    return torch.stack([_values(rank, device) for rank in range(dist.get_world_size())]).sum(0)
-
-
-def _fill(tensor: Tensor, block: Tensor) -> None:
-    for piece in in_pieces(tensor, BLOCK):
-        piece.copy_(block[: piece.numel()])
-
-
 def _num_wrong(result: Tensor, block: Tensor) -> int:
-    pieces = in_pieces(result, BLOCK)
     wrong = 0
-    for piece in pieces:
+    for piece in in_pieces(result, BLOCK):
         wrong += int((~piece.isclose(block[: piece.numel()], rtol=1e-5, atol=1e-5)).sum())
     return wrong
 
@@ -344,14 +335,11 @@ def table(rows: list[Row]) -> str:
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [list(columns)]
         for row in group:
-            cells.append([_cell(value) for value in row.values()])
+            values = row.values()
+            cells.append([f"{v:.4g}" if isinstance(v, float) else str(v) for v in values])
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
         lines = []
         for line in cells:
             lines.append("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
