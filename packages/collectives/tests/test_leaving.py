@@ -698,3 +698,20 @@ WAITING = {
         for name, arguments in ENDS.items()
     },
 }
+
+
+def call_destroyed_group(where):
+    begin("collectives", where)
+    group = dist.new_group()
+    reduce(group, torch.ones(3))
+    dist.destroy_process_group(group)
+    for async_op in (False, True):
+        # In some cases, torch itself refuses the call.
+        with pytest.raises(ValueError, match=r"has been destroyed|is not initialized"):
+            dist.all_reduce(torch.ones(3), group=group, async_op=async_op)
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_call_on_a_destroyed_group_is_refused(where):
+    # The thread of asynchronous calls has ended, so the handle of such a call would never complete.
+    run_ranks(call_destroyed_group, 2, where, backend="")

@@ -112,7 +112,8 @@ class Communicator:
         #: The call that runs, or the last one.
         self.operation = Operation()
         self._recent_calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
-        self._is_closed = False
+        #: True after this rank has left the group: its thread for asynchronous calls has ended.
+        self.is_closed = False
         self._is_stopping = False
         self._stop_watching = threading.Event()
         if not self.topology.one_host:
@@ -264,9 +265,9 @@ class Communicator:
 
     def close(self) -> None:
         """Leave the group after the queued calls, and announce this to the other ranks."""
-        if self._is_closed or self.is_inherited:
+        if self.is_closed or self.is_inherited:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._stop_watching.set()
         self.progress.close()
 

@@ -50,6 +50,8 @@ def communicator(group: Any = None) -> Communicator:
                 "expected the process that has set up the group, got a process that was forked "
                 "from it; create a process group in the forked process"
             )
+        if known.is_closed:
+            raise ValueError(f"expected a group that exists, got {pg!r}, which has been destroyed")
         return known
     with _creating.setdefault(pg, threading.Lock()):
         if pg not in _communicators:
