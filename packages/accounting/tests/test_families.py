@@ -5,7 +5,7 @@ Each family is tested with the defaults of its class and with every switch flipp
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, flops, kv_cache, parameters
+from accounting import (
+    Plan,
+    Transformer,
+    flops,
+    kv_cache,
+    parameters,
+    plan_for,
+    training_memory,
+)
+from accounting.cli.serving import serving
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
 from accounting.model.registry import transformer_arguments
 from accounting.model.transformer import _part_sizes
@@ -34,6 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": {"layer_group_size": 2},
     "kimi_linear": {"num_hidden_layers": 6},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
@@ -41,6 +51,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+    "zamba2": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", *["hybrid"] * 3, "linear_attention"],
+        "num_mem_blocks": 2,
+    },
 }
 # Families that this release of transformers does not build by themselves.
 UNBUILT = {"chatglm", "dbrx", "internlm2", "kimi_k2", "mimo", "minicpm"}
@@ -298,7 +313,11 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", sorted(name for names in MULTIMODAL.values() for name in names))
+@pytest.mark.parametrize(
+    # Gemma 3n is left out, because transformers builds its tower with another package.
+    "family",
+    sorted(name for names in MULTIMODAL.values() for name in names if name != "gemma3n"),
+)
 def test_every_multimodal_class_ties_its_language_model_like_transformers(family: str) -> None:
     tying_agrees(family)
 
@@ -464,11 +483,8 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("gemma3n", "keys and values of earlier layers"),
-        ("gemma4_text", "heads of two widths"),
         ("deepseek_v4", "compress keys and values"),
         ("diffllama", "twice the width"),
-        ("zamba2", "share a few blocks"),
         ("t5", "attends to an encoder"),
         ("bart", "attends to an encoder"),
         ("minimax_m1", "no class of transformers"),
@@ -678,7 +694,9 @@ class Recorder(dict[str, Any]):
 
 
 # A list per layer is derived by the class from the fields that are tested.
-PER_LAYER = dict.fromkeys(("architectures", "layer_types", "mlp_layer_types", "indexer_types"))
+PER_LAYER = dict.fromkeys(
+    ("architectures", "layer_types", "mlp_layer_types", "indexer_types", "per_layer_config")
+)
 
 
 def with_other_sizes(family: str) -> dict[str, Any]:
@@ -869,13 +887,40 @@ MOE = (
 )
 
 
-def forward_agrees(family: str) -> None:
-    """Compare FLOPs with those that torch counts, and the cache with that of transformers."""
+ALTERNATING = [SLIDING, FULL, SLIDING, FULL]
+LAYER_INPUTS = {
+    **{"num_hidden_layers": 4, "layer_types": ALTERNATING, "num_kv_shared_layers": 2},
+    **{"vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8},
+}
+ZAMBA = {"n_mamba_heads": 4, "mamba_d_state": 8, "adapter_rank": 4, "num_key_value_heads": 4}
+# Families whose layers share keys, values or blocks, or have heads of two widths.
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": ("gemma3n_text", {"altup_num_inputs": 3, "laurel_rank": 4}),
+    "gemma4": ("gemma4_text", {"global_head_dim": 32, "use_double_wide_mlp": True}),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            **{"moe_intermediate_size": 24, "num_kv_shared_layers": 0},
+            **{"hidden_size_per_layer_input": 0},
+        },
+    ),
+    "zamba2": ("zamba2", ZAMBA),
+    "zamba2 with adapters": ("zamba2", ZAMBA | {"use_shared_attention_adapter": True}),
+}
+
+
+def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
+    """Compare FLOPs with those that torch counts, and the cache with that of transformers.
+
+    Recurrent layers are left out, because torch counts the operations of their eager scan.
+    """
     import transformers
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    sizes = {name: size for name, size in TINY.items() if name in defaults(family)}
+    sizes = {name: size for name, size in TINY.items() if name in defaults(family)} | dict(more)
     config = transformers.AutoConfig.for_model(family, **sizes)
     # torch's counter has no formula for the grouped matrix product of experts.
     config._experts_implementation = "eager"
@@ -888,10 +933,42 @@ def forward_agrees(family: str) -> None:
     ):
         layers = getattr(module(input_ids=tokens, use_cache=True), cache_name(module)).layers
     model = described(module)
+    assert model.size == sum(parameter.numel() for parameter in module.parameters())
+    by_module = counter.get_flop_counts().items()
+    recurrent = sum(sum(n.values()) for name, n in by_module if name.endswith(".mamba"))
     ours = flops(model, seq=10, batch=2, phase="forward", attention="full")
-    assert ours.total == counter.get_total_flops()
-    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    assert kv_cache(model, seq=10, batch=2, dtype="fp32").total == cached
+    ours_recurrent = ours["mamba2"].total if "mamba2" in ours else 0
+    assert ours.total - ours_recurrent == counter.get_total_flops() - recurrent
+    with_keys = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in with_keys)
+    ours_cached = kv_cache(model, seq=10, batch=2, dtype="fp32")
+    assert cached == sum(part.total for part in ours_cached if not part.name.startswith("state"))
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_forward_and_cache_of_sharing_layers_equal_torch(case: str) -> None:
+    family, sizes = SHARING[case]
+    forward_agrees(family, (NEEDED[family] if family == "zamba2" else LAYER_INPUTS) | sizes)
+
+
+def test_training_step_of_sharing_layers_is_refused() -> None:
+    for family, sizes in SHARING.values():
+        content = defaults(family) | NEEDED.get(family, {}) | PER_LAYER | sizes
+        model = Transformer.from_hf(content)
+        with pytest.raises(ValueError, match="a model whose training step is modeled"):
+            training_memory(model, Plan(), batch=1, seq=8)
+        with pytest.raises(ValueError, match="a model whose training step is modeled"):
+            plan_for(model, gpus=8, tokens=1e9, seq=64, batch=8)
+        served = serving(model, gpus=1, seq=64)
+        assert served["cache_bytes_per_sequence"] == kv_cache(model, seq=64).total
+
+
+def test_tensor_parallel_cache_of_two_kinds_of_heads_is_counted_by_hand() -> None:
+    family, sizes = SHARING["gemma4 with experts"]
+    content = {"model_type": family, **TINY, **LAYER_INPUTS, **sizes}
+    # Two layers with 2 key heads of width 16 in a window, and two with 1 key head of width 32.
+    cached = kv_cache(Transformer.from_hf(content), seq=10, tensor=2, dtype="int8")
+    assert cached.total == 2 * 2 * 10 * (1 * 16) + 2 * 2 * 10 * (1 * 32)
 
 
 def test_forward_and_cache_of_dense_family_equal_torch() -> None:

@@ -213,26 +213,24 @@ def _attention(
     decode: bool = False,
 ) -> Breakdown:
     everywhere, windowed = pairs(model, seq, attention)
-    qk, v = model.qk_dim, model.v_head_dim
     if decode and attention == "full":
         everywhere = windowed = seq
     elif decode:
         everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
         windowed = _decoded_keys(model, seq)
-    if decode and model.mla:
-        # Queries are projected into the latent and outputs out of it, so the up-projection is
-        # applied per new token.
-        qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
-    windowed_layers = len(model.windowed_layers)
-    groups = (
-        ("", len(model.attention_layers or ()) - windowed_layers, everywhere),
-        (" in windows", windowed_layers, windowed),
-    )
     parts = []
-    for suffix, layers, count in groups:
-        sizes = {"sequences": batch, "layers": layers, "ops": 2, "heads": model.heads}
-        for name, width in (("scores", qk), ("values", v)):
-            leaf = product(name + suffix, UNIT, passes=passes, **sizes, width=width, pairs=count)
+    for group in model.attention_groups:
+        widths = {"scores": group.qk_dim, "values": group.v_head_dim}
+        if decode and model.mla:
+            # Queries are projected into the latent and outputs out of it, so the up-projection is
+            # applied per new token.
+            latent = model.mla.kv_rank
+            widths = {"scores": latent + model.mla.rope_head_dim, "values": latent}
+        sizes = {"sequences": batch, "layers": len(group.layers), "ops": 2, "heads": model.heads}
+        count = windowed if group.suffix else everywhere
+        for name, width in widths.items():
+            name += group.suffix
+            leaf = product(name, UNIT, passes=passes, **sizes, width=width, pairs=count)
             parts.append(leaf)
     return total("attention", UNIT, *parts)
 

@@ -3,7 +3,7 @@
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.transformer import Transformer
-from accounting.plan import split
+from accounting.plan import check_key_heads, split
 from accounting.precision import bytes_of
 
 
@@ -26,11 +26,7 @@ def kv_cache(
     Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads, or if
     `seq` exceeds the learned positions.
     """
-    if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
-        raise ValueError(
-            f"expected tensor to divide kv_heads={model.kv_heads} or to be a multiple of it, "
-            f"got tensor={tensor}"
-        )
+    check_key_heads(model, tensor)
     model.check_positions(seq)
     entry = bytes_of(dtype)
     parts = []
@@ -38,19 +34,22 @@ def kv_cache(
     def add_part(name: str, width: int, **sizes: int) -> None:
         parts.append(product(name, "B", **sizes, width=width, bytes=entry))
 
-    # If there are more devices than key heads, each device stores a copy of one head.
-    kv_heads_per_device = max(1, model.kv_heads // tensor) if model.kv_heads else 0
-    for name, layers, tokens in _layer_groups(model, seq) if model.causal else ():
+    for group in model.attention_groups if model.causal else ():
+        layers = len(set(group.layers) & set(model.key_layers))
+        tokens = min(seq, model.window.size) if model.window and group.suffix else seq
         sizes: dict[str, int] = {"layers": layers, "sequences": batch, "tokens": tokens}
-        kinds = {"keys": model.qk_dim, "values": model.v_head_dim}
+        kinds = {"keys": group.qk_dim, "values": group.v_head_dim}
         if model.mla:
             kinds = {"latents": model.mla.kv_rank, "position keys": model.mla.rope_head_dim}
             kinds |= {"index keys": model.mla.index_head_dim} if model.mla.index_heads else {}
         else:
-            sizes["heads"] = kv_heads_per_device
+            # If there are more devices than key heads, each device stores a copy of one head.
+            sizes["heads"] = max(1, group.kv_heads // tensor)
         for kind, width in kinds.items():
-            add_part(kind + name, width, **sizes)
+            add_part(kind + group.suffix, width, **sizes)
     for mixer in model.mixers if model.causal else ():
+        if not mixer.state:
+            continue
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
@@ -61,12 +60,3 @@ def kv_cache(
 def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
     """Return the number of cached values, which is the cache size for a dtype of one byte."""
     return kv_cache(model, seq=seq, batch=batch, dtype="int8")
-
-
-def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
-    """Return (suffix, layers, cached tokens) for the layers without and for those with a window."""
-    windowed = len(model.windowed_layers)
-    groups = [("", len(model.attention_layers or ()) - windowed, seq)]
-    if model.window:
-        groups.append((" in windows", windowed, min(seq, model.window.size)))
-    return [group for group in groups if group[1]]

@@ -165,11 +165,7 @@ class Plan:
         for name, size in tensor_parallel_sizes(model).items():
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
-        if model.heads and model.kv_heads % self.tensor and self.tensor % model.kv_heads:
-            raise ValueError(
-                f"expected tensor to divide kv_heads={model.kv_heads} or to be a multiple of it, "
-                f"got tensor={self.tensor}"
-            )
+        check_key_heads(model, self.tensor)
         count = model.experts.count if model.experts else 0
         if self.expert > 1 and (not count or count % self.expert):
             raise ValueError(
@@ -262,6 +258,7 @@ def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: boo
         experts=experts,
         window=window,
         attention_layers=local_layers(model.attention_layers),
+        shared_kv_layers=local_layers(model.shared_kv_layers),
         mlp_layers=local_layers(model.mlp_layers),
         mixers=tuple(
             replace(mixer, layers=local_layers(mixer.layers))
@@ -303,10 +300,12 @@ def even(layers: int, chunks: int) -> bool:
 def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
     """Return the plan, or the plan of a single device for None.
 
-    Raises `ValueError` if it is not valid for the model, the batch or the sequence.
+    Raises `ValueError` if it is not valid for the model, the batch or the sequence, or if the
+    training step of the model is not modeled.
     """
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")
+    model.check_step()
     plan.check(model, batch=batch, seq=seq)
     return plan
 
@@ -324,6 +323,16 @@ def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
                 size = matrix.rows if matrix.split == "rows" else matrix.columns
                 sizes[f"the {matrix.split} of {matrix.name!r} in {mixer.name}"] = size
     return sizes
+
+
+def check_key_heads(model: Transformer, tensor: int) -> None:
+    """Raise `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads."""
+    for group in model.attention_groups if not model.mla else ():
+        if group.kv_heads % tensor and tensor % group.kv_heads:
+            raise ValueError(
+                f"expected tensor to divide kv_heads={group.kv_heads} or to be a multiple of it, "
+                f"got tensor={tensor}"
+            )
 
 
 def split(count: int, ranks: int) -> int:

@@ -164,6 +164,7 @@ def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
         model.mlp_layers or (),
         model.expert_layers,
         model.windowed_layers,
+        model.shared_kv_layers,
         *(mixer.layers for mixer in model.mixers),
         *(matrix.layers or () for matrix in model.extra),
     ]

@@ -188,7 +188,7 @@ class Config:
 
     def _argument(self, key: str, entry: Any) -> Any:
         """Evaluate the table entry of one argument of `Transformer`."""
-        if key in ("attention_layers", "mlp_layers"):
+        if key in ("attention_layers", "mlp_layers", "shared_kv_layers"):
             return self.where(entry)
         if key in _RECORDS:
             return self.record(_RECORDS[key], entry)
@@ -261,9 +261,13 @@ class Config:
             )
             for label, rows, columns, split in about["matrices"]
         )
-        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "saved")}
         return Mixer(
-            name=name, layers=layers, matrices=tuple(m for m in listed if m.entries), **numbers
+            name=name,
+            layers=layers,
+            matrices=tuple(m for m in listed if m.entries),
+            state=inner.value(about["state"]),
+            scan=inner.value(about["scan"]),
+            saved=inner.value(about["saved"]) if "saved" in about else None,
         )
 
     def matrices(self, row: Table) -> Iterator[Matrix]:
@@ -282,6 +286,7 @@ class Config:
             layers=self.where(row["where"]) if "where" in row else None,
             applies_to="sequence" if once else "tokens",
             skips=self.size("skips", row.get("skips", 0)),
+            shared=self.size("shared", row.get("shared", 0)),
         )
         yield matrix
         if row.get("bias"):

@@ -1,7 +1,7 @@
 """Records that describe a model: matrices, latents, experts, windows and mixers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from accounting import checks
 
@@ -43,11 +43,20 @@ class Matrix:
     #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
     #: is not a patch.
     skips: int = 0
+    #: Number of distinct copies that the layers use in turn; 0 if each layer has its own.
+    shared: int = 0
+    #: Number of key heads if `split` is `heads`; 0 for the number of the model.
+    kv_heads: int = 0
 
     @property
     def times(self) -> int:
         """Return the number of layers with this matrix, or 1 outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
+
+    @property
+    def stored_times(self) -> int:
+        """Return the number of layers whose matrix is stored separately."""
+        return min(self.times, self.shared or self.times)
 
     @property
     def entries(self) -> int:
@@ -56,14 +65,14 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Return the number of entries in all copies of all layers."""
-        return self.times * self.copies * self.entries
+        """Return the number of entries in all stored copies of all layers."""
+        return self.stored_times * self.copies * self.entries
 
     def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
         """Return the number of shards over `tensor` devices; the other devices store copies."""
         if self.split == "none":
             return 1
-        return min(tensor, kv_heads) if self.split == "heads" else tensor
+        return min(tensor, self.kv_heads or kv_heads) if self.split == "heads" else tensor
 
 
 @checks.named
@@ -132,12 +141,27 @@ class Window:
     #: True if a query attends to the earlier keys in its chunk of `size` tokens (Llama 4) instead
     #: of the nearest `size` keys.
     chunked: bool = False
+    #: Width of a head in these layers; 0 for the widths of the model.
+    head_dim: int = 0
+    #: Number of key and value heads in these layers; 0 for the number of the model.
+    kv_heads: int = 0
     #: Layers with a window; the default is all layers.
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, "window.")
         _some_layers("window", self.layers)
+
+
+class AttentionGroup(NamedTuple):
+    """Layers whose attention has the same mask and heads of the same sizes."""
+
+    #: ` in windows` or an empty string, for the names in results.
+    suffix: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    qk_dim: int
+    v_head_dim: int
 
 
 #: Records that are fields of a `Transformer`, by the name of the field.
@@ -155,7 +179,10 @@ def _some_layers(record: str, layers: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer:
-    """A recurrent layer, whose state has the same size for every sequence length."""
+    """A part of a layer that is neither attention nor an MLP, such as a recurrence.
+
+    Its state has the same size for every sequence length.
+    """
 
     name: str
     layers: tuple[int, ...]
@@ -165,5 +192,6 @@ class Mixer:
     state: int
     #: Operations per token and layer outside the matrices, to write and read the state.
     scan: int
-    #: Number of values per token and layer saved for the backward, in addition to the input.
-    saved: int
+    #: Number of values per token and layer saved for the backward, in addition to the input; None
+    #: if the saved tensors are not modeled.
+    saved: int | None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from accounting import checks
 from accounting.model.formulas import tables, value
-from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
+from accounting.model.records import MLA, AttentionGroup, Experts, Matrix, Mixer, Window
 from accounting.model.registry import content_of, transformer_arguments
 
 
@@ -34,7 +34,9 @@ class Transformer:
     `ValueError` if the sizes are inconsistent.
     """
 
-    derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
+    derived_sizes: ClassVar = (
+        *("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim", "attention_width"),
+    )
 
     layers: int
     d_model: int
@@ -79,6 +81,14 @@ class Transformer:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    #: Width of the input of queries, keys and values; the default is `d_model`.
+    attention_width: int = 0
+    #: True if the layers without a window have no value matrix, because their values are the output
+    #: of the key matrix (Gemma 4).
+    keys_as_values: bool = False
+    #: Number of blocks of attention and MLP that the layers use in turn (Zamba 2); 0 if each layer
+    #: has its own.
+    shared_blocks: int = 0
     #: True if each head has a learned logit that is included in the softmax (gpt-oss).
     sinks: bool = False
     #: True if the attention output is multiplied by a gate of the same width that is computed from
@@ -90,6 +100,9 @@ class Transformer:
     window: Window | None = None
     #: Layers with attention; the default is all layers, or none if `heads` is 0.
     attention_layers: tuple[int, ...] | None = None
+    #: Layers that attend to the keys and values of an earlier layer (Gemma 3n). They have neither
+    #: key and value matrices nor a cache.
+    shared_kv_layers: tuple[int, ...] = ()
     #: Layers with a dense MLP; the default is all layers without experts.
     mlp_layers: tuple[int, ...] | None = None
     #: Kinds of recurrent layers, each with the layers that contain it.
@@ -133,6 +146,8 @@ class Transformer:
             "attention_layers", self.attention_layers, everywhere if self.heads else ()
         )
         object.__setattr__(self, "attention_layers", attention)
+        shared = self._layers("shared_kv_layers", self.shared_kv_layers, ())
+        object.__setattr__(self, "shared_kv_layers", shared)
         if attention and not self.heads:
             raise ValueError("expected heads >= 1 with attention_layers, got heads=0")
         if self.window and not {*attention} & {*(self.window.layers or ())}:
@@ -160,11 +175,16 @@ class Transformer:
         self._fill("kv_heads", self.heads)
         self._fill("d_ff", 4 * self.d_model)
         self._fill("embedding_dim", self.d_model)
-        if self.heads and self.heads % self.kv_heads:
-            raise ValueError(
-                f"expected kv_heads to divide heads={self.heads}, got kv_heads={self.kv_heads}; "
-                "each key and value head serves the same number of query heads"
-            )
+        self._fill("attention_width", self.d_model)
+        numbers = {"kv_heads": self.kv_heads}
+        if self.window and self.window.kv_heads:
+            numbers["window.kv_heads"] = self.window.kv_heads
+        for name, number in numbers.items():
+            if self.heads and self.heads % number:
+                raise ValueError(
+                    f"expected {name} to divide heads={self.heads}, got {name}={number}; "
+                    "each key and value head serves the same number of query heads"
+                )
 
     def _check_blocks(self) -> None:
         """Raise `ValueError` if a layer has no block, or both a dense MLP and experts.
@@ -224,6 +244,42 @@ class Transformer:
         """Return the attention layers with a window."""
         layers = self.window.layers or () if self.window else ()
         return frozenset(layers) & frozenset(self.attention_layers or ())
+
+    @cached_property
+    def attention_groups(self) -> tuple[AttentionGroup, ...]:
+        """Return the attention layers without and those with a window, if there are any."""
+        attention = self.attention_layers or ()
+        full = tuple(layer for layer in attention if layer not in self.windowed_layers)
+        groups = [AttentionGroup("", full, self.kv_heads, self.qk_dim, self.v_head_dim)]
+        if self.window:
+            windowed = tuple(layer for layer in attention if layer in self.windowed_layers)
+            kv_heads = self.window.kv_heads or self.kv_heads
+            widths = [self.window.head_dim or width for width in (self.qk_dim, self.v_head_dim)]
+            groups.append(AttentionGroup(" in windows", windowed, kv_heads, *widths))
+        return tuple(group for group in groups if group.layers)
+
+    @cached_property
+    def key_layers(self) -> tuple[int, ...]:
+        """Return the attention layers that compute keys, and therefore have a cache."""
+        return tuple(i for i in self.attention_layers or () if i not in self.shared_kv_layers)
+
+    def check_step(self) -> None:
+        """Raise `ValueError` if the tensors and times of a training step are not modeled."""
+        reasons = {
+            "its layers share blocks": self.shared_blocks,
+            "its layers share keys and values": self.shared_kv_layers or self.keys_as_values,
+            "its layers have heads of several sizes": self.window
+            and (self.window.head_dim or self.window.kv_heads),
+            "its attention reads more than the residual stream": self.attention_width
+            != self.d_model,
+        }
+        reasons |= {f"it has {m.name}": m.saved is None for m in self.mixers}
+        for reason, applies in reasons.items():
+            if applies:
+                raise ValueError(
+                    f"expected a model whose training step is modeled, got {self.name}; {reason}; "
+                    "trace a step with fits, or count it with parameters, flops and kv_cache"
+                )
 
     def check_positions(self, seq: int) -> None:
         """Raise `ValueError` if the position table of a text model has fewer than `seq` rows.
@@ -295,17 +351,35 @@ def matrices(model: Transformer) -> tuple[Matrix, ...]:
 
 def _part(model: Transformer, part: str) -> Iterator[Matrix]:
     """Yield the matrices of one part of matrices.toml that the model has."""
+    layers = tuple(model.attention_layers or ())
+    group = AttentionGroup("", layers, model.kv_heads, model.qk_dim, model.v_head_dim)
+    groups: Iterable[AttentionGroup] = (group,)
+    if part == "attention" and model.window and (model.window.head_dim or model.window.kv_heads):
+        groups = model.attention_groups
+    for group in groups:
+        yield from _rows(model, part, group)
+
+
+def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matrix]:
+    """Yield the matrices of one part; those of attention are in the layers of `group`."""
     experts = model.experts
+    keys = tuple(layer for layer in group.layers if layer in model.key_layers)
+    full = frozenset(group.layers) - model.windowed_layers
     names: dict[str, Any] = {
         "m": model,
         "mla": model.mla,
         "experts": experts,
         "d": model.d_model,
+        "a": model.attention_width,
         "h": model.heads,
-        "g": model.kv_heads,
+        "g": group.kv_heads,
         "e": model.embedding_dim,
-        "qk": model.qk_dim,
-        "v": model.v_head_dim,
+        "qk": group.qk_dim,
+        "v": group.v_head_dim,
+        "attending": group.layers,
+        "keys": keys,
+        "unkeyed": tuple(i for i in group.layers if i not in keys),
+        "values": tuple(i for i in keys if i not in full) if model.keys_as_values else keys,
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
     }
     everywhere = value(_PARTS[part].get("layers"), names)
@@ -317,6 +391,11 @@ def _part(model: Transformer, part: str) -> Iterator[Matrix]:
         if about.get("routed") and experts:
             about |= {"copies": experts.count, "chosen": experts.per_token}
             about["routed"] = experts.count > 1
+        if part == "attention":
+            about["kv_heads"] = group.kv_heads
+        if part in ("attention", "mlp"):
+            about["shared"] = model.shared_blocks
         about["layers"] = None if layers is None else tuple(layers)
         wide, high = value(columns, names), value(rows or 1, names)
-        yield Matrix(part, name, int(high), int(wide), split, **about)
+        suffix = group.suffix if part == "attention" else ""
+        yield Matrix(part, name + suffix, int(high), int(wide), split, **about)
