@@ -541,6 +541,16 @@ def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
         plan_for(SMALL, gpus=4, batch=4, seq=64, microbatches=3)
 
 
+def test_plan_that_splits_least_is_first_among_equally_fast_plans() -> None:
+    # On 8 devices, context parallelism takes the same time and memory as data parallelism here.
+    shape = Transformer(
+        **{"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336},
+        vocab_size=128256,
+    )
+    plan = plan_for(shape, gpus=8, hardware="H100", seq=4096, batch=1024).plan
+    assert (plan.data, plan.context) == (8, 1)
+
+
 @pytest.mark.parametrize("vocab_size", [SMALL.vocab_size, 100 * SMALL.vocab_size])
 def test_refusal_says_how_much_memory_is_missing(vocab_size: int) -> None:
     """Estimates omit the logits, which are most of the memory with a large vocabulary."""

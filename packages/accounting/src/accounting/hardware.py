@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from accounting import checks
+from accounting.precision import BYTES
+
+
+#: Smallest accepted bytes of memory, and bytes or operations per second. Smaller numbers are in
+#: another unit, such as GB or TFLOP/s.
+LEAST_RATE = 1_000_000
 
 
 @checks.named
@@ -63,7 +69,18 @@ class Hardware:
         if not self.peaks or not isinstance(self.peaks, Mapping):
             raise TypeError(f"expected peaks to map dtypes to operations/s, got {self.peaks!r}")
         for dtype, flops in self.peaks.items():
+            checks.choice("a dtype in peaks", dtype, BYTES)
             checks.number(f"the peak of {dtype} in peaks", flops)
+        rates = {f"the peak of {dtype} in operations/s": self.peaks[dtype] for dtype in self.peaks}
+        rates["memory_bytes"] = self.memory_bytes
+        rates["memory_bandwidth in bytes/s"] = self.memory_bandwidth
+        for name, rate in rates.items():
+            if rate < LEAST_RATE:
+                raise ValueError(f"expected {name} >= {LEAST_RATE:,}, got {rate:g}; check its unit")
+        if bool(self.pod) != bool(self.torus_axes):
+            raise ValueError(
+                f"expected pod and torus_axes together, got {self.pod} and {self.torus_axes}"
+            )
         checks.number("power_factor", self.power_factor, most=1)
         checks.number("attention_fraction", self.attention_fraction, most=1)
         if not self.chip:
@@ -126,6 +143,11 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
     fields = {key: value for key, value in entry.items() if key not in _DERIVED}
     for key in {"node_link", "network"} & fields.keys():
         label, bandwidth, latency = fields[key]
+        if bandwidth < LEAST_RATE or latency >= 1:
+            raise ValueError(
+                f"expected {key} with at least {LEAST_RATE:,} bytes/s and a latency below 1 s, got "
+                f"{bandwidth:g} and {latency:g}; check the units"
+            )
         fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
     if "like" not in entry:
         return Hardware(name=name, peaks=_peaks(entry), **fields)

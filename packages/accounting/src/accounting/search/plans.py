@@ -114,11 +114,20 @@ def plans_that_fit(
             )
         fitting_plan = _computed(space, candidate, usable)
         if fitting_plan is not None:
-            bisect.insort(fitting, fitting_plan, key=lambda plan: plan.step_seconds)
+            bisect.insort(fitting, fitting_plan, key=_rank)
             if len(fitting) >= most:
                 # Bounds are reduced by the same fraction.
                 slowest = fitting[most - 1].step_seconds * (1 - ROUNDING)
     return fitting[:most]
+
+
+def _rank(fitting: FittingPlan) -> tuple[float, int]:
+    """Return the time of a plan up to rounding, and the number of ranks that split a sequence.
+
+    Among plans of equal time, the ones that split models and sequences least are first.
+    """
+    plan = fitting.plan
+    return float(f"{fitting.step_seconds:.9g}"), plan.tensor * plan.pipeline * plan.context
 
 
 def _fitting_by_time(space: Space, usable_bytes: float) -> Iterator[tuple[float, Candidate]]:
