@@ -7,6 +7,8 @@ from statistics import fmean
 import pytest
 from accounting import Experts, Plan, Transformer, parameters, plan_for, training_memory
 from accounting.breakdown import counted
+from accounting.hardware import find
+from accounting.search.answer import TRAINING_RATIOS
 from accounting.time.published import (
     LEAST_SOURCES,
     RUNS,
@@ -110,6 +112,13 @@ def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
     assert len(makers) == 16
     nvidia = {"NeMo", "NeMo AutoModel", "Megatron Bridge", "Megatron Core MoE", "Megatron-LM"}
     assert nvidia <= makers
+    outside = [index for index, answer in covered[-1].items() if not answer]
+    assert len(outside) == 7
+    assert all("Megatron Bridge" in RUNS[i].source and RUNS[i].model.experts for i in outside)
+    others = [ratio for ratio in ratios() if "Megatron Bridge" not in ratio.source]
+    largest = max(ratios()[index].held_out for index in outside) - mean_log_ratio(others)
+    assert math.exp(largest) == pytest.approx(3.5, abs=0.05)
+    assert math.exp(max(map(max, errors_by_source(others).values()))) < 1.8
     missed = [RUNS[index] for index, answer in blackwell.items() if not answer]
     assert len(missed) == 6
     assert all(run.model.experts for run in missed)
@@ -242,11 +251,11 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("layers", "width", "heads", "d_ff", "gpus", "batch", "hours", "ratio"),
+    ("layers", "width", "heads", "d_ff", "gpus", "batch", "hours", "ratio", "of_peak"),
     [
-        (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.87),
-        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.66),
-        (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 1.06),
+        (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.87, 0.14),
+        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.66, 0.26),
+        (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 1.06, 0.35),
     ],
 )
 def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
@@ -258,6 +267,7 @@ def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
     batch: int,
     hours: float,
     ratio: float,
+    of_peak: float,
 ) -> None:
     # The cards state H100 hours and about 15 T tokens. The numbers of devices are assumptions.
     model = Transformer(
@@ -268,3 +278,6 @@ def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
     predicted = answer.days.scaled(24 * gpus)
     assert hours / predicted.middle == pytest.approx(ratio, rel=0.02)
     assert (predicted.low < hours < predicted.high) == (ratio < 1.1)
+    assert TRAINING_RATIOS[0] <= ratio <= TRAINING_RATIOS[1]
+    rate = 6 * parameters(model).total * 15.6e12 / 3600 / find("H100").peak("bf16")
+    assert rate / hours == pytest.approx(of_peak, abs=0.005)

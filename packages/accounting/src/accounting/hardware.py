@@ -15,7 +15,6 @@ from typing import Any
 from accounting import checks
 from accounting.precision import BYTES
 
-
 #: Smallest accepted bytes of memory, and bytes or operations per second. Smaller numbers are in
 #: another unit, such as GB or TFLOP/s.
 LEAST_RATE = 1_000_000

@@ -28,6 +28,9 @@ from accounting.workload import Workload
 
 #: Default batch in tokens; it is larger if the devices need more sequences.
 TOKENS_PER_STEP = 4 * 2**20
+#: Smallest and largest ratio of published to predicted hours of the trainings of Llama 3.1. The
+#: intervals of days are those of steps, and do not include time that is lost between steps.
+TRAINING_RATIOS = (1.06, 2.87)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Answer:
     def explain(self) -> str:
         """Return the answer as text that fits on one screen."""
         plan, device = self.plan, self.hardware
+        least, most = TRAINING_RATIOS
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
             f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
@@ -94,9 +98,10 @@ class Answer:
             f"step       {self.seconds} s",
             *self.step.shares(lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
-            f"intervals  {self.seconds.basis}",
+            f"intervals  of a step, {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
             f"{counted(self.failures.failures, 'failure')}, goodput {self.failures.goodput:.1%}",
+            f"           3 published trainings took {least} to {most} times the predicted hours",
             f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
             f"energy     {self.megawatt_hours} MWh for the devices",
         ]
