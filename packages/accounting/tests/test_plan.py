@@ -475,6 +475,20 @@ def test_batch_reads_experts_that_its_tokens_choose(replicas: int) -> None:
     assert read - dense == pytest.approx(2 * 2 * fmean(chosen) / replicas * expert, rel=0.02)
 
 
+def test_each_layer_reads_the_keys_and_values_that_it_shares() -> None:
+    shape = Transformer(
+        layers=4, d_model=64, heads=4, kv_heads=2, vocab_size=100, shared_kv_layers=(2, 3)
+    )
+    served = serving(shape, seq=128)
+    alone = serving(replace(shape, shared_kv_layers=()), seq=128)
+    assert served["cache_bytes_per_sequence"] == kv_cache(shape, seq=128).total
+    assert 2 * served["cache_bytes_per_sequence"] == alone["cache_bytes_per_sequence"]
+    # The two layers without key and value matrices read 2 * 2 * 64 * 32 weights less.
+    assert alone["bytes_per_token"] - served["bytes_per_token"] == 2 * 2 * 2 * 64 * 32
+    with pytest.raises(ValueError, match="pipeline=1 for a model whose layers share keys"):
+        serving(shape, gpus=2, pipeline=2, seq=128)
+
+
 def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
     for words, reason in {
         "--cp 2": "got --cp",

@@ -154,6 +154,11 @@ class Plan:
                 f"expected pipeline x virtual_stages <= {counted(model.layers, 'layer')}, got "
                 f"{chunks}"
             )
+        if self.pipeline > 1 and model.shared_kv_layers:
+            raise ValueError(
+                f"expected pipeline=1 for a model whose layers share keys and values, got "
+                f"pipeline={self.pipeline}; the copy of a cache on another stage is not modeled"
+            )
         if self.pipeline > 1 and model.embedding_dim != model.d_model:
             raise ValueError(
                 f"expected pipeline=1 for a model that projects its embedding "

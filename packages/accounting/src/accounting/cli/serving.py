@@ -101,7 +101,10 @@ def serving(
             part = plan.stage_model(model, number)
             stored = kv_cache(part, seq=seq, dtype=cache, tensor=ranks)
             weight_bytes = sum(device_parameters(model, plan, number)) * size
-            read_bytes = float(stored.total) - _unselected_bytes(part, stored, seq)
+            # Layers that share keys and values read the same cache one after another.
+            unshared = replace(part, shared_kv_layers=())
+            read = kv_cache(unshared, seq=seq, dtype=cache, tensor=ranks)
+            read_bytes = float(read.total) - _unselected_bytes(part, stored, seq)
             result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
         return result
 
