@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from accounting import (
+    MLA,
     Plan,
     Transformer,
+    Window,
     flops,
     kv_cache,
     parameters,
@@ -961,6 +963,25 @@ def test_training_step_of_sharing_layers_is_refused() -> None:
             plan_for(model, gpus=8, tokens=1e9, seq=64, batch=8)
         served = serving(model, gpus=1, seq=64)
         assert served["cache_bytes_per_sequence"] == kv_cache(model, seq=64).total
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shared_kv_layers": (0,)},
+        {"shared_kv_layers": (0, 1, 2, 3)},
+        {"shared_kv_layers": (3,), "attention_layers": (0, 1)},
+        {"shared_kv_layers": (3,), "mla": MLA(kv_rank=8, rope_head_dim=4)},
+        {"attention_width": 128, "mla": MLA(kv_rank=8, rope_head_dim=4)},
+        {"window": Window(size=4, head_dim=8), "mla": MLA(kv_rank=8, rope_head_dim=4)},
+        {"window": Window(size=4, kv_heads=3)},
+    ],
+)
+def test_keys_that_no_layer_has_are_refused(fields: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 100}
+    Transformer(**sizes, shared_kv_layers=(2, 3), window=Window(size=4, head_dim=8, kv_heads=2))
+    with pytest.raises(ValueError, match=r"shared_kv_layers|window\.kv_heads"):
+        Transformer(**sizes, **fields)
 
 
 def test_tensor_parallel_cache_of_two_kinds_of_heads_is_counted_by_hand() -> None:

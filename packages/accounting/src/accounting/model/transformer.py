@@ -159,6 +159,7 @@ class Transformer:
         for mixer in self.mixers:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
         self._check_blocks()
+        self._check_sharing()
 
     def _derive_sizes(self) -> None:
         """Set the sizes that were not passed."""
@@ -209,6 +210,26 @@ class Transformer:
             raise ValueError(
                 f"expected attention, an MLP, experts or a mixer in each layer, got none in layer "
                 f"{empty[0]}; {derive}"
+            )
+
+    def _check_sharing(self) -> None:
+        """Raise `ValueError` if no earlier layer has the keys that a layer shares.
+
+        Also raise `ValueError` for latent attention with fields that describe other keys.
+        """
+        shared, attention = self.shared_kv_layers, self.attention_layers or ()
+        first_key = min(self.key_layers, default=self.layers)
+        if shared and (shared[0] < first_key or not set(shared) <= set(attention)):
+            raise ValueError(
+                f"expected shared_kv_layers among attention_layers={attention} and after a layer "
+                f"with keys, got {shared}"
+            )
+        own_sizes = self.window and (self.window.head_dim or self.window.kv_heads)
+        wider = self.attention_width != self.d_model
+        if self.mla and (shared or self.keys_as_values or own_sizes or wider):
+            raise ValueError(
+                "expected mla=None with shared_kv_layers, keys_as_values, attention_width, or head "
+                "sizes of a window, got mla; latent attention has no such keys"
             )
 
     def _record(self, name: str, record: type, listed: bool) -> None:
