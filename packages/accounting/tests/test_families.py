@@ -98,7 +98,10 @@ def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
 def defaults(family: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family).to_dict()
+    content = AutoConfig.for_model(family).to_dict()
+    # Gemma 4 derives it from the layers and the sizes of heads, which the tests change.
+    content.pop("per_layer_config", None)
+    return content
 
 
 def small(family: str) -> dict[str, Any]:
@@ -696,9 +699,7 @@ class Recorder(dict[str, Any]):
 
 
 # A list per layer is derived by the class from the fields that are tested.
-PER_LAYER = dict.fromkeys(
-    ("architectures", "layer_types", "mlp_layer_types", "indexer_types", "per_layer_config")
-)
+PER_LAYER = dict.fromkeys(("architectures", "layer_types", "mlp_layer_types", "indexer_types"))
 
 
 def with_other_sizes(family: str) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Space:
         work: Workload,
         fixed: Mapping[str, Any],
     ) -> None:
+        model.check_step()
         self.model = model
         self.device = device
         self.devices = devices
