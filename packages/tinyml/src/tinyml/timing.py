@@ -1,8 +1,9 @@
 """Selection of the fastest of several implementations of a function on this machine.
 
 Implementations are timed in interleaved rounds. A reference implementation is replaced only by one
-that is clearly faster in most rounds, with its weights in the cache and out of it. Decisions are
-stored in a file per user, because another process on the same machine would repeat them.
+that is clearly faster in most rounds, with its weights in the cache and out of it. Implementations
+that cannot be selected are dropped as early as possible, because a call may take seconds. Decisions
+are stored in a file per user, because another process on the same machine would repeat them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ MARGIN = 1.5
 #: The fraction of rounds that an implementation must win.
 MOST = 2 / 3
 ROUNDS = 15
+#: The first calls on a CPU use at most so many tokens.
+TRIAL_TOKENS = 32
 _LEAST_ROUNDS = 5
 _SECONDS = 0.25  # after this time, no further rounds are started
 _CACHE_BYTES = 64 * 2**20
@@ -36,13 +39,18 @@ _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state on
 _LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
 _WARM_UP = 4  # calls until the cache contains this implementation's weights
 _TOO_SLOW = 3.0  # the ratio to the fastest above which an implementation is dropped
+_FIRST_MARGIN = 1.2  # the speedup below which the first calls exclude a replacement
+
+Implementation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The selected implementation and the median milliseconds of all implementations."""
+    """The selected implementation and the milliseconds of all implementations."""
 
     selected: str
+    #: Medians over the rounds. Times of implementations that the first calls excluded are
+    #: extrapolated from `TRIAL_TOKENS` tokens.
     milliseconds: dict[str, float]
     #: Times with the weights out of the cache; empty if not measured.
     out_of_cache: dict[str, float]
@@ -59,57 +67,114 @@ def listed(times: Mapping[str, float]) -> str:
 
 
 def measure(
-    implementations: Mapping[str, Callable[[], Tensor]], reference: str | None = None
+    implementations: Mapping[str, Implementation],
+    inputs: Tensor,
+    is_right: Callable[[str], bool],
+    reference: str | None = None,
 ) -> Timing:
-    """Return the fastest of `implementations`, or `reference` if none is clearly faster.
+    """Return the fastest implementation for `inputs`, or `reference` if none is clearly faster.
 
     Without `reference`, return the implementation with the lowest median, with its weights in the
-    cache.
+    cache. An implementation that is not supported, or for which `is_right(name)` is False, is never
+    returned. `is_right` is evaluated for the fastest implementation only. `inputs` has the shape
+    (tokens, width).
     """
-    # The first call prepares the weights of an implementation.
-    first = {
-        name: min(milliseconds(call) for _ in range(2)) for name, call in implementations.items()
-    }
-    fastest = min(first.values())
-    candidates = {
-        name: call
-        for name, call in implementations.items()
-        if first[name] <= _TOO_SLOW * fastest or name == reference
-    }
-    is_long = fastest > _LONG_MS
-    has_cold_rounds = reference is not None and not is_long
-    fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
-    warm: dict[str, list[float]] = {name: [] for name in candidates}
-    cold: dict[str, list[float]] = {name: [] for name in candidates}
-    start = time.perf_counter()
-    for number in range(ROUNDS // 2 if is_long else ROUNDS):
-        if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
-            break
-        for name, call in candidates.items():
-            warm[name].append(milliseconds(call) if is_long else _milliseconds_in_cache(call))
-            if has_cold_rounds:
-                cold[name].append(_milliseconds_after(fill_the_cache, call))
+    remaining = dict(implementations)
+    timing = _fastest(remaining, inputs, reference)
+    while not is_right(timing.selected):
+        del remaining[timing.selected]
+        timing = _fastest(remaining, inputs, reference)
+    return timing
+
+
+def _fastest(
+    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
+) -> Timing:
+    first = _first_times(implementations, inputs, reference)
+    is_slow = {name: time_ms > _TOO_SLOW * min(first.values()) for name, time_ms in first.items()}
+    if reference is not None:
+        # One that is hardly faster with a few tokens is not clearly faster with many.
+        limit = first[reference] / _FIRST_MARGIN
+        is_slow = {name: name != reference and first[name] > limit for name in first}
+    calls = {name: partial(implementations[name], inputs) for name in first if not is_slow[name]}
+    if len(calls) == 1:
+        return Timing(next(iter(calls)), first, {})
+    warm, cold = _rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
     median = first | {name: statistics.median(times) for name, times in warm.items()}
     cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
-    eligible = list(candidates)
+    eligible = list(calls)
     if reference is not None:
         eligible = [
             name
-            for name in candidates
+            for name in calls
             if name != reference
-            and all(_wins(times[name], times[reference]) for times in (warm, cold))
+            and all(
+                len(times[name]) - _losses(times[name], times[reference]) >= MOST * len(times[name])
+                for times in (warm, cold)
+            )
         ] or [reference]
     best = min(eligible, key=lambda name: median[name] + cold_median.get(name, 0.0))
     return Timing(best, median, cold_median)
 
 
-def _wins(ours: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if most of `ours` beat the minimum of `others` by the factor `MARGIN`.
+def _first_times(
+    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
+) -> dict[str, float]:
+    """Return the milliseconds of the best of a few calls of each supported implementation.
 
-    Without rounds, the result is True.
+    A GPU needs many tokens to be busy, so only CPUs get fewer tokens than `inputs` has.
     """
-    won = [MARGIN * time_ms <= min(others) for time_ms in ours]
-    return sum(won) >= MOST * len(won)
+    trial = inputs[:TRIAL_TOKENS] if inputs.device.type == "cpu" else inputs
+    first: dict[str, float] = {}
+    error: Exception | None = None
+    for name, implementation in implementations.items():
+        call = partial(implementation, trial)
+        try:  # the first call prepares the weights of an implementation
+            single = milliseconds(call)
+            repeats = 1 if single > _LONG_MS else 3
+            best = min(single, *(milliseconds(call) for _ in range(repeats)))
+            first[name] = best * len(inputs) / len(trial)
+        except (RuntimeError, AttributeError) as not_supported:
+            error = not_supported
+    if error is not None and (not first or reference not in (None, *first)):
+        raise error
+    return first
+
+
+def _rounds(
+    calls: Mapping[str, Callable[[], Tensor]], reference: str | None, *, is_long: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
+
+    The rounds end early if no call can replace the reference any more.
+    """
+    has_cold_rounds = reference is not None and not is_long
+    fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
+    warm: dict[str, list[float]] = {name: [] for name in calls}
+    cold: dict[str, list[float]] = {name: [] for name in calls}
+    most = ROUNDS // 2 if is_long else ROUNDS
+    start = time.perf_counter()
+    for number in range(most):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
+            break
+        for name, call in calls.items():
+            warm[name].append(milliseconds(call) if is_long else _milliseconds_in_cache(call))
+            if has_cold_rounds:
+                cold[name].append(_milliseconds_after(fill_the_cache, call))
+        if reference is not None and all(
+            any(_losses(t[name], t[reference]) > (1 - MOST) * most for t in (warm, cold))
+            for name in calls.keys() - {reference}
+        ):
+            break
+    return warm, cold
+
+
+def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
+    """Return how many of `ours` do not beat the minimum of `others` by the factor `MARGIN`.
+
+    This number never decreases when rounds are added.
+    """
+    return sum(MARGIN * time_ms > min(others) for time_ms in ours)
 
 
 def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:

@@ -63,12 +63,10 @@ class Int8Weights:
         shape_class = (len(inputs) - 1).bit_length(), *self.codes.shape
         key = shape_class, self.is_exact_in_float32, inputs.device, torch.get_num_threads()
         if key not in _chosen:
-            calls: dict[str, Callable[[], Tensor]] = {}
-            for name, implementation in IMPLEMENTATIONS.items():
-                if name == "int8" and not self._is_int8_exact(inputs):
-                    continue
-                calls[name] = partial(implementation, self, inputs)
-            _chosen[key] = measure(calls)
+            calls = {name: partial(call, self) for name, call in IMPLEMENTATIONS.items()}
+            _chosen[key] = measure(
+                calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
+            )
         if _chosen[key].selected != "float32":
             self._dense = None
         return _chosen[key]
@@ -90,10 +88,7 @@ class Int8Weights:
         weights = Int8Weights(codes)
         trials = [_random_ends(inputs, -127, 127, seed) for seed in (1, 2)]
         trials.append(torch.full(inputs.shape, -127.0, device=inputs.device))
-        try:
-            sums = [IMPLEMENTATIONS["int8"](weights, trial.float()) for trial in trials]
-        except (RuntimeError, AttributeError):  # not available for this build or shape
-            return False
+        sums = [IMPLEMENTATIONS["int8"](weights, trial.float()) for trial in trials]
         exact = [_float64(weights, trial) for trial in trials]
         return all(map(torch.equal, sums, exact))
 
