@@ -1,4 +1,4 @@
-"""Statistics of the inputs of layers on calibration batches, in bounded memory.
+"""Statistics of the inputs of layers on calibration batches, with one batch in memory.
 
 Note [Replayed blocks]
 GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
@@ -7,8 +7,9 @@ of layers. Therefore the outputs of a finished block are recorded, and later run
 instead of running the block. A block is a child of an `nn.ModuleList` or `nn.Sequential`. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
 
-Only the last finished block of a list keeps its record: its outputs for all batches. Earlier
-blocks return placeholders. These reach only the next block, which ignores its inputs because it
+Records are temporary files, so that the outputs of one batch are in memory. Only the last finished
+block of a list keeps its record: its outputs for all batches. Earlier blocks return placeholders.
+These reach only the next block, which ignores its inputs because it
 returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
 do, the operation on the placeholder raises an error. From then on, all records are kept.
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from tinyml.conversion import tensor_versions
 from tinyml.validation import Progress
@@ -50,14 +53,15 @@ def visit_layers(
     did not reach this layer does not count for it. Raise `ValueError` if the batch reaches the
     layer later.
     """
-    replay = _Replay(model, batches, layers)
-    with _input_hooks(layers, replay.on_layer_input), replay.blocks(), _without_cache(model):
-        while (stage := replay.next_stage()) is not None:
-            for name in stage.layers:
-                visit(name, stage.moment)
-                replay.done[name] = stage.batches
-                if progress is not None:
-                    progress(name, len(replay.done), len(layers))
+    with TemporaryDirectory(prefix="tinyml-") as folder, _without_cache(model):
+        replay = _Replay(model, batches, layers, Path(folder))
+        with _input_hooks(layers, replay.on_layer_input), replay.blocks():
+            while (stage := replay.next_stage()) is not None:
+                for name in stage.layers:
+                    visit(name, stage.moment)
+                    replay.done[name] = stage.batches
+                    if progress is not None:
+                        progress(name, len(replay.done), len(layers))
 
 
 class _StopRun(BaseException):
@@ -80,6 +84,36 @@ class _Stage:
         self.moment.addmm_(tokens.t(), tokens)
 
 
+class _Record:
+    """The outputs of a block, whose tensors are in a file."""
+
+    def __init__(self, outputs: Any, path: Path) -> None:
+        leaves, self._structure = tree_flatten(outputs)
+        self._others = [
+            None if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves
+        ]
+        self._path = path
+        #: The outputs with tensors of the same shapes without values.
+        self.placeholder = tree_map_only(Tensor, _Freed.of, outputs)
+        # A clone has no more memory than its values; a view would be saved with its whole storage.
+        tensors = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        torch.save(tensors, path)
+
+    def load(self) -> Any:
+        """Return a copy of the outputs, into which the model may write."""
+        # The file is our own, and some types of tensors need the unrestricted unpickler.
+        tensors = torch.load(self._path, weights_only=False)
+        leaves = [
+            copy.deepcopy(other) if tensor is None else tensor
+            for tensor, other in zip(tensors, self._others, strict=True)
+        ]
+        return tree_unflatten(leaves, self._structure)
+
+    def free(self) -> None:
+        """Delete the file."""
+        self._path.unlink()
+
+
 class _Replay:
     """Runs of batches up to the next layer that is not done (Note [Replayed blocks])."""
 
@@ -88,6 +122,7 @@ class _Replay:
         model: nn.Module,
         batches: Sequence[Any],
         layers: Mapping[str, nn.Module],
+        folder: Path,
     ) -> None:
         #: The numbers of the batches that H was computed from, for each finished layer.
         self.done: dict[str, set[int]] = {}
@@ -96,7 +131,8 @@ class _Replay:
         self._order = list(layers)
         self._blocks = _blocks_with(model, layers)
         #: The outputs of finished blocks by batch and block.
-        self._records: dict[tuple[int, str], Any] = {}
+        self._records: dict[tuple[int, str], _Record] = {}
+        self._folder = folder
         #: Placeholders for records that were freed: tensors of the same shapes without values.
         self._placeholders: dict[tuple[int, str], Any] = {}
         self._keeps_all = False
@@ -189,7 +225,7 @@ class _Replay:
                 return forward(*arguments, **options)
             self._called.add(name)
             if key in self._records:
-                return _copied(self._records[key])
+                return self._records[key].load()
             if key in self._placeholders:
                 return self._placeholders[key]
             outputs = forward(*arguments, **options)
@@ -202,9 +238,10 @@ class _Replay:
     def _record(self, key: tuple[int, str], outputs: Any) -> None:
         number, name = key
         for other in self._blocks:
-            if other.startswith(f"{name}."):
-                self._records.pop((number, other), None)
-        self._records[key] = _copied(outputs)
+            if other.startswith(f"{name}.") and (number, other) in self._records:
+                self._records.pop((number, other)).free()
+        path = self._folder / f"{number}-{list(self._blocks).index(name)}"
+        self._records[key] = _Record(outputs, path)
         if self._keeps_all or any(name.startswith(f"{other}.") for other in self._blocks):
             return  # records inside a block are kept until the block itself is recorded
         parent = name.rpartition(".")[0]
@@ -212,7 +249,8 @@ class _Replay:
         self._last[number, parent] = name
         if before is not None:
             freed = self._records.pop((number, before))
-            self._placeholders[number, before] = tree_map_only(Tensor, _Freed.of, freed)
+            self._placeholders[number, before] = freed.placeholder
+            freed.free()
 
 
 def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
