@@ -65,6 +65,26 @@ def test_small_rows_of_float16_are_as_close_as_their_scales_allow(largest, symme
     assert (error <= extreme / 127 / 2 + extreme * 2.0**-10 + 2.0**-24).all()
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("largest", [2.0, 130.0, 5e4, 2.0**23, 2.0**29, 2.0**31])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_subnormal_numbers_are_as_close_as_their_scales_allow(dtype, largest, symmetric):
+    spacing = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    # Multiples of the smallest number, some of which are normal.
+    multiples = (
+        torch.linspace(-1, 1, 8 * 64, dtype=torch.float64).view(8, 64).sin() * largest
+    ).round()
+    linear = nn.Linear(64, 8, bias=False, dtype=dtype)
+    linear.weight.data.copy_(multiples * spacing)
+    small = quantize(nn.Sequential(linear), 8, symmetric=symmetric)[0].weight
+    dynamic = quantize(nn.Sequential(linear), 8, activations="dynamic")[0].weight
+    extreme = multiples.abs().amax(1, keepdim=True)
+    for weight in (small, dynamic):
+        error = (weight.double() / spacing - multiples).abs()
+        # Half a step, or a step with a zero point; the step is rounded up to a multiple.
+        assert (error <= ((extreme / 127).ceil() + 1) * (0.5 if symmetric else 1.0) + 0.5).all()
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_quantized_model_stores_what_it_says(bits, symmetric):

@@ -42,7 +42,7 @@ class Grid:
         rounded = self.scale.to(dtype).to(self.scale.dtype)
         limits = torch.finfo(dtype)
         spacing = limits.tiny * limits.eps
-        up = (self.scale / spacing).ceil() * spacing
+        up = ((self.scale.double() / spacing).ceil() * spacing).to(self.scale.dtype)
         scale = torch.where(self.scale < limits.tiny, up, rounded)
         return Grid(scale, self.zero, self.low, self.high)
 
@@ -62,18 +62,25 @@ def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     check_bits(bits, "a grid has")
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-    smallest = torch.finfo(rows.dtype).tiny
     if symmetric:
         low = max(low, -high) if bits > 1 else low
-        scale = torch.maximum(minimum.abs(), maximum.abs()) / max(high, -low)
-        scale = torch.where(scale < smallest, torch.ones_like(scale), scale)
+        scale = _step(torch.maximum(minimum.abs(), maximum.abs()), max(high, -low))
         return Grid(scale, torch.zeros_like(scale), low, high)
     minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
-    # The difference of two large numbers overflows, and that of their halves does not.
-    scale = (maximum / 2 - minimum / 2) / (high - low) * 2
-    scale = torch.where(scale < smallest, torch.ones_like(scale), scale)
+    # The difference of two large numbers overflows, and the half of a subnormal number is rounded.
+    extent, half = maximum - minimum, maximum / 2 - minimum / 2
+    scale = torch.where(extent.isinf(), 2 * (half / (high - low)), _step(extent, high - low))
     zero = (low - minimum / scale).round().clamp(low, high)
     return Grid(scale, zero, low, high)
+
+
+def _step(extent: Tensor, steps: int) -> Tensor:
+    """Return `extent / steps`, rounded up if it is subnormal, and 1 if the extent is zero."""
+    step = extent / steps
+    limits = torch.finfo(step.dtype)
+    spacing = limits.tiny * limits.eps
+    up = ((extent.double() / spacing / steps).ceil() * spacing).to(step.dtype)
+    return torch.where(step < limits.tiny, up, step).where(extent != 0, 1)
 
 
 def as_rows(weight: Tensor, group_size: int | None = None) -> Tensor:
