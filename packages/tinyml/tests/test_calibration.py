@@ -309,12 +309,13 @@ def peak_bytes(call):
 
 
 @pytest.mark.parametrize(
-    ("width", "count"), [(64, 1), (64, 60), pytest.param(256, 8, marks=pytest.mark.exhaustive)]
+    ("width", "count", "length"),
+    [(64, 1, 16), (16, 24, 128), pytest.param(256, 8, 16, marks=pytest.mark.exhaustive)],
 )
-def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count):
+def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count, length):
     torch.manual_seed(0)
     model = Blocks(width=width, count=3)
-    batches = [torch.randn(2, 16, width) for _ in range(count)]
+    batches = [torch.randn(2, length, width) for _ in range(count)]
     peak, small = peak_bytes(lambda: gptq(model, batches, 4))
     block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     hidden = batches[0].nbytes
@@ -323,6 +324,22 @@ def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count):
     # time. The inputs of a block for all other batches are in files.
     matrices = 8 * (2 * inputs**2 + 4 * 128 * inputs)
     assert block < peak <= size_of(small).bytes + 1.5 * (block + hidden) + matrices
+
+
+class WithFunction(Block):
+    """A block whose outputs contain a function, which cannot be pickled."""
+
+    def forward(self, x, scale=1.0):
+        return (*super().forward(x, scale), lambda: scale)
+
+
+def test_outputs_of_blocks_may_contain_any_objects():
+    torch.manual_seed(0)
+    model, batches = Blocks(), [torch.randn(2, 5, 6) for _ in range(3)]
+    expected = gptq(model, batches)(batches[0])
+    for block in model.blocks:
+        block.__class__ = WithFunction
+    assert torch.equal(gptq(model, batches)(batches[0]), expected)
 
 
 class Counted(nn.Module):

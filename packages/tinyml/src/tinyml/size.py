@@ -1,9 +1,8 @@
 """Size of a model: bytes as stored.
 
 Each tensor counts once, even if several layers share it. Different views of one memory all count,
-because a file contains each of them. Bytes include codebooks and scales. A
-pruned weight is also counted as a sparse file stores it: a bit per element plus the nonzero
-elements.
+because a file contains each of them. Bytes include codebooks and scales. A pruned weight is also
+counted as a sparse file stores it: a bit per element plus the nonzero elements.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tinyml.conversion import tensor_versions
 from tinyml.validation import Progress
@@ -88,26 +88,20 @@ class _Record:
     """The outputs of a block, whose tensors are in a file."""
 
     def __init__(self, outputs: Any, path: Path) -> None:
-        leaves, self._structure = tree_flatten(outputs)
-        self._others = [
-            None if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves
-        ]
         self._path = path
-        #: The outputs with tensors of the same shapes without values.
-        self.placeholder = tree_map_only(Tensor, _Freed.of, outputs)
-        # A clone has no more memory than its values; a view would be saved with its whole storage.
-        tensors = [leaf.clone() if isinstance(leaf, Tensor) else None for leaf in leaves]
-        torch.save(tensors, path)
+        #: The outputs with placeholders for tensors. Not all other objects can be pickled.
+        self.placeholder = tree_map(_Freed.of, outputs)
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        torch.save(_copied(tensors), path)  # a view would be saved with its whole storage
 
     def load(self) -> Any:
         """Return a copy of the outputs, into which the model may write."""
-        # The file is our own, and some types of tensors need the unrestricted unpickler.
-        tensors = torch.load(self._path, weights_only=False)
-        leaves = [
-            copy.deepcopy(other) if tensor is None else tensor
-            for tensor, other in zip(tensors, self._others, strict=True)
-        ]
-        return tree_unflatten(leaves, self._structure)
+        tensors = iter(torch.load(self._path, weights_only=False))
+
+        def loaded(leaf: Any) -> Any:
+            return next(tensors) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+        return tree_map(loaded, self.placeholder)
 
     def free(self) -> None:
         """Delete the file."""
@@ -373,8 +367,11 @@ class _Freed(Tensor):
     """
 
     @staticmethod
-    def of(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="meta").as_subclass(_Freed)
+    def of(value: Any) -> Any:
+        """Return a placeholder for a tensor, and a copy of any other object."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        return torch.empty_like(value, device="meta").as_subclass(_Freed)
 
     @classmethod
     def __torch_function__(
