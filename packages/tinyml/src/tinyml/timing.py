@@ -30,7 +30,7 @@ MARGIN = 1.5
 #: The fraction of rounds that an implementation must win.
 MOST = 2 / 3
 ROUNDS = 15
-#: The first calls on a CPU use at most so many tokens.
+#: The largest number of tokens in the first calls on a CPU.
 TRIAL_TOKENS = 32
 _LEAST_ROUNDS = 5
 _SECONDS = 0.25  # after this time, no further rounds are started
@@ -91,12 +91,15 @@ def _fastest(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> Timing:
     first = _first_times(implementations, inputs, reference)
-    is_slow = {name: time_ms > _TOO_SLOW * min(first.values()) for name, time_ms in first.items()}
+    limit = _TOO_SLOW * min(first.values())
     if reference is not None:
         # One that is hardly faster with a few tokens is not clearly faster with many.
         limit = first[reference] / _FIRST_MARGIN
-        is_slow = {name: name != reference and first[name] > limit for name in first}
-    calls = {name: partial(implementations[name], inputs) for name in first if not is_slow[name]}
+    calls = {
+        name: partial(implementations[name], inputs)
+        for name, time_ms in first.items()
+        if time_ms <= limit or name == reference
+    }
     if len(calls) == 1:
         return Timing(next(iter(calls)), first, {})
     warm, cold = _rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
