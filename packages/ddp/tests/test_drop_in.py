@@ -154,11 +154,7 @@ def adds_a_frozen_layer() -> bool:
         # The buffers are synchronized although the module had none when it was wrapped.
         if both.rank == 0 or module is both.twin:
             module[-1].running_mean.fill_(0.5)
-    if both.rank:
-        with pytest.warns(UserWarning, match="the buffers differed from those of rank 0"):
-            both.backward()
-    else:
-        both.backward()
+    both.backward()
     assert both.module[-1].running_mean.tolist() == [0.5, 0.5]
     for module in (both.module, both.twin):
         module[-2].requires_grad_(True)
@@ -171,17 +167,22 @@ def adds_a_frozen_layer() -> bool:
 def changes_buffers_in_join() -> list[float]:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False).eval())
     model = DDP(module)
-    is_first = dist.get_rank() == 0
-    message = "the buffers differed from those of rank 1.* copied those of rank 1"
-    if is_first:
-        module[1].running_mean.fill_(0.5)
-    with model.join(), pytest.warns(UserWarning, match=message) if is_first else nullcontext():
-        model(torch.ones(3, 2)).sum().backward()
-    return module[1].running_mean.tolist()
+    outputs = []
+    with model.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            module[1].running_mean.fill_(2 * step + dist.get_rank())
+            with model.no_sync():
+                model(torch.ones(3, 2)).sum().backward()
+            output = model(torch.ones(3, 2))
+            # The step of a rank without inputs matches one forward pass.
+            model(torch.ones(3, 2))
+            output.sum().backward()
+            outputs.append((module[0](torch.ones(3, 2)) - output).mean().round().item())
+    return [*outputs, module[1].running_mean[0].item()]
 
 
-def test_warning_names_the_rank_whose_buffers_are_copied_in_join() -> None:
-    assert results("changes_buffers_in_join") == [[0.0, 0.0]] * 2
+def test_join_uses_the_buffers_of_the_last_rank_with_inputs() -> None:
+    assert results("changes_buffers_in_join") == [[1, 3, 5, 9], [1, 3, 5, 7, 9, 9]]
 
 
 def changes_dtype() -> bool:

@@ -58,31 +58,13 @@ def test_a_step_takes_at_most_the_measured_multiple_of_tuned_torch(
     assert_at_most(figure, expected, ours["ratio_to_torch_tuned_p50"])
 
 
-def excess_of_first_steps() -> float:
-    """Return the milliseconds by which the slower of the first two steps exceeds later ones.
-
-    The first step allocates the flags, and the second one rebuilds the buckets. The result is the
-    median over several models.
-    """
-    results = []
-    x = torch.randn(4, 8)
-    for _ in range(7):
-        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(500)])
-        model = DDP(module)
-        durations = []
-        for _ in range(12):
-            model.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            model(x).sum().backward()
-            durations.append(1000 * (time.perf_counter() - start))
-        results.append(max(durations[:2]) - median(durations[2:]))
-    return median(results)
-
-
 @pytest.mark.timing
 def test_first_steps_of_a_model_with_1000_parameters_take_little_longer() -> None:
-    excess = max(run_ranks(excess_of_first_steps, 2))
+    rows = bench(
+        model="ddp.bench.designs:thousand_parameters", designs="none,25 MB", rounds=10, runs=5
+    )
+    (ours,) = (row for row in rows if row.get("design") == "25 MB")
+    excess = ours["first_steps_excess_ms"]
     assert_at_most("ddp: first steps beyond later ones", FIRST_STEP_MS, excess, "ms")
 
 

@@ -1,9 +1,10 @@
 """Situations in which `DDP` behaves differently from torch's DDP on purpose."""
 
 import copy
+import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 
@@ -219,129 +220,88 @@ CHANGES: dict[str, Callable[[nn.Module, int], object]] = {
 }
 
 
-def change_buffers(change: str, rank: int | None, **options) -> tuple[list[str], list[list]]:
-    """Train three steps, with a change on `rank` before the second; None changes every rank.
+def change_buffers(change: str, rank: int, wrapper: Callable) -> list[tuple[float, list]]:
+    """Train three steps, with a change on `rank` before the second one.
 
-    Returns the warnings, and the outputs and buffers of the steps.
+    Returns the output and the gradient of each step.
     """
     torch.manual_seed(0)
-    model = DDP(Scaled(), **options)
+    model = wrapper(Scaled())
     results = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            if step == 1:
-                is_changed = rank is None or rank == dist.get_rank()
-                CHANGES[change](model.module, 2 if is_changed else 1)
-            with model.no_sync():
-                model(torch.ones(1, 1)).sum().backward()
-            output = model(torch.ones(1, 1)).sum()
-            output.backward()
-            buffers = [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
-            results.append([output.item(), buffers])
-    return [str(warning.message) for warning in caught], results
+    for step in range(3):
+        if step == 1:
+            CHANGES[change](model.module, 2 if rank == dist.get_rank() else 1)
+        model.zero_grad()
+        output = model(torch.ones(1, 1)).sum()
+        output.backward()
+        results.append((output.item(), model.module.linear.weight.grad.item()))
+    return results
 
 
-def change_all_buffers(rank: int | None) -> dict[str, tuple[list[str], list[list]]]:
-    return {change: change_buffers(change, rank) for change in CHANGES}
-
-
-@pytest.mark.parametrize("changed_rank", [0, 1])
-def test_buffers_changed_on_one_rank_before_a_forward_pass_warn_once(changed_rank: int) -> None:
-    first, second = run_ranks(change_all_buffers, 2, changed_rank)
-    (unchanged,) = run_ranks(change_all_buffers, 1, None if changed_rank == 0 else 1)
-    for change in CHANGES:
-        warnings_of_first, results = first[change]
-        (message,), other_results = second[change]
-        assert warnings_of_first == []
-        assert "rank 1: before the forward pass of this step, the buffers differed" in message
-        # The ranks compute the changed step with different buffers, and have those of rank 0 after.
-        assert results[1][0] != other_results[1][0] or change == "added module"
-        assert [step[1] for step in results] == [step[1] for step in other_results]
-        assert results == unchanged[change][1]
-
-
-def test_buffers_changed_on_every_rank_do_not_warn() -> None:
-    first, second = run_ranks(change_all_buffers, 2, None)
-    for change in CHANGES:
-        assert first[change] == second[change]
-        assert first[change][0] == []
-
-
-def test_buffers_that_are_not_synchronized_do_not_warn() -> None:
-    options = {"sync_buffers": False}
-    messages, results = run_ranks(change_one_buffer, 2, options)[1]
-    assert messages == []
-    assert [step[1][0] for step in results] == [[1], [2], [2]]
-
-
-def change_unchecked_buffers() -> tuple[int, list[float]]:
-    """Change a buffer on rank 1 where it is not checked; return the number of warnings, outputs."""
-    torch.manual_seed(0)
-    model = DDP(Scaled())
-    x = torch.ones(1, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loss = model(x).sum()
-        model.module.scale.fill_(1 + dist.get_rank())
-        later = model(x).sum()
-        (loss + later).backward()
-        model.module.scale.fill_(1 + dist.get_rank())
-        with torch.no_grad():
-            without_gradients = model(x).sum()
-    return len(caught), [later.item(), without_gradients.item()]
-
-
-def test_later_forward_passes_and_those_without_gradients_are_not_checked() -> None:
-    (num_first, first), (num_second, second) = run_ranks(change_unchecked_buffers, 2)
-    assert num_first == num_second == 0
-    assert all(ours != theirs for ours, theirs in zip(first, second, strict=True))
-
-
-def change_one_buffer(options: dict) -> tuple[list[str], list[list]]:
-    return change_buffers("float", 1, **options)
-
-
-def change_before_first_step(is_training: bool, remedy: str, wrapper: Callable) -> tuple:
-    """Change a buffer on rank 0 after wrapping; return the number of warnings and the gradient."""
-    torch.manual_seed(0)
-    module = Scaled()
-    model = wrapper(module).train(is_training)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if dist.get_rank() == 0 or remedy == "change on every rank":
-            module.scale.fill_(2)
-        if remedy == "broadcast":
-            dist.broadcast(module.scale, 0)
-        model(torch.ones(1, 1)).sum().backward()
-    return len(caught), float(module.linear.weight.grad)
-
-
-def compare_first_steps() -> dict[tuple[bool, str], tuple]:
-    """Return the outcomes with `DDP` and with torch's DDP, by mode and remedy."""
+def compare_changed_buffers(rank: int) -> dict[str, list[tuple[float, list]]]:
     outcomes = {}
-    for is_training in (True, False):
-        for remedy in ("", "change on every rank", "broadcast"):
-            ours = change_before_first_step(is_training, remedy, DDP)
-            wrapper = nn.parallel.DistributedDataParallel
-            theirs = change_before_first_step(is_training, remedy, wrapper)
-            outcomes[is_training, remedy] = ours, theirs
+    for change in CHANGES:
+        outcomes[change] = change_buffers(change, rank, DDP)
+        theirs = change_buffers(change, rank, nn.parallel.DistributedDataParallel)
+        assert outcomes[change] == theirs, change
     return outcomes
 
 
-def test_remedies_of_changed_buffers_give_the_gradient_of_torch_ddp() -> None:
-    first, second = run_ranks(compare_first_steps, 2)
-    for (_, remedy), (ours, theirs) in first.items():
-        if remedy:
-            assert ours == theirs
-            assert ours[0] == 0
-        else:
-            assert ours[0] == 0
-            assert ours[1] != theirs[1]
-    for (_, remedy), (ours, theirs) in second.items():
-        if remedy:
-            assert ours == theirs
-        assert ours[0] == (0 if remedy else 1)
+@pytest.mark.parametrize("changed_rank", [0, 1])
+def test_buffers_changed_on_one_rank_are_those_of_rank_0_as_with_torch_ddp(
+    changed_rank: int,
+) -> None:
+    first, second = run_ranks(compare_changed_buffers, 2, changed_rank)
+    assert first == second
+    before, changed, _ = first["float"]
+    assert (before == changed) == (changed_rank == 1)
+
+
+def use_buffers(operations: Sequence[str], wrapper: Callable) -> list[float]:
+    """Return the buffers that forward passes use if each rank changes them before each pass."""
+    torch.manual_seed(0)
+    model = wrapper(Scaled())
+    nn.init.ones_(model.module.linear.weight)
+    outputs = []
+    for number, operation in enumerate(operations):
+        model.module.scale.fill_(10 * number + dist.get_rank())
+        if operation == "no gradient":
+            with torch.no_grad():
+                outputs.append(model(torch.ones(1, 1)).item())
+            continue
+        with model.no_sync() if operation == "no_sync" else nullcontext():
+            output = model(torch.ones(1, 1)).sum()
+        outputs.append(output.item())
+        if operation != "no backward pass":
+            output.backward()
+    return outputs
+
+
+def compare_used_buffers() -> list[list[float]]:
+    outcomes = []
+    operations = ("step", "no backward pass", "no_sync", "no gradient")
+    for sequence in itertools.product(operations, repeat=3):
+        outcomes.append(use_buffers(sequence, DDP))
+        theirs = use_buffers(sequence, nn.parallel.DistributedDataParallel)
+        assert outcomes[-1] == theirs, sequence
+    return outcomes
+
+
+def test_every_kind_of_forward_pass_copies_buffers_if_torch_ddp_does() -> None:
+    first, second = run_ranks(compare_used_buffers, 2)
+    are_equal = [ours == theirs for ours, theirs in zip(first, second, strict=True)]
+    # A forward pass after one without gradients or in `no_sync` uses the buffers of its rank.
+    assert any(are_equal)
+    assert not all(are_equal)
+
+
+def change_local_buffer() -> list[tuple[float, list]]:
+    return change_buffers("float", 1, partial(DDP, sync_buffers=False))
+
+
+def test_buffers_that_are_not_synchronized_stay_local() -> None:
+    first, second = run_ranks(change_local_buffer, 2)
+    assert first[0][0] == first[1][0] == second[0][0] != second[1][0]
 
 
 def keep_flat_buffer(model: nn.Module) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Layers that read or write their weights unusually, and buffers that differ between ranks."""
 
 import copy
+import pickle
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -298,16 +299,18 @@ def synchronize_buffers():
     theirs = nn.parallel.DistributedDataParallel(WithBuffers())
     sharded = FSDP(WithBuffers())
     stage_1 = WithBuffers()
-    optimizer = ShardedOptimizer(stage_1.parameters(), torch.optim.SGD, lr=0.1)
-    stage_1.register_forward_pre_hook(lambda *_: broadcast_buffers(stage_1))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, sharded)]
+    stage_1.largest.fill_(rank)
+    optimizer = ShardedOptimizer(stage_1.parameters(), torch.optim.SGD, module=stage_1, lr=0.1)
+    assert stage_1.largest == 0
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, sharded)] + [optimizer]
     modes = ["train", "train", "accumulate", "train", "evaluate", "evaluate", "train", "twice"]
     for step, mode in enumerate(modes):
         generator = torch.Generator().manual_seed(10 * step + rank)
         x = (rank + 1) * torch.randn(8, 4, generator=generator)
-        for model in (theirs, sharded):
+        for model in (theirs, sharded, stage_1):
             model.train(mode != "evaluate")
-            with model.no_sync() if mode == "accumulate" else nullcontext():
+            owner = optimizer if model is stage_1 else model
+            with owner.no_sync() if mode == "accumulate" else nullcontext():
                 if mode == "evaluate":
                     with torch.no_grad():
                         model(x)
@@ -319,16 +322,15 @@ def synchronize_buffers():
                         outputs = outputs[-1:]
                     sum(output.square().mean() for output in outputs).backward()
         for name, expected in buffers_of(theirs).items():
-            actual = buffers_of(sharded)[name]
-            torch.testing.assert_close(actual, expected)
+            for model in (sharded, stage_1):
+                torch.testing.assert_close(buffers_of(model)[name], expected)
         for their_optimizer in optimizers if mode != "accumulate" else ():
             their_optimizer.step()
             their_optimizer.zero_grad()
-        stage_1(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        stage_1.eval()(x)
+    # A copy belongs to no optimizer, so its forward on one rank copies no buffers.
+    if rank == 0:
+        pickle.loads(pickle.dumps(copy.deepcopy(stage_1)))(x)
+    broadcast_buffers(stage_1)
     alone = FSDP(WithBuffers(), forward_sync_buffers=False)
     for _ in range(2):
         alone(x)

@@ -275,6 +275,29 @@ def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
     assert all(run_ranks(train_unevenly, 3, stage, timeout=DEADLINE))
 
 
+def copy_buffers_in_join():
+    """Set a buffer before each forward; return the values that the forwards used."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False).eval())
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    used = []
+    with Join([ours]):
+        for step in range([1, 3, 2][rank]):
+            model[1].running_mean.fill_(10 * step + rank)
+            model(torch.ones(3, 2)).sum().backward()
+            used.append(model[1].running_mean[0].item())
+            ours.step()
+            ours.zero_grad()
+    model[1].running_mean.fill_(rank)
+    model(torch.ones(3, 2))
+    return [*used, model[1].running_mean[0].item()]
+
+
+def test_join_uses_the_buffers_of_the_last_rank_with_inputs():
+    outcomes = run_ranks(copy_buffers_in_join, 3, timeout=DEADLINE)
+    assert outcomes == [[2, 0], [2, 12, 21, 0], [2, 12, 0]]
+
+
 def keep_gradients_in_join():
     """Train with 3 and 1 batches, without clearing the gradients before the last batch."""
     rank = dist.get_rank()

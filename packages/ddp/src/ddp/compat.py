@@ -67,10 +67,6 @@ class TorchCompatibility:
 
     # ----- private members -----
 
-    # Reader: Accelerate's `trigger_sync_in_backward`. That function and Lightning's
-    # `prepare_for_backward` also set the attribute. Its value has no effect here.
-    require_forward_param_sync = True
-
     # Readers: see the methods of `ReducerFacade`.
     @property
     def reducer(self) -> ReducerFacade:

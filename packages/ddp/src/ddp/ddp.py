@@ -35,7 +35,7 @@ from ddp.options import (
     select_group,
 )
 from ddp.process_group import AllReduce
-from ddp.replica import Replica
+from ddp.replica import Replica, run_untraced
 
 #: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
 #: module is not compiled: the compiled function would call the original.
@@ -49,9 +49,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         loss(model(batch)).backward()
         optimizer.step()
 
-    The constructor copies weights and buffers from rank 0 to every rank. By default, each
-    synchronized backward pass copies the buffers of rank 0 again. Parameters that are unfrozen,
-    replaced or added later are averaged from the next forward pass on.
+    The constructor copies weights and buffers from rank 0 to every rank. By default, the buffers
+    of rank 0 are copied again before a forward pass, as by torch's DDP, and after each synchronized
+    backward pass. Parameters that are unfrozen, replaced or added later are averaged from the next
+    forward pass on.
 
     Args:
         module: module to replicate.
@@ -68,10 +69,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.
-        sync_buffers: copy the buffers of rank 0 to every rank after each synchronized backward
-            pass, which is the default. torch's names `forward_sync_buffers` and
-            `broadcast_buffers` are accepted too. As in torch, the constructor does not copy buffers
-            if only `broadcast_buffers=False` is passed.
+        sync_buffers: copy the buffers of rank 0 to every rank in each step, which is the default.
+            torch's names `forward_sync_buffers` and `broadcast_buffers` are accepted too. As in
+            torch, the constructor does not copy buffers if only `broadcast_buffers=False` is
+            passed.
         init_sync: compare the models, and copy weights and buffers from rank 0.
         static_graph: every step computes the same graph. Then a gradient may be computed in several
             parts, as by reentrant checkpoints of a shared layer.
@@ -139,6 +140,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         )
         self.module = module
         self.require_backward_grad_sync = True
+        #: True if the next forward pass copies buffers. Accelerate's `trigger_sync_in_backward` and
+        #: Lightning's `prepare_for_backward` set it.
+        self.require_forward_param_sync = True
         self.device_mesh = device_mesh
         self._group = select_group(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
@@ -153,13 +157,18 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if self._options.device is not None:
             move = partial(Tensor.to, device=self._options.device)
             args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
+        replica = self._replica
+        if torch.is_grad_enabled():
+            replica.prepare_forward()
+        if replica.should_copy_buffers():
+            run_untraced(replica.prepare_buffers)
         if not torch.is_grad_enabled():
+            self.require_forward_param_sync = False
             return self.module(*args, **kwargs)
-        self._replica.prepare_forward()
         with self.meter.forward():
             output = self._call_module(args, kwargs)
-        is_synchronized = self._replica.end_forward()
-        enter_backward = partial(self._replica.enter_backward, is_synchronized)
+        is_synchronized = replica.end_forward()
+        enter_backward = partial(replica.enter_backward, is_synchronized)
         for node in graph_nodes(output):
             node.register_prehook(enter_backward)
         return output

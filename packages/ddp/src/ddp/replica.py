@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -17,7 +17,6 @@ from ddp.autograd.parameter_hooks import ParameterHooks
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
-from ddp.consistency.buffers import BufferSynchronization
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
 from ddp.consistency.gradient_memory import refuse_shared_gradients, warn_of_aliased_gradient
@@ -42,6 +41,7 @@ class Wrapper(Protocol):
     module: nn.Module
     meter: Meter
     require_backward_grad_sync: bool
+    require_forward_param_sync: bool
     _join_config: Any
     _modules: dict[str, Any]
 
@@ -74,7 +74,6 @@ class Replica:
         self.hooks = ParameterHooks(wrapper)
         self.backward_pass = BackwardPass(self._end_backward)
         self.unused = UnusedParameters()
-        self.buffers = BufferSynchronization()
         self.is_connected = False
         #: True if a pass was synchronized since the last `finish_gradient_synchronization`.
         self.has_synchronized = False
@@ -85,6 +84,8 @@ class Replica:
         self._has_warned_of_alias = not options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
+        #: True if the ranks without inputs were notified of the current step of `join()`.
+        self._has_notified_join = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
 
@@ -216,19 +217,39 @@ class Replica:
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
         if self.tracked.have_changed():
-            adopt = self._adopt_changed_parameters
-            # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
-            # takes seconds, so it is left out of processes that do not compile.
-            if "torch._dynamo" in sys.modules:
-                adopt = torch.compiler.disable(adopt)
-            adopt()
+            # While Dynamo traces the allocation of buckets, it may raise an error.
+            run_untraced(self._adopt_changed_parameters)
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
         self.agreement.record_weights([] if torch.compiler.is_compiling() else self.tracked.all)
-        if self.options.sync_buffers:
-            self.buffers.record_checksum(self.tracked)
+
+    def should_copy_buffers(self) -> bool:
+        """Return True if the next forward pass starts by copying buffers, as with torch's DDP.
+
+        Inside `join()`, the first synchronized forward pass of each step copies them.
+        """
+        if not self.is_connected or not self.options.sync_buffers:
+            return False
+        if self._ddp._join_config.enable:
+            return torch.is_grad_enabled() and self._ddp.require_backward_grad_sync
+        return self._ddp.require_forward_param_sync
+
+    def prepare_buffers(self) -> None:
+        """Copy buffers before a forward pass."""
+        self.failures.check()
+        if self._ddp._join_config.enable:
+            self.notify_join()
+        else:
+            self.copy_buffers()
+
+    def notify_join(self) -> None:
+        """Let the ranks without inputs take part in the current step of `join()`."""
+        if not self._has_notified_join:
+            self._has_notified_join = True
+            Join.notify_join_context(self._ddp)  # type: ignore[arg-type]
+            self.copy_buffers()
 
     def _fail_open_step(self) -> NoReturn:
         """Raise an error, because an earlier backward pass failed after it had opened a step."""
@@ -251,6 +272,7 @@ class Replica:
         """Return True if the backward pass of this forward pass synchronizes gradients."""
         is_synchronized = self._ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
+        self._ddp.require_forward_param_sync = is_synchronized
         return is_synchronized
 
     # ----- backward pass -----
@@ -338,13 +360,14 @@ class Replica:
                         "they are averaged; call step() after backward()"
                     )
         if self._ddp._join_config.enable:
-            Join.notify_join_context(self._ddp)  # type: ignore[arg-type]
+            self.notify_join()
         self.reducer.start()
 
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
         """Wait for all gradients, then synchronize sparse gradients and buffers."""
         self.backward_pass.end_step()
+        self._has_notified_join = False
         unused = self.reducer.finish(is_participating=is_participating)
         self.unused.record(self.reducer, unused, self.options)
         sparse = self.tracked.sparse
@@ -359,8 +382,7 @@ class Replica:
             self.comm_hook,
             is_participating=is_participating,
         )
-        if self.options.sync_buffers:
-            self._synchronize_buffers(is_participating=is_participating)
+        self.copy_buffers(is_participating=is_participating)
 
     def participating_ranks(self, *, is_participating: bool) -> list[int]:
         """Return the ranks with `is_participating=True`. This is a collective."""
@@ -376,12 +398,32 @@ class Replica:
         active = self.participating_ranks(is_participating=is_participating)
         return self.group.world_size / len(active)
 
-    def _synchronize_buffers(self, *, is_participating: bool) -> None:
-        """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs."""
+    def copy_buffers(self, *, is_participating: bool = True) -> None:
+        """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs.
+
+        torch's DDP copies them before a forward pass only. A copy at the end of each step keeps
+        them equal for a checkpoint that follows.
+        """
         buffers = list(self.tracked.named_buffers().values())
-        if not buffers:
+        if not buffers or not self.options.sync_buffers:
             return
         source = 0
         if self._ddp._join_config.enable:
             source = self.participating_ranks(is_participating=is_participating)[-1]
-        self.buffers.synchronize(buffers, self.group, self.failures, source)
+        broadcast_tensors(
+            buffers,
+            self.group.process_group,
+            self.failures,
+            "the broadcast of the buffers",
+            source=source,
+        )
+
+
+def run_untraced(function: Callable[[], None]) -> None:
+    """Call a function that Dynamo must not trace.
+
+    Importing Dynamo takes seconds, so it is left out of processes that do not compile.
+    """
+    if "torch._dynamo" in sys.modules:
+        function = torch.compiler.disable(function)
+    function()

@@ -233,8 +233,8 @@ class Communicator:
         return self._start("broadcast", payload, dist.broadcast, payload, group_src=owner)
 
     @torch.no_grad()
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Copy the first rank's buffers to all other ranks, one broadcast per dtype and device."""
+    def broadcast_buffers(self, module: nn.Module, source: int = 0) -> None:
+        """Copy one rank's buffers to all other ranks, one broadcast per dtype and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)
@@ -242,7 +242,7 @@ class Communicator:
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for buffers in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self.broadcast(flat, 0).wait()
+            self.broadcast(flat, source).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
             # As in torch's DDP, a graph that has saved a buffer stays valid. A batch norm, for
             # example, also changes its running statistics between forward and backward.
@@ -345,7 +345,7 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
     """Copy the first rank's buffers to all other ranks of `group`; every rank must call it.
 
     FSDP does this before a forward pass, as torch's DDP does. At stages 1 and 2 the module is not
-    wrapped: `model.register_forward_pre_hook(lambda *_: broadcast_buffers(model))` does the same.
+    wrapped: `ShardedOptimizer(..., module=model)` does the same.
     """
     Communicator(group).broadcast_buffers(module)
 

@@ -38,7 +38,7 @@ from ddp.consistency.model_agreement import gather_objects
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
-#: Rounds before the measured ones; buckets are rebuilt in the second round.
+#: Rounds before the measured ones. Buckets are rebuilt in the second round.
 WARMUP_ROUNDS = 2
 
 
@@ -160,8 +160,16 @@ def _measure(
         draw(options.picture, contenders)
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    timings = slowest[WARMUP_ROUNDS:].cpu().numpy()
-    return Measured(workload.__name__, model_bytes, link, _cores_per_rank(), contenders, timings)
+    timings = slowest.cpu().numpy()
+    return Measured(
+        workload.__name__,
+        model_bytes,
+        link,
+        _cores_per_rank(),
+        contenders,
+        timings[WARMUP_ROUNDS:],
+        first_steps=timings[:WARMUP_ROUNDS, :, Timing._fields.index("step")],
+    )
 
 
 def _select_designs(options: BenchOptions, module: nn.Module, predicted_mb: float) -> list[Design]:

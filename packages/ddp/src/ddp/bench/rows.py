@@ -45,6 +45,8 @@ class Measured:
     designs: Sequence[Design]
     #: `timings[round, design]` is the `Timing` of the slowest rank.
     timings: np.ndarray
+    #: Seconds of the slowest rank in the steps before the measured ones, by round and design.
+    first_steps: np.ndarray
 
     def seconds(self, design: str, field: str = "step") -> np.ndarray:
         """Return one field of one design, one number per round."""
@@ -78,6 +80,7 @@ class Measured:
             "design": design.name,
             "step_ms": _median_ms(step),
             "cpu_ms": _median_ms(cpu),
+            "first_steps_excess_ms": self._excess_of_first_steps(design),
             "after_backward_ms": _median_ms(after),
             "calls": last.calls if last else "-",
             "gradient_bytes": last.gradient_bytes if last else "-",
@@ -95,6 +98,12 @@ class Measured:
             ratio = median(cpu / self.seconds("torch tuned", "cpu"))
             row["cpu_ratio_to_torch_tuned"] = float(ratio)
         return row
+
+    def _excess_of_first_steps(self, design: Design) -> float:
+        """Return the milliseconds by which the slowest of the first steps exceeds later ones."""
+        index = self.designs.index(design)
+        slowest = float(self.first_steps[:, index].max())
+        return 1e3 * slowest - _median_ms(self.seconds(design.name))
 
     def _ratios(self, step: np.ndarray) -> Row:
         """Return percentiles of the step time divided by the step time of each reference."""

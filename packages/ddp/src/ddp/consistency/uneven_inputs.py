@@ -23,6 +23,7 @@ class ZeroContribution(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
+        self._replica.copy_buffers(is_participating=False)
         self._replica.reducer.start()
         self._replica.finish_step(is_participating=False)
 

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from zero.diagnostics import check_alike
 from zero.fsdp.shard import Shard
+from zero.optimizer.buffers import BufferHook
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
@@ -68,6 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     params: parameters or parameter groups, equal on all ranks.
     group: a process group, or a DeviceMesh of one dimension; by default, all ranks.
+    module: the module whose buffers are copied from rank 0 at construction and before its forward,
+        as torch's DDP does. By default, each rank has its own buffers.
     shard_gradients: True frees each gradient after it has been sent (ZeRO's stage 2).
     elementwise: True declares that the optimizer treats every element independently of the others.
         Tensors are then cut anywhere, so that all shards have the same size, including padding at
@@ -85,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: Group = None,
+        module: nn.Module | None = None,
         shard_gradients: bool = False,
         elementwise: bool | None = None,
         bucket_size_mb: float = 8.0,
@@ -150,6 +154,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.state = self._exposed_state = self.inner.state
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        self.module = module
+        if module is not None:
+            self.communicator.broadcast_buffers(module)
+            module.register_forward_pre_hook(BufferHook(self).before_forward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
@@ -325,6 +333,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The group of the collectives of `Join`."""
         return self.communicator.group or dist.group.WORLD
+
+    def copy_buffers(self) -> None:
+        """Copy the buffers of rank 0, or within `Join` those of the last rank with inputs."""
+        assert self.module is not None
+        source = self._uneven_inputs.announce("buffers") if self._uneven_inputs else 0
+        self.communicator.broadcast_buffers(self.module, source)
 
     def _check_state(self) -> None:
         """Raise RuntimeError if the caller has changed `state` in a way that has no effect."""

@@ -1,9 +1,10 @@
 """Uneven inputs with torch's `Join`: ranks that have no inputs left take part in collectives.
 
-An active rank announces each backward, clipping and step. A rank that has joined contributes zeros
-to the sum of gradients, and steps its shard with the options of an active rank. As with torch's
-DDP by default, gradients are divided by the number of all ranks. Each announcement lists the
-parameters whose gradients have not been cleared, because clearing them is not a collective.
+An active rank announces each copy of buffers, backward, clipping and step. A rank that has joined
+contributes zeros to the sum of gradients, and steps its shard with the options of an active rank.
+As with torch's DDP by default, gradients are divided by the number of all ranks. Each announcement
+lists the parameters whose gradients have not been cleared, because clearing them is not a
+collective.
 """
 
 from __future__ import annotations
@@ -30,27 +31,34 @@ class UnevenInputs(JoinHook):
         self.optimizer = optimizer
         self.has_joined = False
 
-    def announce(self, name: str, argument: Any = None) -> None:
-        """Announce the next call of this rank to the ranks that have joined."""
+    def announce(self, name: str, argument: Any = None) -> int:
+        """Announce the next call of this rank to the ranks that have joined.
+
+        Return the last rank with inputs, or 0 outside of `Join`.
+        """
         if self.has_joined or not self.optimizer._join_config.enable:
-            return
+            return 0
         work = Join.notify_join_context(self.optimizer)
         if work is None:
             raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
         work.wait()
         self.optimizer.communicator.is_joining = True
         averaged = self.optimizer.reducer.averaged_indices()
-        self.optimizer.communicator.gather_objects((name, argument, averaged))
+        announced = self.optimizer.communicator.gather_objects((name, argument, averaged))
+        return _last_active_rank(announced)
 
     def main_hook(self) -> None:
         """Take part in the next call that the active ranks announce."""
         self.has_joined = True
         optimizer = self.optimizer
         announced = optimizer.communicator.gather_objects(None)
-        name, argument, averaged = next(call for call in announced if call is not None)
+        last = _last_active_rank(announced)
+        name, argument, averaged = announced[last]
         optimizer.reducer.clear_other_gradients(averaged)
         if name == "backward":
             optimizer.reducer.join_backward()
+        elif name == "buffers":
+            optimizer.communicator.broadcast_buffers(optimizer.module, last)
         elif name == "clip":
             optimizer.clip_grad_norm_(argument)
         else:
@@ -68,3 +76,7 @@ class UnevenInputs(JoinHook):
             reducer.clear_other_gradients(next(entry for entry in everyone if entry is not None))
         self.has_joined = True
         self.optimizer.communicator.is_joining = False
+
+
+def _last_active_rank(announced: list[Any]) -> int:
+    return max(rank for rank, call in enumerate(announced) if call is not None)
