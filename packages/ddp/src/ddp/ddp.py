@@ -6,8 +6,9 @@ The algorithm is in `reducer.py`; `plain.py` is its minimal implementation.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from ddp.options import (
     select_group,
 )
 from ddp.process_group import AllReduce
-from ddp.replica import Replica, run_untraced
+from ddp.replica import Replica
 
 #: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
 #: module is not compiled: the compiled function would call the original.
@@ -158,15 +159,21 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             move = partial(Tensor.to, device=self._options.device)
             args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
         replica = self._replica
-        if torch.is_grad_enabled():
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients:
             replica.prepare_forward()
-        if replica.should_copy_buffers():
-            run_untraced(replica.prepare_buffers)
-        if not torch.is_grad_enabled():
-            self.require_forward_param_sync = False
-            return self.module(*args, **kwargs)
-        with self.meter.forward():
+        with self.meter.forward() if has_gradients else nullcontext():
+            if replica.should_copy_buffers():
+                prepare_buffers = replica.prepare_buffers
+                # Dynamo would break the graph. Importing it takes seconds, so it is left out of
+                # processes that do not compile.
+                if "torch._dynamo" in sys.modules:
+                    prepare_buffers = torch.compiler.disable(prepare_buffers)
+                prepare_buffers()
             output = self._call_module(args, kwargs)
+        if not has_gradients:
+            self.require_forward_param_sync = False
+            return output
         is_synchronized = replica.end_forward()
         enter_backward = partial(replica.enter_backward, is_synchronized)
         for node in graph_nodes(output):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -217,8 +217,12 @@ class Replica:
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
         if self.tracked.have_changed():
-            # While Dynamo traces the allocation of buckets, it may raise an error.
-            run_untraced(self._adopt_changed_parameters)
+            adopt = self._adopt_changed_parameters
+            # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
+            # takes seconds, so it is left out of processes that do not compile.
+            if "torch._dynamo" in sys.modules:
+                adopt = torch.compiler.disable(adopt)
+            adopt()
         if self._ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
@@ -230,7 +234,7 @@ class Replica:
 
         Inside `join()`, the first synchronized forward pass of each step copies them.
         """
-        if not self.is_connected or not self.options.sync_buffers:
+        if not (self.is_connected and self.options.sync_buffers and self.tracked.have_buffers()):
             return False
         if self._ddp._join_config.enable:
             return torch.is_grad_enabled() and self._ddp.require_backward_grad_sync
@@ -417,13 +421,3 @@ class Replica:
             "the broadcast of the buffers",
             source=source,
         )
-
-
-def run_untraced(function: Callable[[], None]) -> None:
-    """Call a function that Dynamo must not trace.
-
-    Importing Dynamo takes seconds, so it is left out of processes that do not compile.
-    """
-    if "torch._dynamo" in sys.modules:
-        function = torch.compiler.disable(function)
-    function()

@@ -102,10 +102,14 @@ class TrackedParameters:
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers to synchronize. Modules replace buffers, so they are not recorded."""
-        if not any(self._buffer_dicts):
+        if not self.have_buffers():
             return {}
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
+
+    def have_buffers(self) -> bool:
+        """Return True if the modules have buffers."""
+        return any(self._buffer_dicts)
 
     @property
     def _module(self) -> nn.Module:

@@ -60,7 +60,7 @@ class GradientReducer:
         #: False under `no_sync()`.
         self.enabled = True
         #: Called before the first collective of a backward.
-        self.before_backward: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[], object] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
         self.versions: dict[nn.Parameter, int] = {}

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 
+from zero.buffers import BufferHook
 from zero.diagnostics import check_alike
 from zero.fsdp.shard import Shard
-from zero.optimizer.buffers import BufferHook
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
@@ -157,6 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.module = module
         if module is not None:
             self.communicator.broadcast_buffers(module)
+            self.communicator.pop_bytes()
             module.register_forward_pre_hook(BufferHook(self).before_forward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
