@@ -346,6 +346,24 @@ def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
         assert torch.equal(*of_stage_1)
 
 
+def compile_with_buffers():
+    """Return the buffers that forwards of a compiled module use if each rank changes them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).eval())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    run = torch.compile(model, backend="eager")
+    used = []
+    for step in range(2):
+        model[1].running_mean.fill_(10 * step + dist.get_rank())
+        run(torch.ones(2, 4)).sum().backward()
+        used.append(model[1].running_mean[0].item())
+        optimizer.step()
+    return used
+
+
+def test_buffers_of_a_compiled_module_are_synchronized():
+    assert run_ranks(compile_with_buffers, 2, timeout=DEADLINE) == [[0, 10]] * 2
+
+
 def buffers_of(model):
     return {name.removeprefix("module."): b.clone() for name, b in model.named_buffers()}
 

@@ -23,7 +23,10 @@ class BufferHook:
         self._buffers_may_differ = True
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Copy the buffers of `module` before its forward."""
+        """Copy the buffers of `module` before its forward, outside of compiled graphs."""
+        torch.compiler.disable(self._copy_buffers)(module)
+
+    def _copy_buffers(self, module: nn.Module) -> None:
         optimizer: Any = self._optimizer()
         # A checkpoint may recompute the module within backward.
         if optimizer is None or torch._C._current_graph_task_id() != -1:
