@@ -14,7 +14,7 @@ from interp import describe, record
 from interp.bench import random_decoder
 from interp.decoder.fold import fold_decoder
 from interp.hook_points import HookPoint
-from interp.transformer_lens import HookedDecoder, get_act_name
+from interp.transformer_lens import FactoredMatrix, HookedDecoder, get_act_name, patching, utils
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
@@ -76,14 +76,21 @@ class Tokenizer:
     """Tokens are single letters, which follow the BOS token 0."""
 
     bos_token_id = 0
+    pad_token_id = eos_token_id = 36
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         ids = [ord(letter) - ord("a") + 1 for letter in text]
         return {"input_ids": [0, *ids] if add_special_tokens else ids}
 
-    def decode(self, ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
-        assert not clean_up_tokenization_spaces
-        return "".join(chr(i - 1 + ord("a")) if i else "<s>" for i in ids)
+    def decode(self, ids: list[int], **options: bool) -> str:
+        assert not options.get("clean_up_tokenization_spaces", False)
+        special = {0: "<s>", 36: "<e>"}
+        skipped = special if options.get("skip_special_tokens", False) else {}
+        return "".join(special.get(i, chr(i - 1 + ord("a"))) for i in ids if i not in skipped)
+
+
+class TokenizerWithoutPadding(Tokenizer):
+    pad_token_id = eos_token_id = None  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -204,6 +211,238 @@ def test_texts_are_converted_with_a_bos_token(model: HookedDecoder) -> None:
     assert without.to_str_tokens("ab") == ["a", "b"]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padded_texts_have_the_results_of_single_texts(model: HookedDecoder, side: str) -> None:
+    texts = ["abcabc", "ca"]
+    tokens = model.to_tokens(texts, padding_side=side)
+    assert (tokens[1] == 36).sum() == 4
+    mask = (tokens != 36).long()
+    (logits, losses), cache = model.run_with_cache(
+        texts, return_type="both", loss_per_token=True, padding_side=side
+    )
+    torch.testing.assert_close(model(tokens, attention_mask=mask)[mask > 0], logits[mask > 0])
+    for row, text in enumerate(texts):
+        is_token = mask[row].bool()
+        expected, single = model.run_with_cache(text, return_type="both")
+        torch.testing.assert_close(logits[row, is_token], expected[0][0])
+        torch.testing.assert_close(losses[row].sum(), expected[1] * len(text))
+        torch.testing.assert_close(
+            cache["resid_post", 1][row, is_token], single["resid_post", 1][0]
+        )
+        pattern = cache["pattern", 1][row][:, is_token][:, :, is_token]
+        torch.testing.assert_close(pattern, single["pattern", 1][0])
+    mean = model(texts, return_type="loss", padding_side=side)
+    torch.testing.assert_close(mean, losses.sum() / 8)
+
+
+@torch.no_grad()
+def test_generation_continues_each_text_as_if_it_were_alone(model: HookedDecoder) -> None:
+    expected = []
+    for text in ("abcabc", "ca"):
+        tokens = model.to_tokens(text)
+        for _ in range(4):
+            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+        expected.append(tokens[0, -4:].tolist())
+    options: dict[str, Any] = {"max_new_tokens": 4, "return_type": "tokens"}
+    greedy = model.generate(["abcabc", "ca"], do_sample=False, stop_at_eos=False, **options)
+    assert greedy[:, -4:].tolist() == expected
+    # The most likely token alone is sampled in three ways.
+    for choice in ({"top_k": 1}, {"temperature": 0.0}, {"temperature": 1e-6}):
+        sampled = model.generate(["abcabc", "ca"], stop_at_eos=False, **choice, **options)
+        assert torch.equal(sampled, greedy)
+    # The first chosen token ends the first text, which is filled with it.
+    eos = expected[0][0]
+    ended = model.generate(["abcabc", "ca"], do_sample=False, eos_token_id=eos, **options)
+    assert set(ended[0, 7:].tolist()) == {eos}
+    alone = model.generate("abcabc", do_sample=False, eos_token_id=eos, **options)
+    assert alone.tolist() == [[*model.to_tokens("abcabc")[0].tolist(), eos]]
+    text = model.generate("abcabc", 1, do_sample=False, eos_token_id=eos)
+    assert text == "abcabc" + model.to_string([eos])
+
+
+def test_backward_hooks_receive_and_replace_gradients(model: HookedDecoder) -> None:
+    """The gradients are those of zeros that are added to the activations."""
+    names = ["blocks.0.hook_resid_pre", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
+    zeros = {}
+
+    def add_zeros(value: Tensor, hook: HookPoint) -> Tensor:
+        zeros[hook.name] = torch.zeros_like(value, requires_grad=True)
+        return value + zeros[hook.name]
+
+    metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
+    metric(model.run_with_hooks(TOKENS, fwd_hooks=[(name, add_zeros) for name in names])).backward()
+    seen: dict[str, Tensor] = {}
+
+    def store(gradient: Tensor, hook: HookPoint) -> None:
+        seen[hook.name] = gradient.clone()
+
+    model.set_use_attn_result(True)
+    loss = metric(model(TOKENS))
+    assert not loss.requires_grad
+    with model.hooks(bwd_hooks=[(lambda name: True, store)]):
+        metric(model(TOKENS)).backward()
+    assert set(seen) == {name for name in model.hook_dict if not name.endswith("scale")}
+    for name in names:
+        torch.testing.assert_close(seen[name], zeros[name].grad)
+    torch.testing.assert_close(
+        torch.einsum("bphm,hdm->bphd", seen["blocks.1.attn.hook_result"], model.W_O[1]),
+        seen["blocks.1.attn.hook_z"],
+    )
+
+    def cut(gradient: Tensor, hook: HookPoint) -> Tensor:
+        return torch.zeros_like(gradient)
+
+    # Without the gradients of a block's outputs, only the direct path remains.
+    model.blocks[1].hook_attn_out.add_hook(cut, dir="bwd")
+    model.add_hook("blocks.1.hook_mlp_out", cut, "bwd")
+    both = ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post"]
+    seen.clear()
+    logits = model.run_with_hooks(
+        TOKENS, bwd_hooks=[(name, store) for name in both], reset_hooks_end=False
+    )
+    metric(logits).backward()
+    assert torch.equal(seen[both[0]], seen[both[1]])
+    # Removed hooks are not called, also if the graph was built before.
+    seen.clear()
+    loss = metric(model(TOKENS))
+    model.reset_hooks()
+    loss.backward()
+    assert not seen
+
+
+@torch.no_grad()
+def test_patching_functions_equal_a_loop_over_all_patches(model: HookedDecoder) -> None:
+    clean, corrupted = TOKENS[:, :3], TOKENS[:, 4:7]
+    _, cache = model.run_with_cache(clean)
+    metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
+    functions = [name for name in dir(patching) if name.startswith("get_act_patch")]
+    assert len(functions) == 18
+    results = {name: getattr(patching, name)(model, corrupted, cache, metric) for name in functions}
+    every = slice(None)
+    indices: dict[str, tuple[str, tuple[int, ...], Callable[..., tuple[Any, ...]]]] = {
+        "resid_pre": ("resid_pre", (2, 3), lambda p: (every, p)),
+        "resid_mid": ("resid_mid", (2, 3), lambda p: (every, p)),
+        "attn_out": ("attn_out", (2, 3), lambda p: (every, p)),
+        "mlp_out": ("mlp_out", (2, 3), lambda p: (every, p)),
+        "attn_head_pattern_all_pos": ("pattern", (2, 6), lambda h: (every, h)),
+        "attn_head_pattern_by_pos": ("pattern", (2, 6, 3), lambda h, p: (every, h, p)),
+        "attn_head_pattern_dest_src_pos": (
+            "pattern", (2, 6, 3, 3), lambda h, p, s: (every, h, p, s)
+        ),
+    }  # fmt: skip
+    for part, name in (("out", "z"), ("q", "q"), ("k", "k"), ("v", "v")):
+        by_pos, all_pos = f"attn_head_{part}_by_pos", f"attn_head_{part}_all_pos"
+        indices[by_pos] = (name, (2, 3, 6), lambda p, h: (every, p, h))
+        indices[all_pos] = (name, (2, 6), lambda h: (every, every, h))
+    for suffix, (name, shape, index_of) in indices.items():
+        values = results[f"get_act_patch_{suffix}"]
+        assert values.shape == shape
+        for layer, *index in itertools.product(*map(range, shape)):
+            at = index_of(*index)
+
+            def restore(value: Tensor, hook: HookPoint, at: tuple[Any, ...] = at) -> Tensor:
+                value[at] = cache[hook.name][at]
+                return value
+
+            patched = model.run_with_hooks(
+                corrupted, fwd_hooks=[(get_act_name(name, layer), restore)]
+            )
+            torch.testing.assert_close(values[(layer, *index)], metric(patched))
+    parts = ("out", "q", "k", "v", "pattern")
+    stacked = [results[f"get_act_patch_attn_head_{part}_all_pos"] for part in parts]
+    assert torch.equal(results["get_act_patch_attn_head_all_pos_every"], torch.stack(stacked))
+    stacked = [results[f"get_act_patch_attn_head_{part}_by_pos"] for part in parts]
+    stacked[-1] = stacked[-1].mT
+    assert torch.equal(results["get_act_patch_attn_head_by_pos_every"], torch.stack(stacked))
+    stacked = [results[f"get_act_patch_{part}"] for part in ("resid_pre", "attn_out", "mlp_out")]
+    assert torch.equal(results["get_act_patch_block_every"], torch.stack(stacked))
+
+
+@torch.no_grad()
+def test_logit_attributions_sum_to_the_logits(model: HookedDecoder) -> None:
+    folded = HookedDecoder(fold_decoder(model.decoder), Tokenizer())
+    logits, cache = folded.run_with_cache(TOKENS)
+    stack = cache.decompose_resid()
+    terms = cache.logit_attrs(stack, TOKENS)
+    expected = (logits - folded.b_U).gather(-1, TOKENS[..., None])[..., 0]
+    torch.testing.assert_close(terms.sum(0), expected)
+    answers, wrong = torch.tensor([5, 7]), torch.tensor([3, 11])
+    terms = cache.logit_attrs(stack, answers, wrong)
+    bias = folded.b_U[answers] - folded.b_U[wrong]
+    rows = torch.arange(2)
+    expected = (logits[rows, :, answers] - logits[rows, :, wrong]) - bias[:, None]
+    torch.testing.assert_close(terms.sum(0), expected)
+    last = cache.logit_attrs(cache.decompose_resid(pos_slice=-1), answers, wrong, pos_slice=-1)
+    torch.testing.assert_close(last, terms[..., -1])
+    single = folded.run_with_cache(TOKENS[:1], remove_batch_dim=True)[1]
+    alone = single.logit_attrs(single.decompose_resid(), "e", has_batch_dim=False)
+    torch.testing.assert_close(alone, cache.logit_attrs(stack, "e")[:, 0])
+
+
+def test_factored_matrices_equal_dense_matrices(model: HookedDecoder) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3, 5, 2), torch.randn(3, 2, 5)
+    matrix, dense = FactoredMatrix(a, b), a @ b
+    vector, right, left = torch.randn(5), torch.randn(5, 7), torch.randn(7, 5)
+    pairs = [
+        (matrix.AB, dense),
+        (matrix.T.AB, dense.mT),
+        ((matrix @ right).AB, dense @ right),
+        ((left @ matrix @ right).AB, left @ dense @ right),
+        ((matrix @ matrix.T).AB, dense @ dense.mT),
+        (matrix @ vector, dense @ vector),
+        (vector @ matrix, vector @ dense),
+        ((2 * matrix * 3).AB, 6 * dense),
+        (matrix[1, 2].AB, dense[1, 2]),
+        (matrix[:, -1].AB, dense[:, -1]),
+        (matrix[0, 1, 3, -1].AB, dense[0, 1, 3:4, -1:]),
+        (matrix.get_corner(2), dense[:2, :2, :2, :2]),
+        (matrix.make_even().AB, dense),
+        (matrix.U @ matrix.S.diag_embed() @ matrix.V.mT, dense),
+        (matrix.U @ matrix.collapse_l(), dense),
+        (matrix.collapse_r() @ matrix.V.mT, dense),
+        (matrix.norm(), torch.linalg.matrix_norm(dense)),
+        (matrix.eigenvalues.sum(-1).real, dense.diagonal(dim1=-2, dim2=-1).sum(-1)),
+    ]
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected)
+    assert (matrix.ldim, matrix.mdim, matrix.rdim, matrix.ndim) == (5, 2, 5, 4)
+    assert "Hidden Dim(2)" in repr(matrix)
+    torch.testing.assert_close(model.OV.AB, model.decoder.ov().dense().mT)
+    torch.testing.assert_close(model.QK.AB, model.decoder.qk().dense())
+    weights = dict(model.tl_named_parameters())
+    assert torch.equal(weights["blocks.1.attn.W_Q"], model.W_Q[1])
+
+
+def test_utilities_print_ranks_and_convert_tensors(
+    model: HookedDecoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probabilities = model("ab")[0, -1].softmax(-1)
+    rank = int((probabilities > probabilities[3]).sum())
+    utils.test_prompt("ab", "c", model, prepend_space_to_answer=False, top_k=2)
+    out = capsys.readouterr().out
+    assert (
+        f"|c| logit {model('ab')[0, -1, 3]:.2f}, probability {probabilities[3]:.2%}, rank {rank}"
+        in out
+    )
+    assert out.endswith(f"Ranks of the answer tokens: [('c', {rank})]\n")
+    assert out.count("Top ") == 2
+    utils.test_prompt("ab", ["c", "dd"], model, prepend_space_to_answer=False, print_details=False)
+    other = int((probabilities > probabilities[4]).sum())
+    assert capsys.readouterr().out == (
+        f"Ranks of the answer tokens: [('c', {rank}), ('d', {other})]\n"
+    )
+    assert utils.to_numpy(torch.ones(2, dtype=torch.bfloat16)).tolist() == [1, 1]
+    assert utils.to_numpy([1, 2]).tolist() == [1, 2]
+    assert utils.get_corner(torch.arange(24).view(2, 12), 2).tolist() == [[0, 1], [12, 13]]
+    assert utils.get_device() in (torch.device("cpu"), torch.accelerator.current_accelerator())
+    assert model.get_token_position("a", "aba", mode="last") == 3
+    assert model.get_token_position(1, torch.tensor([2, 1, 1])) == 1
+    _, cache = model.run_with_cache(TOKENS, names_filter=utils.get_act_name("in", 1))
+    assert list(cache) == ["blocks.1.hook_resid_pre"]
+
+
 def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (snippet,) = re.findall(r"```python\n(from interp.transformer_lens.*?)```", readme, re.DOTALL)
@@ -218,21 +457,30 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.generate, "no 'generate'; .* use interp's functions with .decoder"),
+        (lambda m: m.start_at_layer, "no 'start_at_layer'; .* interp's functions with .decoder"),
         (lambda m: m.W_gate, "no 'W_gate'"),
-        (lambda m: copy.copy(m).generate, "no 'generate'"),
+        (lambda m: copy.copy(m).W_gate, "no 'W_gate'"),
         (lambda m: m.blocks[0].attn.hook_rot_q, "'blocks.0.attn.hook_rot_q'; hook_dict has"),
         (lambda m: m.add_hook("hook_scores", print), "no hook is named 'hook_scores'"),
         (lambda m: m.add_hook("blocks.0.attn.hook_result", print), r"set_use_attn_result\(True\)"),
         (lambda m: m.add_hook("blocks.9.attn.hook_result", print), "hook_result'; hook_dict has"),
         (lambda m: m(TOKENS, "tokens"), "'both' or None, got 'tokens'"),
         (
-            lambda m: m.run_with_cache(TOKENS)[1].logit_attrs,
-            "'logit_attrs'; use interp.attribution",
+            lambda m: m.run_with_cache(TOKENS)[1].stack_neuron_results,
+            "'stack_neuron_results'; for neurons, use interp.decoder.neurons",
         ),
         (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
         (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),
-        (lambda m: m.to_tokens(["a", "ab"]), r"\[2, 3\] tokens; .* padding is not supported"),
+        (
+            lambda m: HookedDecoder(m.decoder, TokenizerWithoutPadding()).to_tokens(["a", "ab"]),
+            r"\[2, 3\] tokens, .* no padding token; set tokenizer.pad_token",
+        ),
+        (lambda m: m(m.to_tokens(["a", "ab"], padding_side="left")), "pass attention_mask="),
+        (lambda m: m.generate(TOKENS, return_type="text"), "'str' or 'tokens', got 'text'"),
+        (lambda m: HookedDecoder(m.decoder).generate(TOKENS), "pass it, or stop_at_eos=False"),
+        (lambda m: m.get_token_position("c", "ab"), r"token 3 .* got positions \[\] in \(1, 3\)"),
+        (lambda m: m.add_hook("ln_final.hook_scale", print, "bwd"), "instead of a scale"),
+        (lambda m: m.add_hook("hook_embed", print, "back"), "dir 'fwd', or 'bwd' .* got 'back'"),
         (lambda m: m.to_single_token("ab"), "'ab' has 2 tokens"),
         (lambda m: HookedDecoder(m.decoder)("ab"), r"pass HookedDecoder\(decoder, tokenizer\)"),
         (lambda m: m.run_with_cache(TOKENS, names_filter=[])[1]["q", 0], "keys.. are the recorded"),

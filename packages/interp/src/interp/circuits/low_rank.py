@@ -64,7 +64,9 @@ class LowRank:
         return self.a @ self.b
 
     def apply(self, x: Tensor) -> Tensor:
-        """Map vectors of the stream, the rows of `x` (..., n), to (..., m)."""
+        """Map vectors of the stream, the rows of `x` (..., n) or one vector (n,), to (..., m)."""
+        if x.ndim == 1:
+            return self.apply(x[None])[..., 0, :]
         return (x @ self.b.mT) @ self.a.mT
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LowRank:

@@ -7,8 +7,17 @@
 Names and results equal those of TransformerLens. Everything else raises an error with its name.
 """
 
+from interp.transformer_lens import patching, utils
 from interp.transformer_lens.activation_cache import ActivationCache
+from interp.transformer_lens.factored_matrix import FactoredMatrix
 from interp.transformer_lens.hooked_decoder import HookedDecoder
 from interp.transformer_lens.names import get_act_name
 
-__all__ = ["ActivationCache", "HookedDecoder", "get_act_name"]
+__all__ = [
+    "ActivationCache",
+    "FactoredMatrix",
+    "HookedDecoder",
+    "get_act_name",
+    "patching",
+    "utils",
+]

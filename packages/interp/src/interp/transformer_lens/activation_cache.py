@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
 from interp.lens import head_outputs
 from interp.transformer_lens.names import get_act_name
+
+if TYPE_CHECKING:
+    from interp.transformer_lens.hooked_decoder import HookedDecoder
 
 #: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
@@ -29,9 +32,9 @@ class ActivationCache(Mapping[Any, Tensor]):
     the components to the result.
     """
 
-    def __init__(self, cache_dict: dict[str, Tensor], decoder: Decoder) -> None:
-        self.cache_dict = cache_dict
-        self.decoder = decoder
+    def __init__(self, cache_dict: dict[str, Tensor], model: HookedDecoder) -> None:
+        self.cache_dict, self.model = cache_dict, model
+        self.decoder: Decoder = model.decoder
 
     def __getitem__(self, key: Any) -> Tensor:
         name = key
@@ -50,7 +53,7 @@ class ActivationCache(Mapping[Any, Tensor]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"ActivationCache has no {name!r}; use interp.attribution with components(), or "
+            f"ActivationCache has no {name!r}; for neurons, use "
             "interp.decoder.neurons.neuron_attribution"
         )
 
@@ -160,6 +163,32 @@ class ActivationCache(Mapping[Any, Tensor]):
         if isinstance(norm, nn.Identity):
             return residual_stack
         return center(norm, residual_stack) / _positions(self[key], pos_slice)
+
+    def logit_attrs(
+        self,
+        residual_stack: Tensor,
+        tokens: str | int | Tensor,
+        incorrect_tokens: str | int | Tensor | None = None,
+        *,
+        pos_slice: PosSlice = None,
+        has_batch_dim: bool = True,
+    ) -> Tensor:
+        """Return the term of each component in the logit of `tokens`, (components, batch, pos).
+
+        `tokens` are one token, or token ids that broadcast to the stack without its last dimension,
+        such as (batch, pos); ids of shape (batch,) belong to all positions of a stack of four
+        dimensions. With `incorrect_tokens`, the terms are those of the difference of both logits.
+        The scale of the final norm is the recorded one. Set `has_batch_dim=False` for a stack
+        without a batch dimension.
+        """
+        direction = self.model.tokens_to_residual_directions(tokens)
+        if incorrect_tokens is not None:
+            direction = direction - self.model.tokens_to_residual_directions(incorrect_tokens)
+        stack = self.apply_ln_to_stack(residual_stack, pos_slice=pos_slice)
+        is_per_prompt = direction.ndim == 2 and len(direction) == stack.shape[1]
+        if has_batch_dim and stack.ndim == 4 and is_per_prompt:
+            direction = direction[:, None]
+        return (stack * direction).sum(-1)
 
     def _layer(self, layer: int | None) -> int:
         return len(self.decoder.layers) if layer is None or layer == -1 else layer

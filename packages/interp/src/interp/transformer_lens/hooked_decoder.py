@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,21 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
+from interp.decoder.modules.cache import Cache
 from interp.decoder.modules.mlp import DecoderMLP, NoMLP
 from interp.hook_points import HookPoint, hook_points
 from interp.lens import head_outputs
 from interp.tap import installed_hooks, patch, record
-from interp.text import token_ids
 from interp.transformer_lens.activation_cache import ActivationCache
+from interp.transformer_lens.factored_matrix import FactoredMatrix
+from interp.transformer_lens.generation import continued, sample
+from interp.transformer_lens.tokens import Input, TextConversion
 from interp.transformer_lens.weights import weights_of
 
 #: A function called as `f(activation, hook=point)`. It returns the new activation, or None to keep
-#: the activation.
+#: the activation. In the direction "bwd", the gradient takes the place of the activation.
 HookFunction = Callable[..., Tensor | None]
 #: A full hook name, or a predicate of hook names.
 HookSelector = str | Callable[[str], bool]
-#: Texts, or token ids (batch, pos) or (pos,).
-Input = str | Sequence[str] | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +41,9 @@ class ModelHookPoint(HookPoint):
     #: Values that hook functions store.
     ctx: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def add_hook(self, hook: HookFunction) -> None:
+    def add_hook(self, hook: HookFunction, dir: str = "fwd") -> None:
         """Call `hook` in all later calls of the model, until `model.reset_hooks()`."""
-        self.model.add_hook(self.name, hook)
+        self.model.add_hook(self.name, hook, dir)
 
 
 class Submodule:
@@ -71,7 +73,16 @@ def _stop(stream: Tensor) -> None:
     raise _Stopped(stream)
 
 
-class HookedDecoder:
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """A hook function, the name of its activation, and its direction, "fwd" or "bwd"."""
+
+    name: str
+    function: HookFunction
+    dir: str = "fwd"
+
+
+class HookedDecoder(TextConversion):
     """A `Decoder` with the methods, names and weights of TransformerLens's `HookedTransformer`.
 
     The weights and activations are those of the decoder. For `describe(model)`, they equal those of
@@ -81,7 +92,8 @@ class HookedDecoder:
     matrix per key head, and missing biases are zeros.
 
     `tokenizer` is a tokenizer of transformers. Its BOS token is prepended to texts, unless
-    `prepend_bos=False` is passed, or `default_prepend_bos=False` here.
+    `prepend_bos=False` is passed, or `default_prepend_bos=False` here. Texts of different lengths
+    are padded on the tokenizer's `padding_side`, and positions and losses do not count the padding.
 
     `cfg` has the sizes of the decoder: n_layers, n_heads, n_key_value_heads, d_model, d_head,
     d_vocab, d_mlp and n_ctx. d_mlp and attn_only are those of the first layer; d_mlp is None if the
@@ -92,44 +104,47 @@ class HookedDecoder:
     def __init__(
         self, decoder: Decoder, tokenizer: Any = None, *, default_prepend_bos: bool = True
     ) -> None:
-        self.decoder, self.tokenizer = decoder, tokenizer
-        self.default_prepend_bos = default_prepend_bos
+        self.decoder = decoder
         self.cfg = _config(decoder)
+        super().__init__(tokenizer, default_prepend_bos, self.cfg.device)
         results = [f"blocks.{i}.attn.hook_result" for i in range(self.cfg.n_layers)]
         names = [*hook_points(decoder, ["**"], "transformer_lens"), *results]
         #: All hook points by name.
         self.hook_dict = {name: ModelHookPoint(name, self) for name in names}
         #: The blocks, with weights such as `blocks[0].attn.W_Q` and hook points.
         self.blocks = [Submodule(self, f"blocks.{i}") for i in range(self.cfg.n_layers)]
-        self._hooks: list[tuple[str, HookFunction]] = []
+        self._hooks: list[_Hook] = []
 
-    def __call__(
-        self,
-        input: Input,
-        return_type: str | None = "logits",
-        *,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
-    ) -> Any:
+    def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
         """Return logits, the mean next-token "loss", "both" or None for texts or token ids.
 
-        With `stop_at_layer`, the result is the residual stream before that layer instead, and
-        hooks of this and later layers are not called.
+        `options` are:
+
+        - `prepend_bos` and `padding_side`, see `to_tokens`;
+        - `attention_mask` (batch, pos), 0 at the padding of token ids;
+        - `loss_per_token`: if True, the loss is (batch, pos - 1);
+        - `stop_at_layer`: the result is the residual stream before that layer instead, and hooks
+          of this and later layers are not called.
+
+        Raises ValueError for token ids that start with padding, without an `attention_mask`.
         """
-        return self._run(input, return_type, prepend_bos, stop_at_layer, [])[0]
+        return self._call([], input, return_type, **options)[0]
 
     def run_with_hooks(
         self,
         input: Input,
         *,
         fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = (),
+        bwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = (),
+        reset_hooks_end: bool = True,
         **options: Any,
     ) -> Any:
         """Call the model with hook functions, each for a name or a predicate of names.
 
-        `options` are passed to the call.
+        A later backward pass calls `bwd_hooks`, which therefore need `reset_hooks_end=False`, or
+        `hooks` instead of this method. `options` are passed to the call.
         """
-        with self.hooks(fwd_hooks):
+        with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end):
             return self(input, **options)
 
     def run_with_cache(
@@ -139,37 +154,65 @@ class HookedDecoder:
         *,
         names_filter: HookSelector | Sequence[str] | None = None,
         remove_batch_dim: bool = False,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
+        **options: Any,
     ) -> tuple[Any, ActivationCache]:
-        """Call the model; return the result and the activations that `names_filter` selects."""
+        """Call the model; return the result and the activations that `names_filter` selects.
+
+        `options` are passed to the call.
+        """
         if names_filter is None:
             names = self._matches(lambda name: True)
         elif isinstance(names_filter, str) or callable(names_filter):
             names = self._matches(names_filter)
         else:
             names = [name for pattern in names_filter for name in self._matches(pattern)]
-        output, seen = self._run(input, return_type, prepend_bos, stop_at_layer, names)
-        cache = ActivationCache(seen, self.decoder)
+        output, seen = self._call(names, input, return_type, **options)
+        cache = ActivationCache(seen, self)
         return output, cache.remove_batch_dim() if remove_batch_dim else cache
 
     @contextmanager
     def hooks(
-        self, fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = ()
+        self,
+        fwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = (),
+        bwd_hooks: Sequence[tuple[HookSelector, HookFunction]] = (),
+        reset_hooks_end: bool = True,
     ) -> Iterator[HookedDecoder]:
-        """Call hook functions in all calls of the model inside the `with` statement."""
-        first = len(self._hooks)
+        """Call hook functions in all calls of the model inside the `with` statement.
+
+        With `reset_hooks_end=False`, the functions remain until `reset_hooks`.
+        """
+        before = self._hooks
+        self._hooks = list(before)
         for name, function in fwd_hooks:
             self.add_hook(name, function)
-        last = len(self._hooks)
+        for name, function in bwd_hooks:
+            self.add_hook(name, function, "bwd")
+        added = [hook for hook in self._hooks if hook not in before]
         try:
             yield self
         finally:
-            del self._hooks[first:last]
+            if reset_hooks_end:
+                self._hooks = [hook for hook in self._hooks if hook not in added]
 
-    def add_hook(self, name: HookSelector, hook: HookFunction) -> None:
-        """Call `hook` in all later calls of the model, until `reset_hooks`."""
-        self._hooks += [(match, hook) for match in self._matches(name)]
+    def add_hook(self, name: HookSelector, hook: HookFunction, dir: str = "fwd") -> None:
+        """Call `hook` in all later calls of the model, until `reset_hooks`.
+
+        With `dir="bwd"`, backward passes call it with the gradient of the activation, and the
+        gradient that it returns replaces this gradient. Predicates do not select the scales of
+        norms, which have no gradient.
+
+        Raises ValueError for another direction, and for the gradient of a scale.
+        """
+        matches = self._matches(name)
+        if dir == "bwd" and callable(name):
+            matches = [match for match in matches if not match.endswith("hook_scale")]
+        has_scale = any(match.endswith("hook_scale") for match in matches)
+        if dir not in ("fwd", "bwd") or (dir == "bwd" and has_scale):
+            raise ValueError(
+                f"expected dir 'fwd', or 'bwd' for an activation with a gradient, got {dir!r} for "
+                f"{name!r}; hook the residual stream instead of a scale"
+            )
+        self._hooks += [_Hook(match, hook, dir) for match in matches]
 
     def reset_hooks(self) -> None:
         """Remove all hook functions and clear the values that they stored in `ctx`."""
@@ -181,57 +224,111 @@ class HookedDecoder:
         """Choose whether the outputs of single heads, `hook_result`, can be recorded and hooked."""
         self.cfg.use_attn_result = use_attn_result
 
-    def _run(
+    def _call(
         self,
+        names: Sequence[str],
         input: Input,
         return_type: str | None,
-        prepend_bos: bool | None,
-        stop: int | None,
-        names: Sequence[str],
+        *,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Tensor | None = None,
+        loss_per_token: bool = False,
+        stop_at_layer: int | None = None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Return the result of a call with all hooks, and the activations of the hooks `names`."""
+        """Return the result of a call, and the activations of the hooks `names`."""
         if return_type not in ("logits", "loss", "both", None):
             raise ValueError(
                 f"expected return_type 'logits', 'loss', 'both' or None, got {return_type!r}"
             )
-        tokens = input if isinstance(input, Tensor) else self.to_tokens(input, prepend_bos)
-        tokens = tokens[None] if tokens.ndim == 1 else tokens
+        tokens, mask = self._encode(input, prepend_bos, padding_side, attention_mask)
+        result, seen = self._run(tokens, mask, names=names, stop=stop_at_layer)
+        if stop_at_layer is not None or return_type == "logits":
+            return result, seen
+        if return_type is None:
+            return None, seen
+        loss = self.loss_fn(result, tokens, mask, loss_per_token)
+        return loss if return_type == "loss" else (result, loss), seen
+
+    def _encode(
+        self,
+        input: Input,
+        prepend_bos: bool | None,
+        padding_side: str | None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return token ids (batch, pos) and their mask, or None without padding."""
+        if not isinstance(input, Tensor):
+            return self.tokens_and_mask(input, prepend_bos, padding_side)
+        tokens = input[None] if input.ndim == 1 else input
+        if attention_mask is None:
+            self.require_no_left_padding(tokens)
+        return tokens, attention_mask
+
+    def _run(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None = None,
+        *,
+        names: Sequence[str] = (),
+        stop: int | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the logits, or the stream before layer `stop`, and the activations of `names`.
+
+        All hooks are called. With a `cache`, `mask` also covers the earlier tokens.
+        """
         names = [name for name in names if self._is_before(name, stop)]
         seen: dict[str, Tensor] = {}
         head_outputs_by_layer: dict[int, Tensor] = {}
-        hooks = [hook for hook in self._hooks if self._is_before(hook[0], stop)]
-        hooks += [(name, partial(_store, seen)) for name in names if name.endswith("hook_result")]
-        recorded = [name for name in names if not name.endswith("hook_result")]
+        hooks = [hook for hook in self._hooks if self._is_before(hook.name, stop)]
+        results = [name for name in names if name.endswith("hook_result")]
+        hooks += [_Hook(name, partial(_store, seen)) for name in results]
+        recorded = [name for name in names if name not in results]
+        positions = None
+        if mask is not None:
+            positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         with ExitStack() as stack:
-            for name, function in hooks:
-                stack.enter_context(self._hooked(name, function, head_outputs_by_layer))
+            for hook in hooks:
+                stack.enter_context(self._hooked(hook, head_outputs_by_layer))
             records = record(self.decoder, *recorded, names="transformer_lens")
             activations = stack.enter_context(records)
             if stop is not None:
                 site = "norm:input" if stop == self.cfg.n_layers else f"blocks.{stop}:input"
                 stack.enter_context(installed_hooks(self.decoder, {site: _stop}))
             try:
-                logits = self.decoder(tokens)
+                result: Tensor = self.decoder(tokens, mask, positions, cache)
             except _Stopped as error:
-                return error.args[0], seen | activations
-        return _result(logits, tokens, return_type), seen | activations
+                result = error.args[0]
+        return result, seen | activations
 
     @contextmanager
-    def _hooked(
-        self, name: str, function: HookFunction, head_outputs_by_layer: dict[int, Tensor]
-    ) -> Iterator[None]:
-        """Call `function` in all calls of the decoder inside the context.
+    def _hooked(self, hook: _Hook, head_outputs_by_layer: dict[int, Tensor]) -> Iterator[None]:
+        """Call the function of `hook` in all calls of the decoder inside the context.
 
         `head_outputs_by_layer` contains the latest outputs of the heads of each layer.
         """
-        point = self.hook_dict[name]
+        name, point = hook.name, self.hook_dict[hook.name]
 
         def call(value: Tensor) -> Tensor:
-            result = function(value, hook=point)
+            result = hook.function(value, hook=point)
             return value if result is None else result
 
+        def call_backward(gradient: Tensor) -> Tensor | None:
+            # The graph may outlive the hook. Functions may change the gradient in place, which
+            # autograd may use again.
+            return call(gradient.clone()) if hook in self._hooks else None
+
+        def watch_gradient(value: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                # The weights of a description do not require gradients by default.
+                value = value if value.requires_grad else value.detach().requires_grad_()
+                value.register_hook(call_backward)
+            return value
+
+        act = call if hook.dir == "fwd" else watch_gradient
         if not name.endswith("hook_result"):
-            with patch(self.decoder, {name: call}, names="transformer_lens"):
+            with patch(self.decoder, {name: act}, names="transformer_lens"):
                 yield
             return
         layer = point.layer()
@@ -242,7 +339,7 @@ class HookedDecoder:
             if before is None:
                 outputs = head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
                 before = torch.stack(list(outputs.values()), -2)
-            head_outputs_by_layer[layer] = call(before.clone())
+            head_outputs_by_layer[layer] = act(before.clone())
             return output + (head_outputs_by_layer[layer] - before).sum(-2)
 
         handle = attention.o.register_forward_hook(add_changes)
@@ -252,7 +349,10 @@ class HookedDecoder:
             handle.remove()
 
     def _matches(self, name: HookSelector) -> list[str]:
-        """Return the hook names that a name or a predicate selects; ValueError for other names."""
+        """Return the hook names that a name or a predicate selects; ValueError for other names.
+
+        "hook_in" and "hook_out" of a block are its input and output streams.
+        """
         known = [
             other
             for other in self.hook_dict
@@ -260,6 +360,8 @@ class HookedDecoder:
         ]
         if callable(name):
             return [other for other in known if name(other)]
+        name = re.sub(r"^(blocks\.\d+\.hook)_in$", r"\1_resid_pre", name)
+        name = re.sub(r"^(blocks\.\d+\.hook)_out$", r"\1_resid_post", name)
         if name not in known:
             raise ValueError(f"no hook is named {name!r}; {self.remedy_for(name)}")
         return [name]
@@ -303,56 +405,87 @@ class HookedDecoder:
         directions: Tensor = self.W_U.mT[tokens]
         return directions
 
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
-        """Return the token ids (batch, pos) of texts with equal numbers of tokens.
+    @property
+    def QK(self) -> FactoredMatrix:
+        """W_Q W_K^T of every head, (n_layers, n_heads, d_model, d_model)."""
+        return FactoredMatrix(self.W_Q, self._for_each_query_head(self.W_K).mT)
 
-        Raises ValueError without a tokenizer, and for texts with different numbers of tokens. Also
-        raises it if a BOS token is to be prepended and the tokenizer has none.
+    @property
+    def OV(self) -> FactoredMatrix:
+        """W_V W_O of every head, (n_layers, n_heads, d_model, d_model)."""
+        return FactoredMatrix(self._for_each_query_head(self.W_V), self.W_O)
+
+    def _for_each_query_head(self, weight: Tensor) -> Tensor:
+        return weight.repeat_interleave(self.cfg.n_heads // weight.shape[1], dim=1)
+
+    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the names and values of all weights."""
+        return iter(weights_of(self.decoder).items())
+
+    def loss_fn(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """Return the mean next-token loss, or the loss of each token (batch, pos - 1).
+
+        Losses of padding are 0, and the mean does not count them.
         """
-        encode = partial(self._tokenizer(), add_special_tokens=False)
-        rows = [token_ids(encode, text) for text in ([input] if isinstance(input, str) else input)]
-        if self.default_prepend_bos if prepend_bos is None else prepend_bos:
-            bos = self.tokenizer.bos_token_id
-            if bos is None:
-                raise ValueError("the tokenizer has no BOS token; pass prepend_bos=False")
-            rows = [[bos, *row] for row in rows]
-        if len({len(row) for row in rows}) != 1:
+        losses = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+        is_counted = torch.ones_like(losses, dtype=torch.bool)
+        if attention_mask is not None:
+            is_counted = attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()
+        losses = losses.where(is_counted, 0)
+        return losses if per_token else losses.sum() / is_counted.sum()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input: Input = "",
+        max_new_tokens: int = 10,
+        *,
+        stop_at_eos: bool = True,
+        eos_token_id: int | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        temperature: float = 1.0,
+        prepend_bos: bool | None = None,
+        attention_mask: Tensor | None = None,
+        return_type: str = "input",
+        verbose: bool = True,
+    ) -> Any:
+        """Continue texts or token ids by sampling, or greedily with `do_sample=False`.
+
+        The result has the type of the input, or is "str" or "tokens". Texts of different lengths
+        are padded on the left. After the token `eos_token_id`, by default the tokenizer's, a row is
+        filled with this token. Hooks receive the new tokens only. `verbose` has no effect.
+
+        Raises ValueError for a padded prompt without an `attention_mask`, and if `stop_at_eos` and
+        no such token is known.
+        """
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        eos = eos if eos_token_id is None else eos_token_id
+        if stop_at_eos and eos is None:
+            raise ValueError("the end-of-text token is unknown; pass it, or stop_at_eos=False")
+        if return_type not in ("input", "str", "tokens"):
             raise ValueError(
-                f"the texts have {[len(row) for row in rows]} tokens; pass texts of equal lengths, "
-                "because padding is not supported"
+                f"expected return_type 'input', 'str' or 'tokens', got {return_type!r}"
             )
-        return torch.tensor(rows, device=self.cfg.device)
-
-    def to_string(self, tokens: Sequence[int] | int | Tensor) -> str | list[str]:
-        """Return the text of token ids (pos,), or the texts of token ids (batch, pos)."""
-        ids = torch.as_tensor(tokens)
-        decode = partial(self._tokenizer().decode, clean_up_tokenization_spaces=False)
-        if ids.ndim == 2:
-            return [decode(row) for row in ids.tolist()]
-        text: str = decode(ids.reshape(-1).tolist())
-        return text
-
-    def to_str_tokens(self, input: Input, prepend_bos: bool | None = None) -> list[Any]:
-        """Return the text of each token; for several texts, return one list per text.
-
-        For token ids (batch, pos), return one flat list.
-        """
-        if not isinstance(input, str | Tensor):
-            return [self.to_str_tokens(text, prepend_bos) for text in input]
-        ids = input if isinstance(input, Tensor) else self.to_tokens(input, prepend_bos)
-        return [self.to_string(int(token)) for token in ids.reshape(-1)]
-
-    def to_single_token(self, string: str) -> int:
-        """Return the id of a text of one token; raise ValueError for other texts."""
-        ids = self.to_tokens(string, prepend_bos=False)
-        if ids.numel() != 1:
-            raise ValueError(f"{string!r} has {ids.numel()} tokens; pass a text of one token")
-        return int(ids)
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise ValueError("a text needs a tokenizer; pass HookedDecoder(decoder, tokenizer)")
-        return self.tokenizer
+        tokens, mask = self._encode(input, prepend_bos, "left", attention_mask)
+        output = continued(
+            lambda *arguments: self._run(*arguments)[0],
+            partial(sample, temperature=temperature if do_sample else 0.0, top_k=top_k),
+            tokens,
+            mask,
+            max_new_tokens,
+            eos if stop_at_eos else None,
+        )
+        if return_type == "tokens" or (return_type == "input" and isinstance(input, Tensor)):
+            return output
+        texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in output.tolist()]
+        return texts[0] if isinstance(input, str) else texts
 
 
 def _config(decoder: Decoder) -> SimpleNamespace:
@@ -378,12 +511,3 @@ def _config(decoder: Decoder) -> SimpleNamespace:
 
 def _store(seen: dict[str, Tensor], value: Tensor, hook: HookPoint) -> None:
     seen[hook.name] = value.detach().clone()
-
-
-def _result(logits: Tensor, tokens: Tensor, return_type: str | None) -> Any:
-    if return_type == "logits":
-        return logits
-    if return_type is None:
-        return None
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    return loss if return_type == "loss" else (logits, loss)
