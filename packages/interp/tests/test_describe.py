@@ -235,12 +235,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "score cap of 500": {"score_cap": 500.0},
     "logit cap of 30": {"logit_cap": 30.0},
     "clipped queries": {"clip": 6.0},
+    "queries clipped at 50": {"clip": 50.0},
+    "score cap of 1000": {"score_cap": 1000.0},
     "linear biases": {"slope": 0.01},
     "attention sink": {"sink": True},
     "epsilon of one norm": {"eps_of_last": 1e-6},
     "quick gelu": {"activation": lambda x: x * (1.702 * x).sigmoid()},
     "clamped activation": {"activation": lambda x: F.silu(x).clamp(max=7)},
     "activation clamped at 20": {"activation": lambda x: F.silu(x).clamp(max=20)},
+    "activation clamped at 50": {"activation": lambda x: F.silu(x).clamp(max=50)},
+    "hidden scores of -100": {"masked_score": -100.0},
+    "hidden scores of -1000": {"masked_score": -1000.0},
     "parallel residual": {"parallel": True},
     "embedding scale": {"embed_scale": 1.1},
     "residual scale": {"residual_scale": 0.9},
@@ -255,8 +260,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 #: Properties that no comparison reaches, so that the README warns of them.
 NOT_DETECTED: dict[str, dict[str, Any]] = {
-    "activation clamped at 50": {"activation": lambda x: F.silu(x).clamp(max=50)},
-    "hidden scores of -100": {"masked_score": -100.0},
+    "activation clamped at 1000": {"activation": lambda x: F.silu(x).clamp(max=1000)},
+    "hidden scores of -10000": {"masked_score": -10000.0},
 }
 
 
@@ -884,8 +889,8 @@ def test_verification_calls_the_model_once_per_property() -> None:
     shapes = []
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         describe(model, context=CONTEXT)
-    # Small weights, large weights, one token, the whole context, and the model's own weights.
-    assert shapes == [(1, 16), (1, 16), (2, 1), (1, CONTEXT), (1, 12)]
+    # Small, large and huge weights, one token, the whole context, and the model's own weights.
+    assert shapes == [(1, 16), (1, 16), (16, 8), (2, 1), (1, CONTEXT), (1, 12)]
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from induction_checks import find_circuit
+from induction_checks import find_circuit, is_textbook_circuit
 from interp import composition_scores, detect_heads, induction_circuit, patch, record
 from interp.circuits.induction import repeated_tokens, train_induction
 from torch import Tensor
@@ -117,11 +117,9 @@ def grows_a_textbook_circuit(seed: int) -> bool:
     result = find_circuit(model, tokens, repeated)
     return (
         result.accuracy > 0.95
-        and result.accuracy_without_previous < 0.2
-        and (result.previous.layer, result.induction.layer) == (0, 1)
+        and is_textbook_circuit(result)
         and result.previous.score > 0.6 > result.previous.chance * 2
         and result.induction.score > 0.6 > result.induction.chance * 2
-        and result.k_composition > 1.5 * result.k_composition_others
         and result.k_composition > 1.5 / 8
     )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from induction_checks import accuracy_on_repeats, find_circuit
+from induction_checks import accuracy_on_repeats, find_circuit, is_textbook_circuit
 from interp import attribution, detect_heads
 from interp.circuits.vocabulary import copying_scores
 from scipy import stats
@@ -35,9 +35,7 @@ def has_the_circuit(names: dict[str, Any]) -> bool:
         {head.layer for head in names["induction"]} == {1}
         and accuracy_on_repeats(names["logits"], tokens, repeated) > 0.9
         and accuracy_on_repeats(names["without"], tokens, repeated) < 0.2
-        and (circuit.previous.layer, circuit.induction.layer) == (0, 1)
-        and circuit.accuracy_without_previous < 0.2
-        and circuit.k_composition > 1.5 * circuit.k_composition_others
+        and is_textbook_circuit(circuit)
     )
 
 

@@ -384,7 +384,8 @@ def test_factored_matrices_equal_dense_matrices(model: HookedDecoder) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(2, 3, 5, 2), torch.randn(3, 2, 5)
     matrix, dense = FactoredMatrix(a, b), a @ b
-    vector, right, left = torch.randn(5), torch.randn(5, 7), torch.randn(7, 5)
+    vector = torch.randn(5)
+    right, left = torch.randn(5, 7), torch.randn(7, 5)
     pairs = [
         (matrix.AB, dense),
         (matrix.T.AB, dense.mT),
@@ -683,6 +684,65 @@ def test_notebooks_have_the_numbers_of_transformer_lens(
         torch.testing.assert_close(number, other, **CLOSE)
 
 
+def gradients_of(model: Any, names: list[str]) -> dict[str, Tensor]:
+    """Return the gradient at each hook, with the gradient of the last MLP halved."""
+    seen = {}
+
+    def store(gradient: Tensor, hook: Any) -> None:
+        # TransformerLens passes a second name of the streams.
+        name = re.sub("hook_in$", "hook_resid_pre", hook.name)
+        seen[re.sub("hook_out$", "hook_resid_post", name)] = gradient.clone()
+
+    def halve(gradient: Tensor, hook: Any) -> Tensor:
+        return gradient / 2
+
+    hooks = [("blocks.1.hook_mlp_out", halve), *((name, store) for name in names)]
+    with torch.enable_grad(), model.hooks(bwd_hooks=hooks):
+        model(CLEAN)[:, -1, 3].sum().backward()
+    return seen
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_patching_loops_gradients_and_circuits_equal_transformer_lens(family: str) -> None:
+    theirs, ours = pair(family, is_processed=True)
+    from transformer_lens import patching as their_patching
+
+    metric = lambda logits: logits[:, -1, 3].mean() - logits[:, -1, 4].mean()  # noqa: E731
+    caches = [model.run_with_cache(CLEAN[:, :4])[1] for model in (ours, theirs)]
+    functions = [name for name in dir(patching) if name.startswith("get_act_patch")]
+    # A patch of the stream between attention and MLP reaches only the MLP in TransformerLens 4.
+    for name in sorted(set(functions) - {"get_act_patch_resid_mid"}):
+        arguments = CORRUPTED[:, :4], caches[0], metric
+        values = getattr(patching, name)(ours, *arguments)
+        expected = getattr(their_patching, name)(theirs, CORRUPTED[:, :4], caches[1], metric)
+        torch.testing.assert_close(values, expected, **CLOSE)
+    names = [
+        name for name in ours.hook_dict if not name.endswith(("scale", "mid", "1.hook_mlp_out"))
+    ]
+    expected = gradients_of(theirs, names)
+    for name, gradient in gradients_of(ours, names).items():
+        torch.testing.assert_close(gradient, expected[name], **CLOSE)
+    for circuit in ("OV", "QK"):
+        matrices = [model.W_E @ getattr(model, circuit) @ model.W_U for model in (ours, theirs)]
+        torch.testing.assert_close(matrices[0].norm(), matrices[1].norm(), **CLOSE)
+        sums = [matrix.eigenvalues.sum(-1).real for matrix in matrices]
+        torch.testing.assert_close(*sums, rtol=1e-3, atol=1e-2)
+    per_token = [model(CLEAN, return_type="loss", loss_per_token=True) for model in (ours, theirs)]
+    torch.testing.assert_close(*per_token, **CLOSE)
+    caches = [model.run_with_cache(CLEAN)[1] for model in (ours, theirs)]
+    for tokens, where in itertools.product([5, torch.tensor([5, 7])], [None, -1]):
+        wrong = tokens * 0 + 3
+        terms = [
+            cache.logit_attrs(
+                cache.decompose_resid(pos_slice=where), tokens, wrong, pos_slice=where
+            )
+            for cache in caches
+        ]
+        torch.testing.assert_close(*terms, **CLOSE)
+
+
 @pytest.mark.exhaustive
 def test_short_names_and_texts_equal_transformer_lens() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
@@ -691,23 +751,30 @@ def test_short_names_and_texts_equal_transformer_lens() -> None:
     parts = ["embed", "pos_embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
     parts += ["q", "k", "v", "z", "result", "pattern", "attn", "attn_scores", "attn_logits", "key"]
     parts += ["query", "value", "pre", "post", "mlp_pre", "mlp_post", "scale", "normalized", "k6"]
-    parts += ["scale4ln1", "pre5", "hook_embed", "blocks.0.hook_resid_pre", "rot_q", "mlp_in"]
+    parts += ["in", "scale4ln1", "pre5", "hook_embed", "blocks.0.hook_resid_pre", "rot_q", "mlp_in"]
     kinds = [None, "a", "m", "b", "attn", "mlp", "ln1", "ln2", "block", "blocks", "attention"]
     for name, layer, kind in itertools.product(parts, [None, 0, 11], kinds):
         assert get_act_name(name, layer, kind) == utilities.get_act_name(name, layer, kind)
     tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer of transformers")
     import transformers
 
-    words = ["<s>", "the", "cat", "sat", "mat"]
+    words = ["<s>", "the", "cat", "sat", "mat", "<e>", *(f"word{i}" for i in range(25))]
     vocabulary = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<s>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", pad_token="<s>"
+        tokenizer_object=backend, bos_token="<s>", pad_token="<e>", eos_token="<e>"
     )
     theirs, ours = pair("GPT2LMHeadModel", is_processed=False)
     theirs.tokenizer, ours.tokenizer = tokenizer, tokenizer
     theirs.cfg.tokenizer_prepends_bos = False
+    for side, texts in itertools.product(("left", "right"), (["the", "cat sat mat"], ["mat"])):
+        tokenizer.padding_side = side
+        assert torch.equal(ours.to_tokens(texts), theirs.to_tokens(texts))
+        is_token = ours.to_tokens(texts) != 5
+        torch.testing.assert_close(ours(texts)[is_token], theirs(texts)[is_token], **CLOSE)
+        options = {"max_new_tokens": 5, "do_sample": False, "stop_at_eos": False}
+        assert ours.generate(texts, **options) == theirs.generate(texts, **options)
     for prepend in (None, True, False):
         for text in ("the cat sat", ["the cat", "sat mat"]):
             assert torch.equal(ours.to_tokens(text, prepend), theirs.to_tokens(text, prepend))

@@ -21,7 +21,8 @@ class FactoredMatrix:
         self.A = A.expand(*product.batch_shape, *A.shape[-2:])
         self.B = B.expand(*product.batch_shape, *B.shape[-2:])
         self.shape, self.ndim = product.shape, len(product.shape)
-        self.ldim, self.mdim, self.rdim = A.shape[-2], A.shape[-1], B.shape[-1]
+        self.ldim, self.mdim = A.shape[-2:]
+        self.rdim = B.shape[-1]
         self.pair = (self.A, self.B)
         self._product = product
 

@@ -63,9 +63,10 @@ class TextConversion:
         side = padding_side or getattr(self.tokenizer, "padding_side", "right")
         tokens, mask = [], []
         for row, count in zip(rows, missing.tolist(), strict=True):
-            pad, ones, zeros = [padding] * count, [1] * len(row), [0] * count
-            tokens.append(pad + row if side == "left" else row + pad)
-            mask.append(zeros + ones if side == "left" else ones + zeros)
+            before = count if side == "left" else 0
+            after = count - before
+            tokens.append([padding] * before + row + [padding] * after)
+            mask.append([0] * before + [1] * len(row) + [0] * after)
         return torch.tensor(tokens, device=self._device), torch.tensor(mask, device=self._device)
 
     def require_no_left_padding(self, tokens: Tensor) -> None:

@@ -69,9 +69,9 @@ def test_prompt(  # Not a test of pytest.
         for row, (name, rank) in enumerate(answer_ranks[-len(names) :]):
             if print_details:
                 print(f"Answer: {_described(logits[row, i], int(step[row]), name)}, rank {rank}")
-        for place, token in enumerate(logits[0, i].topk(top_k).indices if print_details else ()):
+        for number, token in enumerate(logits[0, i].topk(top_k).indices if print_details else ()):
             name = str(model.to_string(token))
-            print(f"Top {place}: {_described(logits[0, i], int(token), name)}")
+            print(f"Top {number}: {_described(logits[0, i], int(token), name)}")
     print("Ranks of the answer tokens:", answer_ranks)
 
 

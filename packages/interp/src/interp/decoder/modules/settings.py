@@ -60,7 +60,7 @@ class Settings:
 class Comparison:
     """One comparison of a decoder with the described model, under random weights."""
 
-    #: "small", "large", "random", "window", "rotation", "padded" or "positions"; see
+    #: "small", "large", "huge", "random", "window", "rotation", "padded" or "positions"; see
     #: `interp.decoder.verify`.
     name: str
     #: The number of tokens.

@@ -7,6 +7,7 @@ logits:
 
     small      a residual stream whose mean square is about the norms' epsilon
     large      large scores and activations, which reach caps and clamps
+    huge       scores of thousands, which exceed the value of a mask that is not -inf
     random     scores with a standard deviation of 2.5, for one token and for the whole context
     window     the same scores, if a window exceeds the context, with all windows reduced
     rotation   the same scores, if long texts have other rotary angles, with position ids up to the

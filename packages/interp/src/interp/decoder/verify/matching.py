@@ -39,6 +39,10 @@ _SHORT_LENGTH = 16
 _SMALL = Scale("small", stream_std=3e-3)
 #: Scores and activations that reach caps and clamps: a cap of 50 on scores, the clamps of gpt-oss.
 _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
+#: Scores of thousands, and values and activations of hundreds, which reach bounds that trained
+#: models do not reach. Rounding errors of such scores would grow from layer to layer, so the outputs
+#: of all layers are small.
+_HUGE = Scale("huge", score_std=1000.0, inner_std=40.0, value_std=100.0, write_std=1e-4)
 #: Scores with which each query attends to a few keys, far from uniform attention: the defaults of
 #: `Scale`.
 _RANDOM = Scale("random")
@@ -248,6 +252,8 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         # Sharp scores amplify rounding errors: those of DeepSeek V3 with 3 layers reach 1.1e-5, and
         # deeper models have larger ones.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
+        # Many first tokens, which attend to masked keys if their own score is below the mask value.
+        Probe(name="huge", scale=_HUGE, length=min(8, short), rows=16),
         Probe(name="random", length=1, rows=2),
     ]
     if context > 1:

@@ -33,6 +33,10 @@ class Scale:
     score_std: float = 2.5
     #: The standard deviation of the MLP's activations.
     inner_std: float = 1.5
+    value_std: float = 1.0
+    #: The standard deviation of the outputs of attention and MLP, if their inputs have size 1; by
+    #: default `stream_std`.
+    write_std: float | None = None
 
 
 class RandomWeights:
@@ -119,7 +123,7 @@ class RandomWeights:
     def _output_std(self, part: str, scale: Scale) -> float:
         """Return the standard deviation of the part's output."""
         query = self.unit_query_std * scale.score_std**0.5
-        write = scale.stream_std * min(1.0, 2 / self.layers**0.5)
+        write = (scale.write_std or scale.stream_std) * min(1.0, 2 / self.layers**0.5)
         if part in ("attention.q_norm", "attention.k_norm"):
             return query
         if part.endswith(("q_down", "kv_down")):
@@ -139,4 +143,6 @@ class RandomWeights:
             return write
         if part.endswith(("up", "gate")):
             return scale.inner_std
+        if part == "attention.v":
+            return scale.value_std
         return 1.0
