@@ -80,7 +80,8 @@ def find_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Circ
             losses.append(loss_on_repeats(model(tokens), tokens, repeated))
             if head is previous:
                 ablated = accuracy_on_repeats(model(tokens), tokens, repeated)
-    ov, qk, embed = model.ov(), model.qk(), model.embed.weight
+    ov, qk = model.ov(), model.qk()
+    embed = model.embed.weight
     copying = copying_scores(ov, embed, model.unembed.weight)[induction.layer, induction.head]
     # Every token but BOS, which is not repeated.
     read = qk[induction.layer, induction.head] @ ov[0, previous.head]

@@ -33,6 +33,7 @@ def test_every_operation_equals_the_dense_one(
     torch.testing.assert_close((random_left := random(p, m)) @ x.dense(), (random_left @ x).dense())
     torch.testing.assert_close(x.norm(), torch.linalg.matrix_norm(dense))
     torch.testing.assert_close(x.apply(rows := random(batch, 4, n)), rows @ dense.mT)
+    torch.testing.assert_close(x.apply(rows[0, 0]), dense @ rows[0, 0])
     torch.testing.assert_close(x[0].dense(), dense[0])
     u, values, vh = x.svd()
     torch.testing.assert_close(u * values[..., None, :] @ vh, dense)

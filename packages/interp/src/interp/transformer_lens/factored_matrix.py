@@ -23,7 +23,6 @@ class FactoredMatrix:
         self.shape, self.ndim = product.shape, len(product.shape)
         self.ldim, self.mdim = A.shape[-2:]
         self.rdim = B.shape[-1]
-        self.pair = (self.A, self.B)
         self._product = product
 
     def __repr__(self) -> str:
@@ -72,27 +71,6 @@ class FactoredMatrix:
     def norm(self) -> Tensor:
         """Return the Frobenius norm of each matrix."""
         return self._product.norm()
-
-    def make_even(self) -> FactoredMatrix:
-        """Return the same matrices with the singular values divided evenly between the factors."""
-        u, s, v = self.svd()
-        root = s.sqrt()[..., None, :]
-        return FactoredMatrix(u * root, (v * root).mT)
-
-    def collapse_l(self) -> Tensor:
-        """Return S V^T, the matrices without their left singular vectors, (..., mdim, rdim)."""
-        _, s, v = self.svd()
-        return (v * s[..., None, :]).mT
-
-    def collapse_r(self) -> Tensor:
-        """Return U S, the matrices without their right singular vectors, (..., ldim, mdim)."""
-        u, s, _ = self.svd()
-        return u * s[..., None, :]
-
-    def get_corner(self, k: int = 3) -> Tensor:
-        """Return the first `k` entries of each dimension."""
-        corner: Tensor = self[(slice(k),) * self.ndim].AB
-        return corner
 
     def __matmul__(self, other: FactoredMatrix | Tensor) -> Any:
         if isinstance(other, FactoredMatrix):

@@ -181,13 +181,9 @@ class HookedDecoder(TextConversion):
 
         With `reset_hooks_end=False`, the functions remain until `reset_hooks`.
         """
-        before = self._hooks
-        self._hooks = list(before)
-        for name, function in fwd_hooks:
-            self.add_hook(name, function)
-        for name, function in bwd_hooks:
-            self.add_hook(name, function, "bwd")
-        added = [hook for hook in self._hooks if hook not in before]
+        added = [hook for name, f in fwd_hooks for hook in self._hooks_for(name, f, "fwd")]
+        added += [hook for name, f in bwd_hooks for hook in self._hooks_for(name, f, "bwd")]
+        self._hooks = self._hooks + added
         try:
             yield self
         finally:
@@ -203,6 +199,9 @@ class HookedDecoder(TextConversion):
 
         Raises ValueError for another direction, and for the gradient of a scale.
         """
+        self._hooks = self._hooks + self._hooks_for(name, hook, dir)
+
+    def _hooks_for(self, name: HookSelector, function: HookFunction, dir: str) -> list[_Hook]:
         matches = self._matches(name)
         if dir == "bwd" and callable(name):
             matches = [match for match in matches if not match.endswith("hook_scale")]
@@ -212,7 +211,7 @@ class HookedDecoder(TextConversion):
                 f"expected dir 'fwd', or 'bwd' for an activation with a gradient, got {dir!r} for "
                 f"{name!r}; hook the residual stream instead of a scale"
             )
-        self._hooks += [_Hook(match, hook, dir) for match in matches]
+        return [_Hook(match, function, dir) for match in matches]
 
     def reset_hooks(self) -> None:
         """Remove all hook functions and clear the values that they stored in `ctx`."""
@@ -278,6 +277,8 @@ class HookedDecoder(TextConversion):
 
         All hooks are called. With a `cache`, `mask` also covers the earlier tokens.
         """
+        if stop is not None and not 0 <= stop <= self.cfg.n_layers:
+            raise ValueError(f"expected stop_at_layer from 0 to {self.cfg.n_layers}, got {stop}")
         names = [name for name in names if self._is_before(name, stop)]
         seen: dict[str, Tensor] = {}
         head_outputs_by_layer: dict[int, Tensor] = {}
@@ -376,8 +377,6 @@ class HookedDecoder(TextConversion):
         """Return True if an activation is computed before layer `stop`."""
         if stop is None:
             return True
-        if not 0 <= stop <= self.cfg.n_layers:
-            raise ValueError(f"expected stop_at_layer from 0 to {self.cfg.n_layers}, got {stop}")
         if name.startswith("blocks."):
             return self.hook_dict[name].layer() < stop
         return not name.startswith("ln_final.")

@@ -50,21 +50,21 @@ class TextConversion:
             if bos is None:
                 raise ValueError("the tokenizer has no BOS token; pass prepend_bos=False")
             rows = [[bos, *row] for row in rows]
-        lengths = torch.tensor([len(row) for row in rows])
-        missing = int(lengths.max()) - lengths
-        if not missing.any():
-            return torch.tensor(rows, device=self._device), None
+        lengths = [len(row) for row in rows]
+        if len(set(lengths)) < 2:
+            return torch.tensor(rows, dtype=torch.long, device=self._device), None
         padding = self._padding_token()
         if padding is None:
             raise ValueError(
-                f"the texts have {lengths.tolist()} tokens, and the tokenizer has no padding "
+                f"the texts have {lengths} tokens, and the tokenizer has no padding "
                 "token; set tokenizer.pad_token, or pass texts of equal lengths"
             )
         side = padding_side or getattr(self.tokenizer, "padding_side", "right")
         tokens, mask = [], []
-        for row, count in zip(rows, missing.tolist(), strict=True):
-            before = count if side == "left" else 0
-            after = count - before
+        for row in rows:
+            missing = max(lengths) - len(row)
+            before = missing if side == "left" else 0
+            after = missing - before
             tokens.append([padding] * before + row + [padding] * after)
             mask.append([0] * before + [1] * len(row) + [0] * after)
         return torch.tensor(tokens, device=self._device), torch.tensor(mask, device=self._device)

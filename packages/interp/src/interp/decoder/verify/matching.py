@@ -40,8 +40,8 @@ _SMALL = Scale("small", stream_std=3e-3)
 #: Scores and activations that reach caps and clamps: a cap of 50 on scores, the clamps of gpt-oss.
 _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
 #: Scores of thousands, and values and activations of hundreds, which reach bounds that trained
-#: models do not reach. Rounding errors of such scores would grow from layer to layer, so the outputs
-#: of all layers are small.
+#: models do not reach. Rounding errors of such scores would grow from layer to layer, so the
+#: outputs of all layers are small.
 _HUGE = Scale("huge", score_std=1000.0, inner_std=40.0, value_std=100.0, write_std=1e-4)
 #: Scores with which each query attends to a few keys, far from uniform attention: the defaults of
 #: `Scale`.

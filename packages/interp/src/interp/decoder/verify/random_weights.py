@@ -131,18 +131,19 @@ class RandomWeights:
             return min(query, scale.stream_std * query)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
             return scale.stream_std if self.norms_queries else query
-        if part == "attention.sinks":
-            return scale.score_std
-        if part == "mlp.router":
-            return 1.5  # At every scale, because sharp routing amplifies rounding errors.
-        if part == "unembed":
-            return 30.0
+        fixed = {
+            "attention.sinks": scale.score_std,
+            "attention.v": scale.value_std,
+            # At every scale, because sharp routing amplifies rounding errors.
+            "mlp.router": 1.5,
+            "unembed": 30.0,
+        }
+        if part in fixed:
+            return fixed[part]
         if part in ("embed", "embed_norm", "position"):
             return scale.stream_std
         if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
             return write
         if part.endswith(("up", "gate")):
             return scale.inner_std
-        if part == "attention.v":
-            return scale.value_std
         return 1.0
