@@ -422,6 +422,9 @@ def test_attention_over_a_cache_has_no_gradient():
 
     with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
         run(Q.clone().requires_grad_())
+    sinks = torch.zeros(Q.shape[1], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
+        flash_attention_with_kvcache(Q, CACHE, CACHE, cache_seqlens=3, sinks=sinks)
     # The kernel would drop the tangent without an error.
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="outside of forward-mode AD"):
         run(forward_ad.make_dual(Q, Q + 1))
@@ -642,6 +645,32 @@ def test_new_keys_may_be_rows_of_the_cache(interpreter, source, backend):
         torch.testing.assert_close(out, reference)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+def test_queries_in_rows_that_are_overwritten_keep_their_values(interpreter, backend):
+    for _ in range(2):  # the second call takes the fast path
+        k_cache, v_cache = torch.randn(2, 1, 2, 64, 16)
+        q, new = k_cache[:, :, 40:41], torch.randn(1, 2, 1, 16)
+        expected = attention_reference(
+            q.clone(),
+            torch.cat((k_cache[:, :, :40], new), 2),
+            torch.cat((v_cache[:, :, :40], new), 2),
+        )
+        out = flash_attention_with_kvcache(
+            q, k_cache, v_cache, new, new.clone(), cache_seqlens=40, backend=backend
+        )
+        torch.testing.assert_close(out, expected)
+
+
+def test_compiled_queries_in_rows_of_the_cache_are_refused():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(k_cache, v_cache, new):
+        q = k_cache[:, :, 40:41]
+        return flash_attention_with_kvcache(q, k_cache, v_cache, new, new * 2, cache_seqlens=40)
+
+    with torch.no_grad(), pytest.raises(Exception, match="expected no overlapping views"):
+        run(*torch.randn(2, 1, 2, 64, 16), torch.randn(1, 2, 1, 16))
+
+
 def test_one_packed_query_gives_the_same_result_twice():
     """The second call finds the plan of the first."""
     q, cache = torch.randn(1, 2, 16), torch.randn(2, 2, 40, 16)
@@ -666,13 +695,25 @@ def test_new_keys_in_an_expanded_cache_are_refused(interpreter, shape, lengths, 
         buffers[index] = torch.zeros(*shape, 64, 16)
         caches = [x.expand(2, 2, -1, -1) for x in buffers]
         for _ in range(2):  # the second call takes the fast path
-            with pytest.raises(ValueError, match=r"got an expanded tensor .* made by contig"):
+            with pytest.raises(ValueError, match=r"got rows that share memory .* made by contig"):
                 flash_attention_with_kvcache(
                     q, *caches, q, q.clone(), cache_seqlens=lengths, backend=backend
                 )
             assert not any(x.any() for x in buffers)
         # Reading such a cache is allowed.
         flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths, backend=backend)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("strides", [(256, 128, 1, 1), (64, 64, 16, 1), (256, 128, 8, 2)], ids=str)
+def test_new_keys_in_a_cache_with_overlapping_rows_are_refused(strides, index):
+    q = torch.randn(2, 2, 1, 16)
+    caches = list(torch.zeros(2, 2, 2, 8, 16))
+    caches[index] = memory = torch.zeros(600).as_strided((2, 2, 8, 16), strides)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got rows that share memory"):
+            flash_attention_with_kvcache(q, *caches, q, q.clone(), cache_seqlens=3)
+    assert not memory.any()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])

@@ -162,9 +162,11 @@ def test_batched_gradients_are_refused(interpreter, backend):
         torch.autograd.grad(out, q, cotangents, is_grads_batched=True)
 
 
-def test_batched_gradients_of_the_cpu_kernel_equal_separate_gradients():
-    q = torch.randn(1, 2, 20, 16, requires_grad=True)
-    out = flash_attention(q, q, q, is_causal=True)
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("dim_v", [8, 16, 24])
+def test_batched_gradients_of_the_cpu_kernel_equal_separate_gradients(heads, dim_v):
+    q = torch.randn(1, heads, 20, 16, requires_grad=True)
+    out = flash_attention(q, q[:, :2], torch.randn(1, 2, 20, dim_v), is_causal=True)
     cotangents = torch.randn(3, *out.shape)
     (batched,) = torch.autograd.grad(out, q, cotangents, is_grads_batched=True, retain_graph=True)
     for cotangent, ours in zip(cotangents, batched, strict=True):

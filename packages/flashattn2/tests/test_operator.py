@@ -197,14 +197,15 @@ def test_graphs_of_make_fx_with_new_keys_are_refused():
     torch.testing.assert_close(graph(q, cache), run(q, cache))
 
 
-def test_exported_program_accepts_every_length():
+@pytest.mark.parametrize("most", [None, 100])
+def test_exported_program_accepts_every_length(most):
     """The path for fewer keys than a vector register holds must not fix the range of lengths."""
 
     class Attention(torch.nn.Module):
         def forward(self, q):
             return flash_attention(q, q, q, is_causal=True)
 
-    lengths = torch.export.Dim("seq", min=2, max=100)
+    lengths = torch.export.Dim("seq", min=2, max=most)
     program = torch.export.export(
         Attention(), (torch.randn(1, 2, 20, 16),), dynamic_shapes={"q": {2: lengths}}
     )
@@ -212,6 +213,12 @@ def test_exported_program_accepts_every_length():
     for seq in (3, 40):
         q = torch.randn(1, 2, seq, 16)
         torch.testing.assert_close(program.module()(q), Attention()(q))
+
+
+def test_sizes_beyond_the_range_of_the_kernels_are_refused(interpreter):
+    q = torch.zeros(1).expand(1, 2, 2**30, 16)
+    with pytest.raises(ValueError, match="every dimension of q to be at most 1073741823"):
+        flash_attention(q, q, q, backend="triton")
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])

@@ -192,6 +192,18 @@ def test_sdpa_under_vmap_runs_torchs_function():
     torch.testing.assert_close(torch.func.vmap(sdpa)(q, q, q), expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_sdpa_has_the_hessian_of_torchs_function():
+    # With equal head dims, torch's function raises an error.
+    q, k, v = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 3)
+    ours, expected = (
+        torch.func.hessian(lambda q: run(q, k, v).square().sum())(q)  # noqa: B023
+        for run in (sdpa, F.scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_traced_sdpa_runs_torchs_function_for_any_lengths():

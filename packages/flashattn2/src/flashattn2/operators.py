@@ -16,7 +16,7 @@ from torch import Tensor
 from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.dispatch import KERNEL_BACKENDS
-from flashattn2.spec import AttentionSpec
+from flashattn2.spec import MAX_ROWS, AttentionSpec
 from flashattn2.validation import check_boundaries
 
 
@@ -38,6 +38,13 @@ def forward(
 
     The scalars are the fields of an `AttentionSpec` and of a `dispatch.Method`.
     """
+    # A comparison of symbolic sizes would restrict the lengths that an exported program accepts.
+    for name, x in (("q", q), ("k", k)):
+        if max(x.shape) >= MAX_ROWS:
+            raise ValueError(
+                f"expected every dimension of {name} to be at most {MAX_ROWS - 1}, got shape "
+                f"{tuple(x.shape)}"
+            )
     if cu_q is not None and cu_k is not None:
         waits = backend not in KERNEL_BACKENDS
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)

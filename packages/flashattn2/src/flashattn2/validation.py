@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from flashattn2.spec import MAX_ROWS
-
 #: Tensor types without overridden behavior.  A subclass may override any property or method.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -177,12 +175,6 @@ def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if 0 in (q.shape[-1], v.shape[-1]):
         raise ValueError("expected a head dim of at least 1, got head dim 0")
-    for name, x in (("q", q), ("k", k)):
-        if max(x.shape) >= MAX_ROWS:
-            raise ValueError(
-                f"expected every dimension of {name} to be at most {MAX_ROWS - 1}, got shape "
-                f"{tuple(x.shape)}"
-            )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"expected k and v to have the same shape except for the head dim, got shape "

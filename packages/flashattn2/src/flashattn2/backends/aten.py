@@ -167,7 +167,7 @@ def _kernel_gradients(
         dk, dv = (x.view(x.shape[0], -1, group, *x.shape[2:]).sum(2) for x in (dk, dv))
     if dim == v_dim:
         return dq, dk, dv
-    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+    return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, v_dim)
 
 
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Import the function by name, so that it remains torch's own function if a user replaces the
 # attribute of `torch.nn.functional` by `sdpa`.
@@ -65,9 +66,12 @@ def _is_supported(
 ) -> bool:
     """Return True if `flash_attention` supports the tensors and the scale of a call.
 
-    Traces would contain the lengths of their example, so they get torch's own function.
+    Traces would contain the lengths of their example, so they get torch's own function, as calls
+    under forward-mode AD do.
     """
     if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
+        return False
+    if forward_ad._current_level >= 0:
         return False
     for x in (query, key, value):
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4 or is_mapped(x):

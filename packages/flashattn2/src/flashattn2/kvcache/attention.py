@@ -81,7 +81,7 @@ def flash_attention_with_kvcache(
     sides = window if isinstance(window, tuple) else (window,)
     options = is_causal, scale, softcap, backend, is_paged, new_rows, packing, type(window), *sides
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
-    validation.check_no_derivative(q, k_cache, v_cache, k, v)
+    validation.check_no_derivative(q, k_cache, v_cache, k, v, sinks)
     if plan is not None and plan.is_cpu_kernel and sinks is None:
         # Fast path for a decoded token; with it, Python takes at most 15 us (test_speed.py).
         result = _call_cpu_kernel(q, k_cache, v_cache, k, v, cache_seqlens, plan.spec)
@@ -118,7 +118,7 @@ def flash_attention_with_kvcache(
     check_lengths = isinstance(cache_seqlens, Tensor)
     as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
-        validation.check_graph_inputs(k_cache, v_cache, k, v)
+        q = validation.separate_queries(q, k_cache, v_cache, k, v)
         write = append_op if as_operator else append
         write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend, check_lengths)
         if not as_operator:
@@ -218,7 +218,9 @@ def _call_cpu_kernel(
         return None
     if k is not None and v is not None:
         validation.check_memory(k_cache, v_cache, k, v)
-        k, v = validation.copy_aliased_rows(k_cache, v_cache, k, v)
+        q = validation.copy_aliased_rows(q, k_cache, v_cache)
+        k = validation.copy_aliased_rows(k, k_cache, v_cache)
+        v = validation.copy_aliased_rows(v, k_cache, v_cache)
         k_cache.narrow(2, count - new, new).copy_(k)
         v_cache.narrow(2, count - new, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.

@@ -75,7 +75,7 @@ def append(
     waits = _waits(backend, lengths)
     check_values(lengths, k.shape[2], k_cache, block_table, waits, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
-    k, v = copy_aliased_rows(k_cache, v_cache, k, v)
+    k, v = (copy_aliased_rows(rows, k_cache, v_cache) for rows in (k, v))
     if backend == "triton":
         from flashattn2.kernels import decode
 

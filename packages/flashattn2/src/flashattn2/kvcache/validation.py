@@ -1,5 +1,6 @@
 """Validation of the arguments of `flash_attention_with_kvcache`."""
 
+import functools
 import itertools
 import operator
 from types import SimpleNamespace
@@ -146,14 +147,13 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
     The operator calls this function, because in a compiled graph only its tensors have memory.  The
     fast path of a decoded token also calls it, so every additional statement slows decoding.
     """
-    if 0 in k_cache.stride() or 0 in v_cache.stride():
-        for cache in (k_cache, v_cache):
-            if any(s == 0 and n > 1 for s, n in zip(cache.stride(), cache.shape, strict=True)):
-                raise ValueError(
-                    "expected separate memory for each row of the caches, got an expanded tensor "
-                    f"with strides {cache.stride()}: new rows would overwrite each other; pass a "
-                    "copy made by contiguous()"
-                )
+    for cache in (k_cache, v_cache):
+        if _share_elements_memory(cache.shape, cache.stride()):
+            raise ValueError(
+                "expected separate memory for each row of the caches, got rows that share memory "
+                f"in a tensor with strides {cache.stride()}: new rows would overwrite each other; "
+                "pass a copy made by contiguous()"
+            )
     distance = v_cache.data_ptr() - k_cache.data_ptr()
     if v.data_ptr() - k.data_ptr() == distance and _are_rows_aligned(k_cache, v_cache, k, v):
         return
@@ -167,6 +167,21 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
             "would overwrite keys; allocate the caches separately, or as parts of one tensor such "
             "as kv[0] and kv[1]"
         )
+
+
+@functools.lru_cache(1024)
+def _share_elements_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return False only if no two elements of a tensor have the same address.
+
+    The result is True if the elements along one dimension do not all precede the next element along
+    another dimension.  Expanded and overlapping tensors are like this.
+    """
+    extent = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * max(0, size - 1)
+    return False
 
 
 def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -185,30 +200,35 @@ def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) ->
     )
 
 
-def check_graph_inputs(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError if inputs of a compiled graph overlap in the memory of a cache.
+def separate_queries(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return q, copied if it shares storage with a cache, as `copy_aliased_rows` does.
 
-    If a graph of torch 2.11 to 2.15 writes to one of several overlapping inputs, it assumes the
-    storage offsets of its first call.  With other offsets it would read and write other memory,
-    without an error.  Slices that the graph itself makes have the right offsets.
+    In a compiled graph, a ValueError is raised instead, and also if inputs of the graph overlap in
+    the memory of a cache.  If a graph of torch 2.11 to 2.15 writes to one of several overlapping
+    inputs, it assumes the storage offsets of its first call.  With other offsets it would read and
+    write other memory, without an error.  Slices that the graph itself makes have the right
+    offsets, but the graph would read such a slice as q after the new rows are written.
     """
-    if is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime
+    if not is_dynamo_compiling():
+        return copy_aliased_rows(q, k_cache, v_cache)
+    from torch._dynamo.comptime import comptime
 
-        # The compiler calls this function with access to the variables of the current frame.
-        comptime(_check_graph_inputs)
+    # The compiler calls this function with access to the variables of the current frame.
+    comptime(_check_graph_inputs)
+    return q
 
 
 def _check_graph_inputs(context: "ComptimeContext") -> None:
-    """Run the check of `check_graph_inputs` in the compiler."""
+    """Run the check of `separate_queries` in the compiler."""
     nodes = {node: node.meta.get("example_value") for node in context.graph().nodes}
-    storages = []
+    caches = []
     for name in ("k_cache", "v_cache", "k", "v"):
         variable: Any = context.get_local(name)
         # The graph does not contain the node of an input that was not used before.
         nodes[variable.as_proxy().node] = fake = variable.as_fake()
         if name.endswith("cache"):
-            storages.append(fake.untyped_storage()._cdata)
+            caches.append(fake)
+    storages = [x.untyped_storage()._cdata for x in caches]
     inputs = [
         x
         for node, x in nodes.items()
@@ -216,11 +236,13 @@ def _check_graph_inputs(context: "ComptimeContext") -> None:
         and isinstance(x, Tensor)
         and x.untyped_storage()._cdata in storages
     ]
-    if any(_may_overlap(x, y) for x, y in itertools.combinations(inputs, 2)):
+    q: Any = context.get_local("q").as_fake()
+    pairs = [*itertools.combinations(inputs, 2), *((q, cache) for cache in caches)]
+    if any(_may_overlap(x, y) for x, y in pairs):
         raise ValueError(
             "expected no overlapping views of a cache among the inputs of a compiled graph, whose "
             "storage offsets would be those of the first call; pass the tensor that contains them, "
-            "and slice it inside of the compiled function"
+            "and slice it inside of the compiled function; clone queries that are a part of it"
         )
 
 
@@ -236,21 +258,16 @@ def _may_overlap(x: Tensor, y: Tensor) -> bool:
     return bool(starts[0] < ends[1] and starts[1] < ends[0])
 
 
-def copy_aliased_rows(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the new rows, copied if they share storage with a cache.
+def copy_aliased_rows(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    """Return queries or new rows, copied if they share storage with a cache.
 
-    Without the copy, a new row that is also a row of the cache could be overwritten before it is
-    read.
+    Without the copy, a row that is also a row of the cache could be overwritten before it is read.
     """
     # This function takes less time than a comparison of two `untyped_storage()`.
     shares_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
-    if shares_storage(k, k_cache) or shares_storage(k, v_cache):
-        k = k.clone()
-    if shares_storage(v, k_cache) or shares_storage(v, v_cache):
-        v = v.clone()
-    return k, v
+    if shares_storage(rows, k_cache) or shares_storage(rows, v_cache):
+        return rows.clone()
+    return rows
 
 
 def _addresses(x: Tensor) -> np.ndarray:
