@@ -1,6 +1,8 @@
 """The hand-over of asynchronous calls between the caller, the engine and the progress thread."""
 
 import threading
+import time
+import weakref
 
 import pytest
 from collectives.execution.progress import ProgressQueue, State
@@ -77,3 +79,18 @@ def test_engine_is_not_used_by_a_group_that_has_failed():
         assert queue.assign(lambda: Job(), is_usable=False) is None
     assert queue.state is State.PYTHON
     assert not queue.running.locked()
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_queue_does_not_keep_a_finished_call_alive(engine):
+    # The handle of the last call refers to its tensors.
+    queue = ProgressQueue(None, on_end=lambda: None)
+    _, work = submit(queue, engine)
+    work.wait()
+    gone = weakref.ref(work)
+    del work
+    deadline = time.monotonic() + 20
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert gone() is None
+    queue.close()

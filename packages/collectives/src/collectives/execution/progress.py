@@ -69,7 +69,7 @@ class ProgressQueue:
         self.running = threading.Lock()
         #: Acquired while a call is queued, so that executors and the queue have the same order.
         self.submitting = threading.Lock()
-        #: The last asynchronous call that no synchronous call has waited for yet.
+        #: The last asynchronous call, or None if it has finished or a call has waited for it.
         self.last: Work | None = None
         self._arena = arena
         self._on_end = on_end
@@ -176,5 +176,8 @@ class ProgressQueue:
                 self._on_end()
                 return
             work.run()
-            # The next iteration waits, and must not keep the tensors of this call alive.
+            # Neither the queue nor this thread, which waits now, may keep the call's tensors alive.
+            with self.submitting:
+                if self.last is work:
+                    self.last = None
             del work
