@@ -123,7 +123,7 @@ def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
         # GB, TB/s, TFLOP/s, GB/s and microseconds.
         ('[mine]\nlike = "H100"\nmemory_bytes = 80\n', "memory_bytes"),
         ('[mine]\nlike = "H100"\nmemory_bandwidth = 3.35\n', "memory_bandwidth"),
-        ('[mine]\nlike = "H100"\npublished = { bf16 = 989 }\n', "the peak of bf16"),
+        ('[mine]\nlike = "H100"\npublished = { bf16 = 989 }\n', "got 989; check its unit"),
         ('[mine]\nlike = "H100"\nnode_link = ["NVLink", 450, 2e-6]\n', "node_link"),
         ('[mine]\nlike = "H100"\nnetwork = ["InfiniBand", 50e9, 5]\n', "network"),
         ("[mine", "Expected"),

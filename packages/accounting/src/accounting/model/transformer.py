@@ -269,8 +269,9 @@ class Transformer:
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
         """Return the attention layers without and those with a window, if there are any."""
-        attention = self.attention_layers or ()
-        full = tuple(layer for layer in attention if layer not in self.windowed_layers)
+        attention = full = tuple(self.attention_layers or ())
+        if self.window:
+            full = tuple(layer for layer in attention if layer not in self.windowed_layers)
         groups = [AttentionGroup("", full, self.kv_heads, self.qk_dim, self.v_head_dim)]
         if self.window:
             windowed = tuple(layer for layer in attention if layer in self.windowed_layers)
