@@ -74,7 +74,7 @@ class Hardware:
         least = min(self.memory_bytes, self.memory_bandwidth, *self.peaks.values())
         if least < LEAST_RATE:
             raise ValueError(
-                "expected memory_bytes, memory_bandwidth in bytes/s and peaks in operations/s of at "
+                "expected memory_bytes, memory_bandwidth (bytes/s) and peaks (operations/s) of at "
                 f"least {LEAST_RATE:,}, got {least:g}; check its unit"
             )
         if bool(self.pod) != bool(self.torus_axes):
