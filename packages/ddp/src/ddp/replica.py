@@ -245,7 +245,9 @@ class Replica:
         self.failures.check()
         if self._ddp._join_config.enable:
             self.notify_join()
-        else:
+        # A checkpoint may repeat the forward pass within the backward pass, where ranks may have
+        # launched different numbers of buckets.
+        elif torch._C._current_graph_task_id() == -1:
             self.copy_buffers()
 
     def notify_join(self) -> None:
