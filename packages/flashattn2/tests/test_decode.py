@@ -8,7 +8,7 @@ import torch
 from faked_device import faked_device
 from flashattn2 import attention_reference, flash_attention_with_kvcache
 from flashattn2.backends import aten
-from flashattn2.kvcache import validation
+from flashattn2.kvcache import eager, validation
 from flashattn2.kvcache.eager import attend_sequences
 from flashattn2.kvcache.operators import append_op, decode_op
 from flashattn2.kvcache.validation import check_values
@@ -714,6 +714,36 @@ def test_new_keys_in_a_cache_with_overlapping_rows_are_refused(strides, index):
         with pytest.raises(ValueError, match="got rows that share memory"):
             flash_attention_with_kvcache(q, *caches, q, q.clone(), cache_seqlens=3)
     assert not memory.any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("page_size", "seq_q"), [(1, 1), (7, 1), (16, 1), (16, 3), (50, 1)])
+def test_pages_are_copied_in_chunks(monkeypatch, page_size, seq_q, dtype, backend):
+    """The lengths are around the ends of chunks, which have 32 rows or fewer."""
+    monkeypatch.setattr(eager, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(eager, "CHUNK_ROWS", 32)
+    lengths = (0, 1, 95, 96, 97, 127, 128, 129)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for window in (None, (110, None)) if seq_q == 1 else (None,):
+        shape = (4, 2, seq_q)
+        check(backend, shape, lengths, page_size, 1, (16, 24), tolerance, dtype, window=window)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_chunks_of_pages_keep_values_that_are_not_finite(monkeypatch, value):
+    monkeypatch.setattr(eager, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(eager, "CHUNK_ROWS", 32)
+    q, (k, v) = torch.ones(1, 2, 1, 16), torch.randn(2, 1, 2, 128, 16)
+    for keys in (slice(0, 32), slice(5, 6), slice(96, 128), slice(0, 128)):
+        for index in range(2):
+            caches = [k.clone(), v.clone()]
+            caches[index][:, 0, keys] = value
+            table = torch.arange(8, dtype=torch.int32)[None]
+            pages = [x[0].unflatten(1, (8, 16)).transpose(0, 1).contiguous() for x in caches]
+            out = flash_attention_with_kvcache(q, *pages, cache_seqlens=128, block_table=table)
+            contiguous = flash_attention_with_kvcache(q, *caches, cache_seqlens=128)
+            torch.testing.assert_close(out, contiguous, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])

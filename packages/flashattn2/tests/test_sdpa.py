@@ -196,7 +196,9 @@ def test_sdpa_under_vmap_runs_torchs_function():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_sdpa_has_the_hessian_of_torchs_function():
     # With equal head dims, torch's function raises an error.
-    q, k, v = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 3)
+    q = torch.randn(1, 1, 3, 4)
+    k = torch.randn(1, 1, 5, 4)
+    v = torch.randn(1, 1, 5, 3)
     ours, expected = (
         torch.func.hessian(lambda q: run(q, k, v).square().sum())(q)  # noqa: B023
         for run in (sdpa, F.scaled_dot_product_attention)

@@ -9,6 +9,13 @@ from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
+#: Bytes of the keys and values of a chunk of pages, as large as the L2 cache of a core.
+CHUNK_BYTES = 2 * 1024**2
+#: The smallest number of rows of a chunk, so that a chunk takes longer than its Python code.
+CHUNK_ROWS = 256
+#: The largest number of chunks for which chunks were not faster than a copy of the whole sequence.
+FEW_CHUNKS = 3
+
 
 def attend_sequences(
     q: Tensor,
@@ -36,10 +43,15 @@ def attend_sequences(
     outputs = []
     sums = []
     for b, count in enumerate(counts):
-        keys = _gather_sequence(k_cache, b, count, block_table)
-        values = _gather_sequence(v_cache, b, count, block_table)
         rows = q[b : b + 1] if bounds is None else q[:, :, bounds[b] : bounds[b + 1]]
-        out, lse = _attend(rows, keys, values, spec, backend)
+        result = None
+        if block_table is not None and q.is_cpu and _sees_all_keys(rows, spec):
+            result = _attend_chunks(rows, k_cache, v_cache, count, block_table[b], spec, backend)
+        if result is None:
+            keys = _gather_sequence(k_cache, b, count, block_table)
+            values = _gather_sequence(v_cache, b, count, block_table)
+            result = _attend(rows, keys, values, spec, backend)
+        out, lse = result
         outputs.append(out)
         sums.append(lse)
     if not outputs:
@@ -72,6 +84,56 @@ def _gather_sequence(cache: Tensor, b: int, count: int, block_table: Tensor | No
     return cache.index_select(0, pages).transpose(0, 1).flatten(1, 2)[None, :, :count]
 
 
+def _attend_chunks(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    count: int,
+    table: Tensor,
+    spec: AttentionSpec,
+    backend: str,
+) -> tuple[Tensor, Tensor] | None:
+    """Return the output and log-sum-exp of a sequence, whose pages are copied a chunk at a time.
+
+    The copy of a chunk stays in the L2 cache of a core until it is read.  The result is None for a
+    sequence of at most `FEW_CHUNKS` chunks, and if a chunk has scores of -inf only, for which
+    torch's kernel may return a log-sum-exp of 0.
+    """
+    size = k_cache.shape[2]
+    dims = k_cache.shape[3] + v_cache.shape[3]
+    row_bytes = k_cache.shape[1] * dims * k_cache.element_size()
+    chunk = max(CHUNK_ROWS, CHUNK_BYTES // row_bytes) // size * size
+    # With a window, there is one query, at the last key.
+    first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
+    start = first // size * size
+    if count - start <= FEW_CHUNKS * chunk or chunk == 0:
+        return None
+    spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
+    pages = table.tolist()
+    buffers = [x.new_empty(x.shape[1], chunk, x.shape[3]) for x in (k_cache, v_cache)]
+    outputs = []
+    sums = []
+    for begin in range(start, count, chunk):
+        stop = min(begin + chunk, count)
+        used = pages[begin // size : -(-stop // size)]
+        for cache, buffer in zip((k_cache, v_cache), buffers, strict=True):
+            torch.cat([cache[page] for page in used], 1, out=buffer[:, : len(used) * size])
+        keys, values = (x[None, :, max(first - begin, 0) : stop - begin] for x in buffers)
+        out, lse = _attend(q, keys, values, spec, backend)
+        outputs.append(out)
+        sums.append(lse)
+    lse = torch.stack(sums)
+    if not (lse.isfinite() & (lse != 0)).all():
+        return None
+    weights = lse.softmax(0)[..., None]
+    return (torch.stack(outputs) * weights).sum(0).to(q.dtype), lse.logsumexp(0)
+
+
+def _sees_all_keys(q: Tensor, spec: AttentionSpec) -> bool:
+    """Return True if a slice of the keys replaces the mask of the queries."""
+    return q.shape[2] == 1 or spec.left == spec.right == UNBOUNDED
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -82,8 +144,7 @@ def _attend(
         k = k[:, :, -spec.left - 1 :]
         v = v[:, :, -spec.left - 1 :]
     run = tiled.forward if backend == "torch" else aten.forward_or_tiled
-    sees_all_keys = seq_q == 1 or spec.left == spec.right == UNBOUNDED
-    if not (heads and sees_all_keys):
+    if not (heads and _sees_all_keys(q, spec)):
         return run(q, k, v, spec)
     # Without a mask, the query heads of one key head become rows of one head, so that each key is
     # read once.
