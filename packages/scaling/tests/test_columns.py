@@ -315,3 +315,28 @@ def test_size_of_the_text_is_read_with_the_tokens_of_one_unit(name):
     with pytest.raises(ValueError, match="may count the tokens of all epochs, or those of one"):
         load_runs(table | {"epochs": [2] * 6}, **options)
     assert len(load_runs(table | {"epochs": [2] * 6}, **options, ignore="epochs")) == 6
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_quotes_do_not_change_what_is_read_from_a_csv_file(tmp_path, mark, newline):
+    """Files without quotes are read by a faster function."""
+    lines = [
+        "# a comment",
+        "",
+        mark.join(["run", " N ", "D", "loss"]),
+        f" {mark}\u00a0{mark}{mark}",
+    ]
+    for i, loss in enumerate(LOSS[:6]):
+        lines.append(mark.join([f"run {i}", f"{10 + i}M", f" {2 + i}e9", f"{loss:.4f} "]))
+    lines.insert(6, "  # another comment")
+    results = []
+    for quote in ("", '"'):
+        path = tmp_path / f"runs{len(quote)}.csv"
+        text = newline.join([*lines, ""]).replace("run 0", f"{quote}run 0{quote}")
+        path.write_text(text, newline="")
+        results.append(load_runs(path))
+    assert results[0].rows == results[1].rows == (5, 6, 8, 9, 10, 11)
+    assert "2 lines that start with '#'" in results[0].explanation
+    for name in ("parameters", "tokens", "loss"):
+        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))

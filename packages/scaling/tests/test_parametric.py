@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scaling import Law, fit_law, fit_parametric, isoflop_runs, load_runs
 from scaling.bench import lbfgs
 from scaling.fit import newton, search
-from scaling.fit.varpro import Problem
-from scipy.optimize import basinhopping, differential_evolution
+from scaling.fit.varpro import Problem, _nonnegative_amplitudes
+from scipy.optimize import basinhopping, differential_evolution, nnls
 
 exponents = st.floats(0.06, 1.5)
 constants = st.floats(10, 5000)
@@ -263,3 +263,14 @@ def test_large_table_is_read_and_fitted_in_5_seconds():
     seconds = time.process_time() - start
     assert fit.law.alpha == pytest.approx(0.34, abs=0.01)
     assert_at_most("scaling: 100,000 rows read and fitted", 5, seconds, "s")
+
+
+def test_amplitudes_of_starts_are_those_of_scipys_non_negative_least_squares():
+    design = np.random.default_rng(0).lognormal(size=(60, 3, 30)) * np.array([[[1e-9], [1], [1e9]]])
+    design[0, 1] = design[0, 0] * 2
+    ours = _nonnegative_amplitudes(design)
+    for matrix, amplitudes in zip(design, ours, strict=True):
+        norms = np.linalg.norm(matrix, axis=1)
+        _, error = nnls((matrix / norms[:, None]).T, np.ones(30))
+        assert (amplitudes >= 0).all()
+        assert np.linalg.norm(amplitudes @ matrix - 1) == pytest.approx(error, rel=1e-9)

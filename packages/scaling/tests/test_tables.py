@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -822,6 +823,58 @@ def test_method_that_changes_with_the_budget_is_refused_with_both_readings(colum
     ]
     with pytest.raises(ValueError, match=message):
         load_runs(tuned)
+
+
+@pytest.mark.parametrize(
+    ("column", "low", "high"),
+    [
+        *(("qk_norm", False, True), ("qk_norm", "no", "yes"), ("qk_norm", "", "x")),
+        *(("dropout_rate", 0.0, 0.1), ("label_smoothing", 0.1, 0.2), ("window", 0, 4096)),
+        *(("dropout", None, 0.1), ("adam_beta2", 0.95, 0.99)),
+    ],
+)
+def test_switch_that_changes_with_the_scale_is_refused_with_both_readings(column, low, high):
+    grid = list(itertools.product((1e8, 2e8, 4e8, 8e8), (10, 20, 40)))
+    rows = [{"N": n, "D": r * n, "loss": 3 - n / 1e10 - r / 1e3} for n, r in grid]
+    message = rf"'{column}' has 2 values .*one law in spite .*or several laws"
+    quantities = (lambda row: row["N"], lambda row: row["N"] * row["D"])
+    for quantity, border in zip(quantities, (3e8, 8e17), strict=True):
+        changed = [row | {column: high if quantity(row) > border else low} for row in rows]
+        with pytest.raises(ValueError, match=message):
+            load_runs(changed)
+        assert len(load_runs(changed, ignore=column)) == 12
+        assert len(load_runs(changed, where={column: high})) >= 3
+    alternating = [row | {column: high if row["N"] in (1e8, 4e8) else low} for row in rows]
+    with pytest.raises(ValueError, match=message):
+        load_runs(alternating)
+    assert len(load_runs([row | {column: low} for row in rows])) == 12
+    # A note about two runs is not a setting, and neither is a flag that does not follow the scale.
+    noted = [row | {column: high if i in (4, 7) else low} for i, row in enumerate(rows)]
+    assert len(load_runs(noted)) == 12
+    scattered = [row | {column: high if i % 5 in (1, 3) else low} for i, row in enumerate(rows)]
+    assert len(load_runs(scattered)) == 12
+
+
+def test_columns_that_grow_with_the_scale_are_not_switches():
+    grid = list(itertools.product((1e8, 2e8, 4e8, 8e8), (10, 20, 40)))
+    natural = {"gpus": (1, 8), "lr": (3e-4, 1.5e-4), "min_lr": (3e-5, 1.5e-5), "seed": (0, 1)}
+    natural |= {"kv_heads": (8, 16), "batch_size": (256, 512), "epoch": (0, 1)}
+    rows = [
+        {"N": n, "D": r * n, "loss": 3 - n / 1e10 - r / 1e3}
+        | {name: values[int(n > 3e8)] for name, values in natural.items()}
+        for n, r in grid
+    ]
+    assert len(load_runs(rows)) == 12
+
+
+def test_switch_that_was_compared_at_each_budget_is_a_setting():
+    rows = [
+        {"N": n, "D": 20 * n, "dropout": k, "loss": 3 - n / 1e10 + abs(k - best) / 10}
+        for n, best in ((1e8, 0), (2e8, 0), (3e8, 0), (4e8, 0.1), (5e8, 0.1), (8e8, 0.1))
+        for k in (0, 0.1)
+    ]
+    with pytest.warns(ScalingWarning, match="6 runs of other settings are left out"):
+        assert len(load_runs(rows)) == 6
 
 
 def test_method_that_was_compared_at_each_budget_is_a_setting():

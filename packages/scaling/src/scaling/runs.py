@@ -267,10 +267,13 @@ def _suspicions(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column])
             f"column {columns['loss'].name!r} is above {LARGEST_LOSS:g} nats in rows"
             f" {list_some(rows[high])}: worse than guessing; is it a perplexity, or diverged?"
         )
-    table = np.stack([runs.parameters, runs.tokens, runs.loss])
+    # Few rows have the loss of another row, so sorting only these rows is fast.
+    _, code, count = np.unique(runs.loss, return_inverse=True, return_counts=True)
+    equal = np.flatnonzero(count[code] > 1)
+    table = np.stack([runs.parameters, runs.tokens, runs.loss])[:, equal]
     order = np.lexsort(table)
     repeated = np.zeros(len(runs), dtype=bool)
-    repeated[order[1:]] = (np.diff(table[:, order]) == 0).all(0)
+    repeated[equal[order[1:]]] = (np.diff(table[:, order]) == 0).all(0)
     if repeated.any():
         messages.append(
             f"rows {list_some(rows[repeated])} repeat earlier ones in"

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import nnls
 
 from scaling.equality import ComparesArrays
 from scaling.laws.form import CATALOG, Form
@@ -53,6 +52,9 @@ GRID_STOP = 1 / 1.5
 #: Least amplitude of a start, in units of `Problem.target_spread`. On the same tables, 1e-6 to 0.05
 #: miss no optimum, and 0.5 misses one.
 LEAST_AMPLITUDE = 0.05
+
+#: Ridge of the normal equations of the starts, whose terms are normalized.
+RIDGE = 1e-13
 
 #: Largest change per step of Newton's method: of an exponent, of a log amplitude, and of any other
 #: amplitude in units of the target's geometric mean. Without a limit, an almost singular Hessian
@@ -223,14 +225,39 @@ def grid_starts(problem: Problem) -> Array:
     theta = np.concatenate([np.zeros((len(grid), problem.num_terms)), grid], axis=1)
     # Each term divided by the target, (S, n), or (1, n) if the term does not use an exponent.
     relative_terms = [np.exp(value - problem.log_target) for value in problem.log_values(theta)]
-    ones = np.ones(len(problem.log_target))
-    for i in range(len(grid)):
-        design = np.stack([term[i if len(term) > 1 else 0] for term in relative_terms], axis=1)
-        # Columns may differ by many orders of magnitude, so they are normalized first.
-        norms = np.linalg.norm(design, axis=0)
-        theta[i, : problem.num_terms] = nnls(design / norms, ones)[0] / norms
+    shape = (len(grid), len(problem.log_target))
+    design = np.stack([np.broadcast_to(term, shape) for term in relative_terms], axis=1)
+    theta[:, : problem.num_terms] = _nonnegative_amplitudes(design)
     least = LEAST_AMPLITUDE * problem.target_spread
     for k in problem.log_amplitude_terms:
         # A zero amplitude has no logarithm, and the exponent of its term would have no gradient.
         theta[:, k] = np.log(np.maximum(theta[:, k], least))
     return theta
+
+
+def _nonnegative_amplitudes(design: Array) -> Array:
+    """Return the non-negative a (S, K) that minimize |sum_k a_k design_k - 1|^2, for (S, K, n).
+
+    At the minimum, some amplitudes are zero and the others solve a linear system. There are few
+    terms, so all subsets of positive amplitudes are tried.
+    """
+    # The terms may differ by many orders of magnitude, so they are normalized first.
+    norms = np.linalg.norm(design, axis=2)
+    design = design / norms[..., None]
+    gram = design @ design.transpose(0, 2, 1)
+    sums = design.sum(2)
+    best = np.zeros_like(sums)
+    gain = np.zeros(len(sums))
+    for size in range(1, sums.shape[1] + 1):
+        for subset in map(list, itertools.combinations(range(sums.shape[1]), size)):
+            # The ridge keeps the systems of nearly proportional terms solvable.
+            system = gram[:, subset][:, :, subset] + RIDGE * np.eye(size)
+            amplitudes = np.linalg.solve(system, sums[:, subset, None])[..., 0]
+            # The decrease of the squared error below that of amplitudes of zero.
+            decrease = (amplitudes * sums[:, subset]).sum(1)
+            better = (amplitudes >= 0).all(1) & (decrease > gain)
+            gain[better] = decrease[better]
+            best[better] = 0
+            best[np.ix_(better, subset)] = amplitudes[better]
+    result: Array = best / norms
+    return result

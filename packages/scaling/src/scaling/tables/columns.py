@@ -78,10 +78,10 @@ def _shows_decimal_points(reading: Reading) -> bool:
 
 def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Array:
     """Return the numbers of a column; raise `ValueError` unless all are positive and finite."""
-    cells = table.cells(name)
-    numbers = parse_numbers(cells, unit, is_count)
+    numbers = parse_numbers(table.columns[name], unit, is_count)
     invalid = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
     if len(invalid):
+        cells = table.cells(name)
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
         wanted = "hold numbers" if unparsed else "be positive and finite"
         bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]

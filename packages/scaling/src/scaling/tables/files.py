@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from scaling.tables.reshape import from_records
+from scaling.tables.reshape import flatten_cells, from_records
 from scaling.tables.table import Table, object_cells, require_unique_names
 
 #: Recognized delimiters of a CSV file. The most frequent one in the header is used.
 DELIMITERS = "\t;|,"
+
+#: The cells of all rows in order, the number of cells and the first line of each row, and the
+#: number of comments.
+CsvCells = tuple[list[str], list[int], list[int], int]
 
 
 def read_text(path: Path) -> str:
@@ -57,46 +61,61 @@ def parse_csv(path: Path, text: str) -> Table:
 
     Raise `ValueError` for an invalid header, or a line with another number of cells.
     """
-    lines = io.StringIO(text, newline="").readlines()
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     header = next((line for line in lines if line.strip() and not _is_comment(line)), "")
     mark = max(DELIMITERS, key=header.count)
     try:
-        numbered, comments = _read_rows(lines, mark)
+        read = _read_quoted if '"' in text else _read_unquoted
+        cells, widths, numbers, comments = read(lines, mark)
     except csv.Error as error:
         raise ValueError(f"{path}: {error}") from None
-    if not numbered:
+    if not widths:
         return from_records([])
-    names = [name.strip() for name in numbered.pop(0)[1]]
+    count = widths[0]
+    names = [name.strip() for name in cells[:count]]
     _require_header(path, names)
-    for line, cells in numbered:
-        if len(cells) != len(names):
-            raise ValueError(
-                f"{path}: line {line} has {len(cells)} cells under {len(names)} columns {names}; is"
-                f" {mark!r} the delimiter?"
-            )
+    for i in np.flatnonzero(np.array(widths) != count)[:1]:
+        raise ValueError(
+            f"{path}: line {numbers[i]} has {widths[i]} cells under {count} columns {names}; is"
+            f" {mark!r} the delimiter?"
+        )
+    cells = cells[count:]
     choices = [f"cells are separated by {mark!r}"]
     if comments:
         choices.append(f"{comments} lines that start with '#' are comments")
-    rows = [cells for _, cells in numbered]
-    if mark == ";" and _has_decimal_commas(rows):
-        rows = [tuple(re.sub(r"(?<=\d),(?=\d)", ".", cell) for cell in row) for row in rows]
+    if mark == ";" and _has_decimal_commas(cells):
+        cells = [re.sub(r"(?<=\d),(?=\d)", ".", cell) for cell in cells]
         choices.append("a comma in a number starts its decimals")
     columns = {}
-    for k, name in enumerate(names if rows else []):
-        columns[name] = object_cells([row[k].strip() for row in rows])
-    return Table(columns, np.array([line for line, _ in numbered], np.intp), choices)
+    for k, name in enumerate(names if cells else []):
+        columns[name] = object_cells(list(map(str.strip, cells[k::count])))
+    table = Table(columns, np.array(numbers[1:], np.intp), choices)
+    return flatten_cells(table) if "{" in text else table
 
 
 def _is_comment(line: str) -> bool:
     return line.lstrip()[:1] == "#"
 
 
-def _read_rows(lines: Sequence[str], mark: str) -> tuple[list[tuple[int, tuple[str, ...]]], int]:
-    """Return the cells of each row with its first line number, and the number of comments.
+def _read_unquoted(lines: list[str], mark: str) -> CsvCells:
+    """Return the cells of lines without quotes, several times as fast as `_read_quoted`."""
+    numbers = [i for i, line in enumerate(lines, 1) if line.replace(mark, "").strip()]
+    comments = {i for i in numbers if "#" in lines[i - 1] and _is_comment(lines[i - 1])}
+    if comments:
+        numbers = [i for i in numbers if i not in comments]
+    rows = [lines[i - 1] for i in numbers]
+    cells = mark.join(rows).split(mark) if rows else []
+    return cells, [row.count(mark) + 1 for row in rows], numbers, len(comments)
 
-    A quoted cell may span several lines, so comments are skipped only between rows.
+
+def _read_quoted(lines: list[str], mark: str) -> CsvCells:
+    """Return the cells of lines; a quoted cell may span several lines.
+
+    Comments are therefore skipped only between rows.
     """
-    rows = []
+    all_cells = []
+    widths = []
+    numbers = []
     comments = 0
     start = 0
 
@@ -108,22 +127,22 @@ def _read_rows(lines: Sequence[str], mark: str) -> tuple[list[tuple[int, tuple[s
                     comments += 1
                     continue
                 start = i
-            yield line
+            yield f"{line}\n"
 
     for cells in csv.reader(content(), delimiter=mark, skipinitialspace=True):
         if any(map(str.strip, cells)):
-            # Unlike lists, tuples of strings are not traversed by the garbage collector.
-            rows.append((start, tuple(cells)))
+            all_cells += cells
+            widths.append(len(cells))
+            numbers.append(start)
         start = 0
-    return rows, comments
+    return all_cells, widths, numbers, comments
 
 
-def _has_decimal_commas(rows: Sequence[Sequence[str]]) -> bool:
+def _has_decimal_commas(cells: Sequence[str]) -> bool:
     """Return True if numbers have commas, but none has a point or several commas.
 
     Where decimals start with a comma, spreadsheets separate cells by semicolons.
     """
-    cells = [cell for row in rows for cell in row]
     has_comma = any(re.search(r"\d,\d", cell) for cell in cells)
     return has_comma and not any(re.search(r"\d\.\d|,\d+,", cell) for cell in cells)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
-from scaling.tables.names import SWEEP_NAMES, WORDS, ends_with, split_words
+from scaling.tables.names import WORDS, is_rate_name, split_words
 from scaling.tables.selection import setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
@@ -115,8 +115,7 @@ def _replace_rates_by_peaks(reading: Reading, column: str) -> None:
     codes = reading.table.codes([column])
     columns = dict(reading.table.columns)
     for name in reading.table.columns:
-        # A column `eta` is usually the remaining time.
-        if not ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta"}):
+        if not is_rate_name(name):
             continue
         rates = parse_numbers(reading.table.cells(name))
         peaks = np.full(codes.max() + 1, -np.inf)

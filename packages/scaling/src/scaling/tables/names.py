@@ -367,6 +367,14 @@ def set_word(name: str) -> str:
     return word if word in (*WORDS["sets"], *WORDS["labels"]) else ""
 
 
+def is_rate_name(name: str) -> bool:
+    """Return True if a name contains a learning rate; a column `eta` is usually a time."""
+    words = split_words(name)
+    if "lr" in words or words == ["rate"]:
+        return True
+    return ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta", "rate"})  # not a rate of dropout
+
+
 def is_setting_name(name: str) -> bool:
     """Return True if a name ends with a setting, such as a learning rate or an optimizer."""
     # A column `eta` is usually the remaining time, and `b` may be anything.

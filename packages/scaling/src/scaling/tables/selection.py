@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from scaling.tables.cells import blank_cells, list_some, parse_numbers
 from scaling.tables.derived import TIMES, factor_kind
 from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
-from scaling.tables.names import WORDS, is_method_name, is_setting_name, set_word, split_words
+from scaling.tables.names import (
+    WORDS,
+    is_method_name,
+    is_rate_name,
+    is_setting_name,
+    set_word,
+    split_words,
+)
+from scaling.tables.states import parse_flags
 from scaling.tables.table import Reading
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
@@ -129,16 +137,60 @@ def _method_codes(reading: Reading, name: str) -> NDArray[np.intp]:
     return np.unique(texts, return_inverse=True)[1]
 
 
+def _switch_codes(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the code of each row in a column that is a switch; zeros for other columns.
+
+    A switch has two values in the kept rows: flags, 0 and another number, or numbers from 0 to 1,
+    such as rates of dropout. A blank cell beside such numbers is 0. Counts, widths and learning
+    rates may naturally follow the scale, so they are not switches. A switch matters if it follows
+    the scale: see `_follows_scale`.
+    """
+    none = np.zeros(len(reading.table), np.intp)
+    last_word = {*split_words(name)[-1:]}
+    if last_word & {"epoch", *WORDS["repetitions"]} or is_rate_name(name):
+        return none
+    numbers = parse_flags(reading.table.columns[name])
+    if np.nanmax(numbers, initial=0) <= 1:
+        numbers[blank_cells(reading.table.columns[name])] = 0
+    values, codes, counts = np.unique(numbers[keep], return_inverse=True, return_counts=True)
+    is_switch = len(values) == 2 and (values[0] == 0 or 0 < values[0] < values[1] <= 1)
+    if not is_switch or counts.min() < ROWS_PER_SETTING or not _follows_scale(reading, keep, codes):
+        return none
+    return (numbers == values[1]).astype(np.intp)
+
+
+def _follows_scale(reading: Reading, keep: NDArray[np.intp], codes: NDArray[np.intp]) -> bool:
+    """Return True if two values are constant within each size, token count or budget.
+
+    If most of these have a single run, all runs of one value must be larger than the others.
+    """
+    scales = {k: values[keep] for k, values in reading.values.items() if k != "loss"}
+    if "compute" not in scales:
+        scales["compute"] = scales["parameters"] * scales["tokens"]
+    for k, values in scales.items():
+        groups = cluster(values, DESIGN_TOLERANCES[k], 1 + DESIGN_TOLERANCES[k])
+        pairs = np.unique(np.stack([groups, codes]), axis=1)
+        num_groups = int(groups.max()) + 1
+        is_one_step = np.count_nonzero(np.diff(pairs[1])) == 1
+        if pairs.shape[1] == num_groups and (is_one_step or num_groups <= len(keep) / 2):
+            return True
+    return False
+
+
 def _require_compared_methods(
     reading: Reading, keep: NDArray[np.intp], design: NDArray[np.intp], compared: Sequence[str]
 ) -> None:
-    """Raise `ValueError` if the kept rows differ in a method, such as the optimizer.
+    """Raise `ValueError` if the kept rows differ in a method, such as the optimizer, or a switch.
 
     The methods may differ if each design was run with each of them. The best method is then chosen
     if its column is among those that were `compared`.
     """
-    for name in filter(is_method_name, reading.table.columns):
-        codes = _method_codes(reading, name)
+    used = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
+    for name in reading.table.columns:
+        if name in used:
+            continue
+        is_method = is_method_name(name)
+        codes = _method_codes(reading, name) if is_method else _switch_codes(reading, name, keep)
         values = np.unique(codes[keep])
         pairs = np.unique(np.stack([design, codes]), axis=1)
         is_complete = np.isin(pairs[1], values).sum() == len(values) * (design.max() + 1)

@@ -21,7 +21,7 @@ RECORD_KEYS = ("runs", "data", "rows", "results", "records")
 
 def read_table(source: Any) -> Table:
     """Return the table of a path, a data frame, a mapping of columns or an iterable of records."""
-    return pivot(flatten_cells(_read(source)))
+    return pivot(_read(source))
 
 
 def _read(source: Any) -> Table:
@@ -112,7 +112,8 @@ def _from_columns(content: Mapping[str, Any]) -> Table:
     lengths = {name: len(cells) for name, cells in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns differ in length: {lengths}")
-    return Table(columns, np.arange(1, max(lengths.values(), default=0) + 1))
+    rows = np.arange(1, max(lengths.values(), default=0) + 1)
+    return flatten_cells(Table(columns, rows))
 
 
 def _require_same_index(content: Mapping[str, Any]) -> None:

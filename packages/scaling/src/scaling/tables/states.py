@@ -137,6 +137,16 @@ def is_true(cell: Any) -> bool:
     return _normalize(cell) in TRUE
 
 
+def parse_flags(cells: NDArray[Any]) -> Array:
+    """Return a column of flags as 0 and 1, and any other column as numbers; nan for other cells."""
+    numbers = parse_numbers(cells)
+    if np.isnan(numbers).any():
+        for i in np.flatnonzero(np.isnan(numbers)):
+            text = _normalize(cells[i])
+            numbers[i] = 1.0 if text in TRUE else 0.0 if text in FALSE else np.nan
+    return numbers
+
+
 def require_no_marks(table: Table) -> None:
     """Raise `ValueError` if a column such as `outlier` or `keep` marks some of the rows."""
     for name in table.columns:
