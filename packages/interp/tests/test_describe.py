@@ -236,7 +236,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "logit cap of 30": {"logit_cap": 30.0},
     "clipped queries": {"clip": 6.0},
     "queries clipped at 50": {"clip": 50.0},
-    "score cap of 1000": {"score_cap": 1000.0},
     "linear biases": {"slope": 0.01},
     "attention sink": {"sink": True},
     "epsilon of one norm": {"eps_of_last": 1e-6},
@@ -262,6 +261,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 NOT_DETECTED: dict[str, dict[str, Any]] = {
     "activation clamped at 1000": {"activation": lambda x: F.silu(x).clamp(max=1000)},
     "hidden scores of -10000": {"masked_score": -10000.0},
+    "score cap of 1000": {"score_cap": 1000.0},
 }
 
 
@@ -890,7 +890,7 @@ def test_verification_calls_the_model_once_per_property() -> None:
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         describe(model, context=CONTEXT)
     # Small, large and huge weights, one token, the whole context, and the model's own weights.
-    assert shapes == [(1, 16), (1, 16), (16, 8), (2, 1), (1, CONTEXT), (1, 12)]
+    assert shapes == [(1, 16), (1, 16), (4, 4), (2, 1), (1, CONTEXT), (1, 12)]
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:

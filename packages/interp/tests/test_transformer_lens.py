@@ -776,7 +776,7 @@ def test_short_names_and_texts_equal_transformer_lens() -> None:
     theirs, ours = pair("GPT2LMHeadModel", is_processed=False)
     theirs.tokenizer, ours.tokenizer = tokenizer, tokenizer
     theirs.cfg.tokenizer_prepends_bos = False
-    for side, texts in itertools.product(("left", "right"), (["the", "cat sat mat"], ["mat"])):
+    for side, texts in itertools.product(("left", "right"), (["the", "cat sat mat"], "mat")):
         tokenizer.padding_side = side
         assert torch.equal(ours.to_tokens(texts), theirs.to_tokens(texts))
         is_token = ours.to_tokens(texts) != 5

@@ -253,7 +253,7 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         # deeper models have larger ones.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
         # Many first tokens, which attend to masked keys if their own score is below the mask value.
-        Probe(name="huge", scale=_HUGE, length=min(8, short), rows=16),
+        Probe(name="huge", scale=_HUGE, length=min(4, short), rows=4),
         Probe(name="random", length=1, rows=2),
     ]
     if context > 1:
