@@ -37,6 +37,9 @@ MAX_SEARCHED_ROWS = 5000
 ROWS_PER_SETTING = 3
 SETTING_FRACTION = 0.5
 
+#: Largest number of different cells in a column of two values, such as 0, 0.0, False and 1.
+MAX_NOTATIONS = 6
+
 #: Largest relative differences between runs of the same design: their size, tokens and compute.
 DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
 
@@ -149,9 +152,16 @@ def _switch_codes(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArra
     last_word = {*split_words(name)[-1:]}
     if last_word & {"epoch", *WORDS["repetitions"]} or is_rate_name(name):
         return none
-    numbers = parse_flags(reading.table.columns[name])
+    # Each different cell is parsed once. Two values may be written in a few different notations.
+    notations = reading.table.codes([name])
+    first_rows = np.unique(notations, return_index=True)[1]
+    if len(first_rows) > MAX_NOTATIONS:
+        return none
+    cells = reading.table.columns[name][first_rows]
+    numbers = parse_flags(cells)
     if np.nanmax(numbers, initial=0) <= 1:
-        numbers[blank_cells(reading.table.columns[name])] = 0
+        numbers[blank_cells(cells)] = 0
+    numbers = numbers[notations]
     values, codes, counts = np.unique(numbers[keep], return_inverse=True, return_counts=True)
     is_switch = len(values) == 2 and (values[0] == 0 or 0 < values[0] < values[1] <= 1)
     if not is_switch or counts.min() < ROWS_PER_SETTING or not _follows_scale(reading, keep, codes):

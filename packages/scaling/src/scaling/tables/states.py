@@ -140,10 +140,10 @@ def is_true(cell: Any) -> bool:
 def parse_flags(cells: NDArray[Any]) -> Array:
     """Return a column of flags as 0 and 1, and any other column as numbers; nan for other cells."""
     numbers = parse_numbers(cells)
-    if np.isnan(numbers).any():
-        for i in np.flatnonzero(np.isnan(numbers)):
-            text = _normalize(cells[i])
-            numbers[i] = 1.0 if text in TRUE else 0.0 if text in FALSE else np.nan
+    for i in np.flatnonzero(np.isnan(numbers)):
+        text = _normalize(cells[i])
+        if text in TRUE or text in FALSE:
+            numbers[i] = text in TRUE
     return numbers
 
 
